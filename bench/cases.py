@@ -1,0 +1,134 @@
+"""What is measured, as tables: the loads both servers get, and what one server alone costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bench import standing
+from bench.perf import P50, THROUGHPUT, Load
+
+Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a figure is held against: the ratio shmserve / Triton, or shmserve's own value."""
+
+    of: Literal["ratio", "value", "nothing"] = "nothing"
+    must: float | None = None
+    aim: float | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the report."""
+
+    name: str
+    title: str
+    unit: str
+    better: Better
+    target: Target = Target()
+
+
+@dataclass(frozen=True)
+class LoadCase:
+    """A load for perf_analyzer and the column of its report that counts."""
+
+    name: str
+    load: Load
+    column: str
+    figure: Figure
+
+
+@dataclass(frozen=True)
+class StandingCase:
+    """A measurement of one server alone, and the figures it gives, in order."""
+
+    name: str
+    model: str
+    measure: standing.Measure
+    figures: tuple[Figure, ...]
+    with_triton: bool = True
+
+
+def _load(name: str, title: str, load: Load, column: str, must: float, aim: float) -> LoadCase:
+    better: Better = "higher" if column == THROUGHPUT else "lower"
+    unit = "infer/s" if column == THROUGHPUT else "µs"
+    figure = Figure(name, title, unit, better, Target("ratio", must, aim))
+    return LoadCase(name, load, column, figure)
+
+
+_JSON = ("--input-tensor-format", "json", "--output-tensor-format", "json")
+
+
+def _through_shm(elements: int, in_flight: int) -> Load:
+    """`elements` FP32 in and out through system shared memory; perf_analyzer makes the regions."""
+    flags = ("--shared-memory", "system", "--output-shared-memory-size", str(4 * elements))
+    return Load("identity", in_flight, (*flags, "--shape", f"INPUT0:{elements}"))
+
+
+LOADS = (
+    _load("binary", "simple, binary, 16 in flight", Load("simple", 16), THROUGHPUT, 0.8, 1.2),
+    _load("json", "simple, JSON, 16 in flight", Load("simple", 16, _JSON), THROUGHPUT, 0.8, 1.5),
+    _load("latency", "simple, binary, 1 in flight: p50", Load("simple", 1), P50, 1.2, 0.8),
+    _load(
+        "shm600k",
+        "identity, 600 KB by shared memory, 8 in flight",
+        _through_shm(153_600, 8),
+        THROUGHPUT,
+        1.5,
+        3.0,
+    ),
+    _load(
+        "shm16m",
+        "identity, 16 MiB by shared memory, 1 in flight: p50",
+        _through_shm(4_194_304, 1),
+        P50,
+        0.5,
+        0.25,
+    ),
+)
+
+MEMCPY = Figure("memcpy", "one memcpy of 16 MiB", "µs", "lower")
+
+
+def _cost(name: str, title: str, unit: str, must: float | None = None) -> Figure:
+    return Figure(name, title, unit, "lower", Target("value", must) if must else Target())
+
+
+def _standing(model: str, suffix: str, with_triton: bool) -> tuple[StandingCase, ...]:
+    """The cases that are measured with a Python model and with a torch model."""
+    what = "torch model" if model == "torch" else "Python model"
+    start = (_cost(f"startup{suffix}", f"start to ready, {what}", "s", 3.0),)
+    more = f"one more instance, {what}"
+    instance = (
+        _cost(f"instance-memory{suffix}", f"{more}: PSS", "MB", 100.0),
+        _cost(f"instance-time{suffix}", f"{more}: load time", "ms", 100.0),
+    )
+    silent = f"64 silent connections, {what}"
+    idle = (
+        _cost(f"idle-cpu{suffix}", f"idle, {what}: CPU", "% core", 1.0),
+        _cost(f"idle-memory{suffix}", f"idle, {what}: PSS in all", "MB", 450.0),
+        _cost(f"connections-cpu{suffix}", f"{silent}: CPU in all", "% core", 1.0),
+        _cost(f"connections-memory{suffix}", f"{silent}: PSS they add", "MB"),
+    )
+    return (
+        StandingCase(f"startup{suffix}", model, standing.startup, start, with_triton),
+        StandingCase(f"instance{suffix}", model, standing.instance, instance, with_triton),
+        StandingCase(f"idle{suffix}", model, standing.idle, idle, with_triton),
+    )
+
+
+_DELAY = tuple(
+    _cost(f"delay-{quantile}", f"time in the queue for a delay of 100 µs: {quantile}", "µs")
+    for quantile in ("p50", "p90", "p99")
+)
+
+STANDING = (
+    *_standing("simple", "", with_triton=True),
+    *_standing("torch", "-torch", with_triton=False),
+    StandingCase("delay", "simple", standing.delay, _DELAY),
+)
+
+NAMES = (*(case.name for case in LOADS), MEMCPY.name, *(case.name for case in STANDING))

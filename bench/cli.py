@@ -1,0 +1,115 @@
+"""The benchmark's command line: measure, or compare two results."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import signal
+import sys
+from pathlib import Path
+
+from bench import plot, report, results
+from bench.cases import NAMES
+from bench.runner import Runner, Settings
+from bench.servers import BENCH
+
+_PEERS = "~/.cache/shmserve-peers"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0, 1 when a measurement failed, 2 for wrong arguments."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["compare"]:
+        return _compare(arguments[1:])
+    return _measure(arguments)
+
+
+def _measure(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Measure shmserve beside a real Triton, with Triton's perf_analyzer.",
+        epilog="`python -m bench compare A.json B.json` prints what changed between two results.",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        choices=NAMES,
+        metavar="CASE",
+        help="just this case (repeatable): " + ", ".join(NAMES),
+    )
+    parser.add_argument("--repeats", type=_positive, default=5, help="samples of each figure (5)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of load for one sample (5)")
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        default=Path(_PEERS),
+        metavar="DIR",
+        help=f"where bench/peer_setup.sh put Triton ({_PEERS})",
+    )
+    parser.add_argument("--no-peer", action="store_true", help="do not start Triton")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="where to write the results, and the picture beside them",
+    )
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _leave)
+    settings = Settings(
+        peer=options.peer.expanduser().resolve(),
+        with_peer=not options.no_peer,
+        repeats=options.repeats,
+        seconds=options.seconds,
+        only=frozenset(options.only),
+    )
+    found = Runner(settings, _say).run()
+    return _publish(found, options.json or _default_path())
+
+
+def _publish(found: results.Results, path: Path) -> int:
+    found.save(path)
+    picture = path.with_suffix(".svg")
+    if missing := plot.draw(found, picture):
+        _say(f"no picture: {missing}")
+    else:
+        _say(f"picture: {picture}")
+    _say(f"results: {path}\n")
+    sys.stdout.write(report.render(found))
+    return 1 if any(item.failed for item in found.not_run) else 0
+
+
+def _compare(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench compare", description="Print what changed between two results."
+    )
+    parser.add_argument("before", type=Path, metavar="A.json")
+    parser.add_argument("after", type=Path, metavar="B.json")
+    options = parser.parse_args(arguments)
+    try:
+        before, after = results.load(options.before), results.load(options.after)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    sys.stdout.write(report.compare(before, after))
+    return 0
+
+
+def _default_path() -> Path:
+    stamp = datetime.datetime.now().astimezone().strftime("%Y-%m-%dT%H%M%S")
+    return BENCH / "results" / f"{stamp}.json"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def _leave(number: int, frame: object) -> None:
+    """SIGTERM ends the benchmark the way an error does: through the code that stops its servers."""
+    raise SystemExit(128 + number)

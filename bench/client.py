@@ -1,0 +1,73 @@
+"""The few HTTP requests that the benchmark itself sends: readiness, loading, inferences."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any, Self
+
+_SIMPLE = {
+    "inputs": [
+        {"name": "INPUT0", "datatype": "INT32", "shape": [1, 16], "data": list(range(16))},
+        {"name": "INPUT1", "datatype": "INT32", "shape": [1, 16], "data": [1] * 16},
+    ]
+}
+_SIMPLE_ANSWER = {"OUTPUT0": list(range(1, 17)), "OUTPUT1": list(range(-1, 15))}
+_TORCH = {
+    "inputs": [{"name": "INPUT__0", "datatype": "FP32", "shape": [1, 1, 8, 8], "data": [0.5] * 64}]
+}
+_BODIES = {"simple": _SIMPLE, "torch": _TORCH}
+
+
+class RequestFailed(Exception):
+    """The server did not answer 200, or the answer is wrong."""
+
+
+class Client:
+    """One kept-alive connection to a server."""
+
+    def __init__(self, port: int, timeout_s: float = 30.0) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        """The decoded JSON answer, `None` when it is empty; raises `RequestFailed`, `OSError`."""
+        encoded = None if body is None else json.dumps(body).encode()
+        try:
+            self._connection.request(method, path, encoded)
+            response = self._connection.getresponse()
+            text = response.read()
+        except http.client.HTTPException as error:
+            self._connection.close()
+            raise RequestFailed(f"{method} {path}: {error!r}") from error
+        if response.status != 200:
+            raise RequestFailed(f"{method} {path}: {response.status} {text[:300]!r}")
+        return json.loads(text) if text else None
+
+    def is_ready(self) -> bool:
+        """Whether /v2/health/ready answers 200; a server that does not listen yet is not ready."""
+        try:
+            self.call("GET", "/v2/health/ready")
+        except (OSError, RequestFailed):
+            self._connection.close()
+            return False
+        return True
+
+    def infer(self, model: str) -> None:
+        """One request of batch size 1 to `simple` or `torch`; the sums of `simple` are checked."""
+        answer = self.call("POST", f"/v2/models/{model}/infer", _BODIES[model])
+        if model == "simple":
+            outputs = {o["name"]: o["data"] for o in answer["outputs"]}
+            if outputs != _SIMPLE_ANSWER:
+                raise RequestFailed(f"wrong answer from simple: {outputs}")
+
+    def queue_time(self, model: str) -> tuple[int, int]:
+        """(requests, nanoseconds they spent in the queue) since the model was loaded."""
+        stats = self.call("GET", f"/v2/models/{model}/stats")["model_stats"][0]
+        queue = stats["inference_stats"]["queue"]
+        return int(queue.get("count", 0)), int(queue.get("ns", 0))

@@ -1,0 +1,55 @@
+"""What the figures were measured on and with: the machine and the versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+_PACKAGES = ("shmserve", "torch", "numpy", "pyzmq", "msgpack", "aiohttp", "uvloop", "orjson")
+
+
+def describe() -> dict[str, str | float]:
+    """Processor, cores, memory (GiB), kernel, and the load (1 min) before the benchmark."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory, 1),
+        "kernel": platform.release(),
+        "system": platform.freedesktop_os_release().get("PRETTY_NAME", platform.system()),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this checkout and the packages on the hot path."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if commit := _commit():
+        found["commit"] = commit
+    return found
+
+
+def _processor() -> str:
+    for row in Path("/proc/cpuinfo").read_text().splitlines():
+        if row.startswith("model name"):
+            return row.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _commit() -> str | None:
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return asked.stdout.strip() or None

@@ -1,0 +1,18 @@
+"""Adds and subtracts two int32 vectors: the small-tensor model of the benchmark."""
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """OUTPUT0 = INPUT0 + INPUT1, OUTPUT1 = INPUT0 - INPUT1, request by request."""
+
+    def execute(self, requests):
+        """One response a request, in order."""
+        out = []
+        for r in requests:
+            a = pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy()
+            b = pb_utils.get_input_tensor_by_name(r, "INPUT1").as_numpy()
+            total = pb_utils.Tensor("OUTPUT0", a + b)
+            difference = pb_utils.Tensor("OUTPUT1", a - b)
+            out.append(pb_utils.InferenceResponse([total, difference]))
+        return out

@@ -1,0 +1,91 @@
+"""The peer's programs, as peer_setup.sh put them: where they are, and why they do not run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SITE = "triton/lib/python3.11/site-packages"
+
+
+class Missing(Exception):
+    """Something of the peer is not there or does not run; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class TritonFiles:
+    """A Triton with the Python backend, in the folder that peer_setup.sh filled."""
+
+    folder: Path
+    libpython: str
+
+    @property
+    def binary(self) -> Path:
+        """The tritonserver program."""
+        return self.folder / _SITE / "pytriton/tritonserver/bin/tritonserver"
+
+    @property
+    def backends(self) -> Path:
+        """Its --backend-directory."""
+        return self.folder / "backends"
+
+    def environment(self) -> dict[str, str]:
+        """The variables it needs: its own Python, and the libraries of its wheel."""
+        venv = self.folder / "triton"
+        return os.environ | {
+            "PATH": f"{venv / 'bin'}:{os.environ.get('PATH', '')}",
+            "VIRTUAL_ENV": str(venv),
+            "LD_LIBRARY_PATH": f"{self.folder / _SITE / 'nvidia_pytriton.libs'}:{self.libpython}",
+        }
+
+
+@dataclass(frozen=True)
+class Analyzer:
+    """Triton's load generator."""
+
+    binary: Path
+    libraries: Path
+    version: str
+
+    def environment(self) -> dict[str, str]:
+        """The variables it needs: the CUDA runtime that it links against, GPU or not."""
+        return os.environ | {"LD_LIBRARY_PATH": str(self.libraries)}
+
+
+def find_triton(folder: Path) -> TritonFiles:
+    """The Triton in `folder`; raises `Missing`."""
+    python = folder / "triton/bin/python"
+    if not (folder / "ready").exists() or not python.exists():
+        raise Missing(f"no Triton in {folder}: run `bench/peer_setup.sh {folder}` once")
+    question = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
+    asked = subprocess.run([python, "-c", question], capture_output=True, text=True, check=False)
+    if asked.returncode != 0:
+        raise Missing(f"the Python of the Triton in {folder} does not run: {asked.stderr[-300:]}")
+    files = TritonFiles(folder, asked.stdout.strip())
+    if not files.binary.exists():
+        raise Missing(f"{files.binary} is missing: remove {folder} and set it up again")
+    return files
+
+
+def find_analyzer(folder: Path) -> Analyzer:
+    """The perf_analyzer in `folder`; raises `Missing`."""
+    found = Analyzer(folder / "perf_analyzer", folder / "lib", "")
+    if not found.binary.exists():
+        raise Missing(f"no perf_analyzer in {folder}: run `bench/peer_setup.sh {folder}` once")
+    asked = subprocess.run(
+        [found.binary, "--version"],
+        env=found.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = (asked.stdout + asked.stderr).strip()
+    if asked.returncode != 0 or not said:
+        hint = " (Debian: apt-get install libb64-0d)" if "libb64" in said else ""
+        raise Missing(f"perf_analyzer does not run: {said[-300:]}{hint}")
+    return Analyzer(found.binary, found.libraries, said.removeprefix("Perf Analyzer Version "))

@@ -1,0 +1,120 @@
+"""What a tree of processes costs, from /proc: proportional memory, CPU, shared-memory files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# Fields of /proc/PID/stat, counted from the one after the process's name.
+_STATE, _PPID, _SESSION, _UTIME, _STIME, _STARTED = 0, 1, 3, 11, 12, 19
+_WAIT_S = 0.01
+
+
+@dataclass(frozen=True)
+class Process:
+    """A living process at one moment; (pid, started) names it even after the pid is reused."""
+
+    pid: int
+    parent: int
+    session: int
+    cpu_s: float
+    started: int
+
+
+def _read(pid: int) -> Process | None:
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[_STATE] in "ZX":
+        return None
+    cpu = (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_S
+    return Process(pid, int(fields[_PPID]), int(fields[_SESSION]), cpu, int(fields[_STARTED]))
+
+
+def tree(root: int) -> list[Process]:
+    """`root`, its descendants and whatever shares its session (a server leads one of its own)."""
+    everyone = [p for p in map(_read, _pids()) if p is not None]
+    found = {p.pid: p for p in everyone if p.pid == root or p.session == root}
+    while more := [p for p in everyone if p.parent in found and p.pid not in found]:
+        found.update({p.pid: p for p in more})
+    return list(found.values())
+
+
+def cpu_s(root: int) -> float:
+    """Seconds of CPU the tree of `root` has used so far, in steps of a clock tick a process."""
+    return sum(p.cpu_s for p in tree(root))
+
+
+def pss_mb(root: int) -> float:
+    """Proportional set size of the tree of `root`, in MB (10**6 bytes).
+
+    A page that n processes share counts 1/n to each.
+    """
+    return sum(_pss_kib(p.pid) for p in tree(root)) * 1024 / 1e6
+
+
+def _pss_kib(pid: int) -> int:
+    try:
+        rollup = (_PROC / str(pid) / "smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(row.split()[1]) for row in rollup.splitlines() if row.startswith("Pss:")), 0)
+
+
+def shm_files(members: list[Process]) -> set[Path]:
+    """The files of /dev/shm that these processes have mapped and that still have a name."""
+    mapped = {path for p in members for path in _mapped(p.pid) if path.startswith("/dev/shm/")}
+    return {Path(path) for path in mapped if os.path.exists(path)}
+
+
+def outsiders_mapping(library: str, root: int) -> int:
+    """How many processes outside the tree of `root` have mapped a file of this name.
+
+    They share its pages, so they make the tree's proportional memory look smaller than it is alone.
+    """
+    inside = {p.pid for p in tree(root)}
+    return sum(
+        any(path.endswith(library) for path in _mapped(pid)) for pid in _pids() if pid not in inside
+    )
+
+
+def living(members: list[Process]) -> list[Process]:
+    """Those of `members` that still live; whoever was given a dead one's pid is another."""
+    return [p for p in members if (now := _read(p.pid)) is not None and now.started == p.started]
+
+
+def wait_gone(members: list[Process], timeout_s: float) -> bool:
+    """Whether all of `members` have ended within that time."""
+    deadline = time.monotonic() + timeout_s
+    while living(members):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_WAIT_S)
+    return True
+
+
+def signal_all(members: list[Process], number: int) -> list[Process]:
+    """Send a signal to those of `members` that still live, and return them."""
+    reached = living(members)
+    for process in reached:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+    return reached
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+
+
+def _mapped(pid: int) -> set[str]:
+    try:
+        rows = (_PROC / str(pid) / "maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {fields[5] for row in rows if len(fields := row.split(maxsplit=5)) == 6}

@@ -1,0 +1,148 @@
+"""Results as text: the table, the queue's real delay, and what could not be measured."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from bench.results import MACHINE, PEER, US, Results, Row, Spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bench.cases import Figure
+
+_HEAD = ("case", "unit", "shmserve", "Triton", "shmserve / Triton", "must", "aim", "reaches")
+_DELAY_EDGES_US = (0, 100, 120, 150, 200, 300, 500, 1000, 2000)
+_BAR = 40
+
+
+def render(results: Results) -> str:
+    """The whole report, ending in a newline."""
+    cells = [_cells(row) for row in results.rows if MACHINE not in row.samples]
+    parts = [_preamble(results), table(_HEAD, cells) if cells else ""]
+    parts += [_memcpy(results), _delays(results)]
+    if results.notes:
+        parts.append("notes\n" + "\n".join(f"  {note}" for note in dict.fromkeys(results.notes)))
+    if results.not_run:
+        rows = [f"  {item.what}: {item.why}" for item in results.not_run]
+        parts.append("not measured\n" + "\n".join(rows))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def compare(before: Results, after: Results) -> str:
+    """Each figure in both results, and its ratio to Triton in each; ends in a newline."""
+    head = ("case", "unit", "A", "B", "B / A", "", "A / Triton", "B / Triton")
+    known = {row.figure.name: row for row in before.rows}
+    rows = [_change(known[r.figure.name], r) for r in after.rows if r.figure.name in known]
+    parts = [f"A: {_origin(before)}\nB: {_origin(after)}", table(head, rows)]
+    alone = known.keys() ^ {row.figure.name for row in after.rows}
+    if alone:
+        parts.append("only in one of them: " + ", ".join(sorted(alone)))
+    return "\n\n".join(parts) + "\n"
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Columns as wide as their widest cell; the first two to the left, numbers to the right."""
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index < 2 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _preamble(results: Results) -> str:
+    about = results.machine
+    text = f"{about['processor']}, {about['cores']} cores, {about['memory_gib']} GiB, "
+    text += f"{about['system']}, load before: {about['load_before']}\n"
+    text += ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    repeats, seconds = results.settings["repeats"], results.settings["seconds"]
+    samples = f"{repeats:g} samples, {seconds:g} s of load each"
+    return f"{text}\nmedian [smallest .. largest] of {samples}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    figure = row.figure
+    values = (_span(row.of(US)), _span(row.of(PEER)), _span(row.ratio()))
+    targets = (_bound(figure, figure.target.must), _bound(figure, figure.target.aim))
+    return (figure.title, figure.unit, *values, *targets, row.verdict())
+
+
+def _bound(figure: Figure, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{'>=' if figure.better == 'higher' else '<='} {value:g}"
+
+
+def _span(found: Spread | None) -> str:
+    if found is None:
+        return "-"
+    return f"{number(found.median)} [{number(found.low)} .. {number(found.high)}]"
+
+
+def number(value: float) -> str:
+    """Three significant digits at least, no more decimals than that needs."""
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def _memcpy(results: Results) -> str:
+    rows = {row.figure.name: row for row in results.rows}
+    copy = rows["memcpy"].of(MACHINE) if "memcpy" in rows else None
+    if copy is None:
+        return ""
+    text = f"one memcpy of 16 MiB on this machine: {_span(copy)} µs"
+    for server in (US, PEER):
+        whole = rows["shm16m"].of(server) if "shm16m" in rows else None
+        if whole:
+            text += f"; {server}'s 16 MiB identity takes {whole.median / copy.median:.1f} of them"
+    return text
+
+
+def _delays(results: Results) -> str:
+    """A histogram a server, with the same buckets."""
+    parts = []
+    for server, delays in results.raw_delays_us.items():
+        rows = [f"time in {server}'s queue for a delay of 100 µs, {len(delays)} single requests"]
+        for low, high in pairwise((*_DELAY_EDGES_US, float("inf"))):
+            count = sum(low <= delay < high for delay in delays)
+            bar = "#" * round(_BAR * count / len(delays))
+            rows.append(f"  {_bucket(low, high):>12} µs  {100 * count / len(delays):5.1f} %  {bar}")
+        parts.append("\n".join(row.rstrip() for row in rows))
+    return "\n\n".join(parts)
+
+
+def _bucket(low: float, high: float) -> str:
+    return f"{low:g} and more" if high == float("inf") else f"{low:g} to {high:g}"
+
+
+def _origin(results: Results) -> str:
+    version = results.versions.get("commit", results.versions.get("shmserve", "?"))
+    return f"{results.date}, {version}, {results.machine['processor']}"
+
+
+def _change(before: Row, after: Row) -> tuple[str, ...]:
+    whose = MACHINE if MACHINE in after.samples else US
+    old, new = before.of(whose), after.of(whose)
+    ratio = number(new.median / old.median) if old and new and old.median else "-"
+    versus = [f"{found.median:.2f}" if found else "-" for found in (before.ratio(), after.ratio())]
+    return (
+        after.figure.title,
+        after.figure.unit,
+        _span(old),
+        _span(new),
+        ratio,
+        _judged(after.figure, old, new),
+        *versus,
+    )
+
+
+def _judged(figure: Figure, old: Spread | None, new: Spread | None) -> str:
+    """`better` or `worse` only when no sample of one lies among the other's."""
+    if old is None or new is None or (new.low <= old.high and old.low <= new.high):
+        return ""
+    return "better" if (new.median > old.median) == (figure.better == "higher") else "worse"

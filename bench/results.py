@@ -1,0 +1,112 @@
+"""What one run found: rows of raw samples, and their JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bench.cases import Figure, Target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Whose samples: keys of Row.samples.
+US, PEER, MACHINE = "shmserve", "triton", "machine"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median between the smallest and the largest sample."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(samples: list[float]) -> Spread | None:
+    """Of the samples; None where there are none."""
+    if not samples:
+        return None
+    return Spread(statistics.median(samples), min(samples), max(samples))
+
+
+@dataclass
+class Row:
+    """One figure: the raw samples of each server, in the order they were taken."""
+
+    figure: Figure
+    samples: dict[str, list[float]]
+    details: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+
+    def of(self, server: str) -> Spread | None:
+        """Median and spread of that server's samples."""
+        return spread(self.samples.get(server, []))
+
+    def ratio(self) -> Spread | None:
+        """shmserve / Triton: of the medians, and the extremes over pairs of consecutive samples."""
+        ours, theirs = self.of(US), self.of(PEER)
+        if ours is None or theirs is None or theirs.median <= 0:
+            return None
+        pairs = zip(self.samples[US], self.samples[PEER], strict=False)
+        ratios = [a / b for a, b in pairs if b > 0]
+        return Spread(ours.median / theirs.median, min(ratios), max(ratios)) if ratios else None
+
+    def verdict(self) -> str:
+        """`aim`, `must`, `BELOW`, or nothing where there is no target or no measurement."""
+        target = self.figure.target
+        held = self.ratio() if target.of == "ratio" else self.of(US)
+        if target.of == "nothing" or held is None:
+            return ""
+        sign = 1 if self.figure.better == "higher" else -1
+        if target.aim is not None and sign * held.median >= sign * target.aim:
+            return "aim"
+        reached = target.must is not None and sign * held.median >= sign * target.must
+        return "must" if reached else "BELOW"
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Something that could not be measured; `failed` when it should have been."""
+
+    what: str
+    why: str
+    failed: bool
+
+
+@dataclass
+class Results:
+    """One run of the benchmark."""
+
+    date: str
+    machine: dict[str, str | float]
+    versions: dict[str, str]
+    settings: dict[str, float]
+    rows: list[Row] = field(default_factory=list)
+    raw_delays_us: dict[str, list[float]] = field(default_factory=dict)
+    not_run: list[NotRun] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
+
+
+def load(path: Path) -> Results:
+    """Read what `save` wrote; raises `OSError`, or `ValueError` for anything else."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        rows = [_row(row) for row in found.pop("rows")]
+        not_run = [NotRun(**item) for item in found.pop("not_run")]
+        return Results(**found, rows=rows, not_run=not_run)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a result of this benchmark: {error}") from error
+
+
+def _row(found: dict[str, Any]) -> Row:
+    figure = found.pop("figure")
+    target = Target(**figure.pop("target"))
+    return Row(Figure(**figure, target=target), **found)

@@ -1,0 +1,217 @@
+"""Starting and stopping the servers under test, each a session of its own with ports of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from bench import processes
+from bench.client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bench.peer import TritonFiles
+
+BENCH = Path(__file__).resolve().parent
+_READY_S = 90.0
+_STOP_S = 45.0
+_ORPHANS_S = 2.0
+_POLL_MS = 5
+
+
+class ServerFailed(Exception):
+    """The server did not start, or died; the text has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Three free ports on the loopback interface."""
+
+    http: int
+    grpc: int
+    metrics: int
+
+
+class Product(Protocol):
+    """Something that can be started: what differs between shmserve and Triton."""
+
+    @property
+    def name(self) -> str:
+        """How the report calls it."""
+
+    def command(self, repository: Path, ports: Ports, scratch: Path) -> list[str]:
+        """The command line that serves `repository`; `scratch` is a private folder."""
+
+    def environment(self) -> dict[str, str]:
+        """The environment to start it in."""
+
+
+@dataclass(frozen=True)
+class Shmserve:
+    """This checkout, in this interpreter."""
+
+    name: str = "shmserve"
+
+    def command(self, repository: Path, ports: Ports, scratch: Path) -> list[str]:
+        """`python -m shmserve serve ...`, with a run directory in `scratch`."""
+        flags = [f"--model-repository={repository}", f"--run-dir={scratch / 'run'}"]
+        flags += ["--http-address=127.0.0.1", f"--http-port={ports.http}"]
+        flags += ["--metrics-address=127.0.0.1", f"--metrics-port={ports.metrics}"]
+        return [sys.executable, "-m", "shmserve", "serve", *flags]
+
+    def environment(self) -> dict[str, str]:
+        """Ours."""
+        return dict(os.environ)
+
+
+@dataclass(frozen=True)
+class Triton:
+    """A real Triton Inference Server with its Python backend."""
+
+    files: TritonFiles
+    name: str = "triton"
+
+    def command(self, repository: Path, ports: Ports, scratch: Path) -> list[str]:
+        """`tritonserver` with its defaults, on our ports."""
+        flags = [f"--model-repository={repository}", f"--backend-directory={self.files.backends}"]
+        flags += ["--http-address=127.0.0.1", f"--http-port={ports.http}"]
+        flags += ["--grpc-address=127.0.0.1", f"--grpc-port={ports.grpc}"]
+        flags += ["--metrics-address=127.0.0.1", f"--metrics-port={ports.metrics}"]
+        return [str(self.files.binary), *flags]
+
+    def environment(self) -> dict[str, str]:
+        """Its own Python first."""
+        return self.files.environment()
+
+
+@dataclass
+class Server:
+    """A started server; `ready_s` is the time from starting it to its first ready answer."""
+
+    product: Product
+    process: subprocess.Popen[bytes]
+    ports: Ports
+    log: Path
+    ready_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The product's name."""
+        return self.product.name
+
+    @property
+    def pid(self) -> int:
+        """The process that the benchmark started: the root of the server's tree."""
+        return self.process.pid
+
+    @property
+    def url(self) -> str:
+        """HOST:PORT, as perf_analyzer wants it."""
+        return f"127.0.0.1:{self.ports.http}"
+
+    def client(self) -> Client:
+        """A new connection to it."""
+        return Client(self.ports.http)
+
+
+@contextlib.contextmanager
+def running(
+    product: Product, models: Sequence[Path], flags: Sequence[str] = (), *, notes: list[str]
+) -> Iterator[Server]:
+    """A ready server with a repository of just these model folders; stopped and cleared away after.
+
+    What it leaves behind is written to `notes`. Raises `ServerFailed` if it does not become ready.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        scratch = Path(folder)
+        repository = scratch / "models"
+        for model in models:
+            shutil.copytree(model, repository / model.name, ignore=_compiled)
+        ports = Ports(*_free_ports(3))
+        command = [*product.command(repository, ports, scratch), *flags]
+        started = time.perf_counter()
+        with (scratch / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=product.environment(),
+                cwd=BENCH.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        server = Server(product, process, ports, scratch / "log")
+        try:
+            _wait_ready(server, started)
+            yield server
+        finally:
+            _stop(server, notes)
+
+
+_compiled = shutil.ignore_patterns("__pycache__")
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [int(free.getsockname()[1]) for free in sockets]
+
+
+def _wait_ready(server: Server, started: float) -> None:
+    """Ask until it is ready; between two questions wait for its death, not just for time."""
+    with server.client() as client, _death_of(server.process) as death:
+        while not client.is_ready():
+            if death.poll(_POLL_MS):
+                raise ServerFailed(f"{server.name} ended while starting: {_tail(server.log)}")
+            if time.perf_counter() - started > _READY_S:
+                raise ServerFailed(f"{server.name} not ready in {_READY_S} s: {_tail(server.log)}")
+    server.ready_s = time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def _death_of(process: subprocess.Popen[bytes]) -> Iterator[select.poll]:
+    """Something to poll that becomes readable when the process ends."""
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        yield poll
+    finally:
+        os.close(descriptor)
+
+
+def _stop(server: Server, notes: list[str]) -> None:
+    """SIGTERM and patience, then SIGKILL; what it leaves behind is noted and removed."""
+    members = processes.tree(server.pid)
+    named = processes.shm_files(members)
+    with _death_of(server.process) as death:
+        server.process.terminate()
+        if not death.poll(_STOP_S * 1000):
+            notes.append(f"{server.name} did not stop within {_STOP_S:.0f} s of SIGTERM: killed")
+            server.process.kill()
+    server.process.wait()
+    if not processes.wait_gone(members, _ORPHANS_S):
+        left = processes.signal_all(members, signal.SIGKILL)
+        notes.append(f"{server.name} left {len(left)} processes behind: killed")
+    for path in named:
+        if path.exists():
+            notes.append(f"{server.name} left {path} behind: removed")
+            path.unlink(missing_ok=True)
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,187 @@
+"""What one server costs undriven: start, memory, one more instance, idling, the queue's delay.
+
+Each measurement returns one list of samples for every figure that its case in cases.py names, in
+that order, and appends to `notes` what a reader must know about them.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bench import processes
+from bench.servers import Product, Server, ServerFailed, running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.client import Client
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One list of samples a figure; `raw` has what lies behind them where that is of interest."""
+
+    samples: tuple[list[float], ...]
+    raw: list[float] = field(default_factory=list)
+
+
+class Measure(Protocol):
+    """A measurement: of a product, with one model folder, so many times."""
+
+    def __call__(
+        self, product: Product, model: Path, repeats: int, notes: list[str], /
+    ) -> Measured:
+        """Starts the server, measures, stops it; raises what the server's failure raises."""
+
+
+_EXPLICIT = ("--model-control-mode=explicit",)
+_INSTANCES = (1, 2, 3, 4)
+_CONNECTIONS = 64
+_IDLE_S = 10.0
+# Idling starts once what the last request set off (allocators, keep-alive timers) has died down.
+_SETTLE_S = 2.0
+_DEADLINE_S = 30.0
+_DELAY_REQUESTS = 300
+
+
+def startup(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
+    """Seconds from starting the server's process to its first ready answer, with one model."""
+    times = []
+    for _ in range(repeats):
+        with running(product, [model], notes=notes) as server:
+            times.append(server.ready_s)
+    return Measured((times,))
+
+
+def instance(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
+    """MB of proportional memory and ms of loading that each further instance adds.
+
+    The model is loaded with 1 to 4 instances, each used; a figure is the slope through the four.
+    """
+    memory, times = [], []
+    with running(product, [model], _EXPLICIT, notes=notes) as server, server.client() as client:
+        empty = len(processes.tree(server.pid))
+        client.call("POST", f"/v2/repository/models/{model.name}/load")
+        config = client.call("GET", f"/v2/models/{model.name}/config")
+        for _ in range(repeats):
+            megabytes, milliseconds = [], []
+            for count in _INSTANCES:
+                _unload(server, client, model.name, empty)
+                milliseconds.append(_load(client, config, count))
+                _use(server, model.name, count)
+                megabytes.append(processes.pss_mb(server.pid))
+            memory.append(statistics.linear_regression(_INSTANCES, megabytes).slope)
+            times.append(statistics.linear_regression(_INSTANCES, milliseconds).slope)
+        _note_shared_torch(server, notes)
+    return Measured((memory, times))
+
+
+def idle(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
+    """CPU (% of a core, over 10 s) and PSS (MB) with one model that was used a little.
+
+    Then the same with 64 connections open that send nothing: their CPU in all, the PSS they add.
+    """
+    windows = min(repeats, 2)
+    with running(product, [model], notes=notes) as server, ExitStack() as opened:
+        _use(server, model.name, 1)
+        alone = [_window(server) for _ in range(windows)]
+        for _ in range(_CONNECTIONS):
+            opened.enter_context(socket.create_connection(("127.0.0.1", server.ports.http)))
+        crowded = [_window(server) for _ in range(windows)]
+        _note_shared_torch(server, notes)
+    before = statistics.median(memory for _, memory in alone)
+    return Measured(
+        (
+            [cpu for cpu, _ in alone],
+            [memory for _, memory in alone],
+            [cpu for cpu, _ in crowded],
+            [memory - before for _, memory in crowded],
+        )
+    )
+
+
+def delay(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
+    """µs a request was queued while no other was there to join its batch: p50, p90, p99; all.
+
+    From the difference in the model's statistics around each single request.
+    """
+    quantiles: tuple[list[float], ...] = ([], [], [])
+    everything: list[float] = []
+    with running(product, [model], notes=notes) as server, server.client() as client:
+        _queue_delays(client, model.name, _DELAY_REQUESTS // 10)
+        for _ in range(repeats):
+            delays = _queue_delays(client, model.name, _DELAY_REQUESTS)
+            cuts = statistics.quantiles(delays, n=100)
+            for samples, cut in zip(quantiles, (50, 90, 99), strict=True):
+                samples.append(cuts[cut - 1])
+            everything += delays
+    return Measured(quantiles, everything)
+
+
+def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
+    delays = []
+    count, total = client.queue_time(model)
+    for _ in range(requests):
+        client.infer(model)
+        # Statistics may follow the answer by a moment.
+        deadline = time.monotonic() + _DEADLINE_S
+        while (now := client.queue_time(model))[0] == count:
+            if time.monotonic() > deadline:
+                raise ServerFailed("the statistics do not count the requests")
+        delays.append((now[1] - total) / (now[0] - count) / 1000)
+        count, total = now
+    return delays
+
+
+def _window(server: Server) -> tuple[float, float]:
+    """(% of a core, MB) over some seconds in which nobody asks the server for anything."""
+    time.sleep(_SETTLE_S)
+    started, before = time.perf_counter(), processes.cpu_s(server.pid)
+    time.sleep(_IDLE_S)
+    used = processes.cpu_s(server.pid) - before
+    return 100 * used / (time.perf_counter() - started), processes.pss_mb(server.pid)
+
+
+def _load(client: Client, config: dict[str, Any], count: int) -> float:
+    """Milliseconds to load the model with that many instances."""
+    groups = [group | {"count": count} for group in config["instance_group"]]
+    override = json.dumps(config | {"instance_group": groups})
+    started = time.perf_counter()
+    path = f"/v2/repository/models/{config['name']}/load"
+    client.call("POST", path, {"parameters": {"config": override}})
+    return (time.perf_counter() - started) * 1000
+
+
+def _unload(server: Server, client: Client, model: str, empty: int) -> None:
+    """Unload, and wait until the model's processes have gone."""
+    client.call("POST", f"/v2/repository/models/{model}/unload")
+    deadline = time.monotonic() + _DEADLINE_S
+    while len(processes.tree(server.pid)) > empty:
+        if time.monotonic() > deadline:
+            raise ServerFailed(f"the processes of {model} outlive its unloading")
+        time.sleep(0.01)
+
+
+def _use(server: Server, model: str, instances: int) -> None:
+    """Requests enough, at once, that every instance has run the model."""
+
+    def some(_: int) -> None:
+        with server.client() as client:
+            for _ in range(20):
+                client.infer(model)
+
+    with ThreadPoolExecutor(2 * instances) as pool:
+        list(pool.map(some, range(2 * instances)))
+
+
+def _note_shared_torch(server: Server, notes: list[str]) -> None:
+    others = processes.outsiders_mapping("libtorch_cpu.so", server.pid)
+    if others and server.name == "shmserve":
+        notes.append(f"{others} other processes share torch's pages: memory alone would be higher")

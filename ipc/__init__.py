@@ -1,0 +1,1 @@
+"""The boundary: the only words and memory that processes share."""

@@ -1,0 +1,215 @@
+"""What a model takes and gives, and whether a request fits it: one check for every way in.
+
+Built from the model's configuration (the dict that `GET /v2/models/NAME/config` shows), used by
+the gateway and by models that call other models. Pure. The texts are Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.ranges import LARGEST
+from shmserve.ipc.tensors import FROM_CONFIG, ITEM_SIZE, RequestedOutput, TensorRef, element_count
+
+_BATCH_NOTE = (
+    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+    "prepended to each "
+    "input shape. If you want to specify the full shape including the batch dim in your input dims "
+    "config, try setting "
+    "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output as the client sees it: `dims` without the batch dimension, -1 for any
+    size."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+    ragged: bool = False
+    reshape: tuple[int, ...] | None = None
+
+    @property
+    def static(self) -> bool:
+        """Whether every dimension is fixed."""
+        return -1 not in self.dims
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the scheduler needs of a request: batch size (0: the model does not batch) and what
+    must be equal to batch."""
+
+    batch_size: int
+    shape_key: bytes
+
+
+class Signature:
+    """A model version's inputs and outputs by name."""
+
+    __slots__ = (
+        "any_optional",
+        "inputs",
+        "max_batch_size",
+        "name",
+        "outputs",
+        "required",
+        "version",
+    )
+
+    def __init__(self, config: dict[str, Any], version: str) -> None:
+        self.name: str = config["name"]
+        self.version = version
+        self.max_batch_size: int = config["max_batch_size"]
+        self.inputs = {spec.name: spec for spec in map(_spec, config["input"])}
+        self.outputs = {spec.name: spec for spec in map(_spec, config["output"])}
+        self.required = frozenset(s.name for s in self.inputs.values() if not s.optional)
+        self.any_optional = len(self.required) != len(self.inputs)
+
+    def admit(
+        self,
+        request_id: str,
+        inputs: Sequence[TensorRef],
+        outputs: Iterable[RequestedOutput],
+    ) -> Admission:
+        """Check a request against the model.
+
+        Input byte sizes must already match `data`; BYTES contents are checked by the worker, which
+        alone reads them. Raises InvalidArgument with Triton's text, prefixed with the request's id.
+        """
+        try:
+            return self._admit(inputs, outputs)
+        except InvalidArgument as error:
+            prefix = f"[request id: {request_id or '<id_unknown>'}] "
+            raise InvalidArgument(prefix + error.message) from None
+
+    def _admit(self, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]) -> Admission:
+        seen: set[str] = set()
+        for tensor in inputs:
+            if tensor.name in seen:
+                raise InvalidArgument(f"input '{tensor.name}' already exists in request")
+            seen.add(tensor.name)
+        if len(seen) != len(self.inputs) or self.any_optional:
+            self._check_count(seen)
+        asked: set[str] = set()
+        for output in outputs:
+            if output.name in asked:
+                raise InvalidArgument(f"output '{output.name}' already exists in request")
+            if output.name not in self.outputs:
+                raise InvalidArgument(
+                    f"unexpected inference output '{output.name}' for model '{self.name}'"
+                )
+            asked.add(output.name)
+        batch_size = -1
+        key: list[object] = [sorted(seen)] if self.any_optional else []
+        for tensor in inputs:
+            spec = self.inputs.get(tensor.name)
+            if spec is None:
+                raise InvalidArgument(
+                    f"unexpected inference input '{tensor.name}' for model '{self.name}'"
+                )
+            shape = tensor.shape
+            if tensor.datatype != spec.datatype:
+                raise InvalidArgument(
+                    f"inference input '{tensor.name}' data-type is '{tensor.datatype}', "
+                    f"but model '{self.name}' expects '{spec.datatype}'"
+                )
+            if self.max_batch_size > 0:
+                if not shape:
+                    raise InvalidArgument(
+                        f"input '{tensor.name}' has no shape but model requires batch dimension "
+                        f"for '{self.name}'"
+                    )
+                if batch_size == -1:
+                    batch_size = shape[0]
+                elif shape[0] != batch_size:
+                    raise InvalidArgument(
+                        f"input '{tensor.name}' batch size does not match other inputs for "
+                        f"'{self.name}'"
+                    )
+                shape = shape[1:]
+            if shape != spec.dims:
+                self._check_dims(tensor, spec, shape)
+                if not spec.ragged:
+                    key.append((tensor.name, shape))
+            _check_size(tensor, self.name)
+        if batch_size > self.max_batch_size > 0:
+            raise InvalidArgument(
+                f"inference request batch-size must be <= {self.max_batch_size} for '{self.name}'"
+            )
+        # Order of inputs is the client's: equal requests must have equal keys.
+        shape_key = repr(sorted(key, key=repr)).encode() if key else b""
+        return Admission(max(batch_size, 0), shape_key)
+
+    def _check_count(self, seen: set[str]) -> None:
+        missing = [name for name in self.inputs if name in self.required and name not in seen]
+        if not missing and len(seen) <= len(self.inputs):
+            return
+        got = f"Got input(s) [{_names(sorted(seen))}]"
+        lost = f", but missing required input(s) [{_names(missing)}]" if missing else ""
+        hint = " Please provide all required input(s)." if missing else ""
+        if self.any_optional:
+            raise InvalidArgument(
+                f"expected number of inputs between {len(self.required)} and {len(self.inputs)} "
+                f"but got {len(seen)} inputs for model '{self.name}'. {got}{lost}.{hint}"
+            )
+        raise InvalidArgument(
+            f"expected {len(self.inputs)} inputs but got {len(seen)} inputs for model "
+            f"'{self.name}'. {got}{lost}.{hint}"
+        )
+
+    def _check_dims(self, tensor: TensorRef, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+        if len(shape) == len(spec.dims) and all(
+            want in (-1, got) for want, got in zip(spec.dims, shape, strict=True)
+        ):
+            return
+        batched = self.max_batch_size > 0
+        expected = (-1, *spec.dims) if batched else spec.dims
+        raise InvalidArgument(
+            f"unexpected shape for input '{tensor.name}' for model '{self.name}'. Expected "
+            f"{shape_text(expected)}, got "
+            f"{shape_text(tensor.shape)}.{_BATCH_NOTE if batched else ' '}"
+        )
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as Triton prints it: [1,16]."""
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ",".join(f"'{name}'" for name in names)
+
+
+def _check_size(tensor: TensorRef, model: str) -> None:
+    item = ITEM_SIZE[tensor.datatype]
+    if not item:
+        return
+    expected = element_count(tensor.shape) * item
+    if expected > LARGEST:
+        raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
+    data = tensor.data
+    got = len(data) if isinstance(data, bytes) else data.byte_size
+    if got != expected:
+        raise InvalidArgument(
+            f"input byte size mismatch for input '{tensor.name}' for model '{model}'. Expected "
+            f"{expected}, got {got}"
+        )
+
+
+def _spec(raw: dict[str, Any]) -> TensorSpec:
+    reshape = raw.get("reshape")
+    return TensorSpec(
+        name=raw["name"],
+        datatype=FROM_CONFIG[raw["data_type"]],
+        dims=tuple(raw["dims"]),
+        optional=bool(raw.get("optional", False)),
+        ragged=bool(raw.get("allow_ragged_batch", False)),
+        reshape=None if reshape is None else tuple(reshape.get("shape", ())),
+    )

@@ -1,0 +1,324 @@
+"""Tensors as descriptors: what a request and its answer look like between processes.
+
+A tensor's bytes are either inside the message (small ones) or at a `Place` in a `Memory`, an
+object that another process of the server holds open: a client's registered region or a process's
+arena.
+
+    Memory  id, pid, fd, inode, byte_size, sealed      /proc/PID/fd/FD is that very object; the
+    inode proves it Place   memory, offset, byte_size                  bytes [offset, offset +
+    byte_size) of the object
+
+Ownership: the sender of a descriptor leaves the bytes alone until the answer; the answer hands
+them back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.ranges import fits
+
+# All tensor bytes of one request, or of one answer, up to this many travel inside the messages:
+# below it the copies through two sockets cost less than an arena's allocation and release message.
+INLINE_LIMIT = 16 * 1024
+
+# Protocol name -> (bytes per element, numpy dtype); BYTES elements vary, BF16 has no numpy dtype.
+ITEM_SIZE: dict[str, int] = {
+    "BOOL": 1,
+    "UINT8": 1,
+    "UINT16": 2,
+    "UINT32": 4,
+    "UINT64": 8,
+    "INT8": 1,
+    "INT16": 2,
+    "INT32": 4,
+    "INT64": 8,
+    "FP16": 2,
+    "FP32": 4,
+    "FP64": 8,
+    "BF16": 2,
+    "BYTES": 0,
+}
+NUMPY: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BYTES": np.dtype(np.object_),
+}
+# The configuration's spelling: TYPE_STRING is the protocol's BYTES.
+FROM_CONFIG: dict[str, str] = {
+    ("TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"): name for name in ITEM_SIZE
+}
+TO_CONFIG: dict[str, str] = {protocol: config for config, protocol in FROM_CONFIG.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """An object that process `pid` holds as `fd`; `byte_size` is how much of it may be used."""
+
+    id: int
+    pid: int
+    fd: int
+    inode: int
+    byte_size: int
+    sealed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`byte_size` bytes from `offset` of a memory."""
+
+    memory: Memory
+    offset: int
+    byte_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor: its bytes little-endian and row-major, inline or at a place (BYTES: 4-byte length
+    + bytes each)."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes | Place
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedOutput:
+    """An output the client asked for; with a `place`, its bytes go there (`byte_size` is the
+    room)."""
+
+    name: str
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """One request as the worker sees it. No `outputs` means all of them.
+
+    `timeout_us` is the request's own limit, `deadline_ns` (monotonic) when nobody waits any more:
+    what the model asks of other models on its behalf ends then too. 0 means none.
+    """
+
+    request_id: str
+    inputs: tuple[TensorRef, ...]
+    outputs: tuple[RequestedOutput, ...] = ()
+    parameters: dict[str, Any] = field(default_factory=dict)
+    correlation_id: int | str = 0
+    flags: int = 0
+    timeout_us: int = 0
+    priority: int = 0
+    deadline_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    """The answer to an `Inference`; an output that went to the client's place carries that
+    place."""
+
+    outputs: tuple[TensorRef, ...]
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+class MalformedMessage(Exception):
+    """Bytes from a socket are not a message; the text is for our log only."""
+
+
+def element_count(shape: tuple[int, ...] | list[int]) -> int:
+    """How many elements a tensor of `shape` has; 1 for a scalar."""
+    count = 1
+    for dim in shape:
+        count *= dim
+    return count
+
+
+def _pack_place(place: Place) -> tuple[int, int, int, int, int, bool, int, int]:
+    memory = place.memory
+    return (
+        memory.id,
+        memory.pid,
+        memory.fd,
+        memory.inode,
+        memory.byte_size,
+        memory.sealed,
+        place.offset,
+        place.byte_size,
+    )
+
+
+def _unpack_place(raw: Any) -> Place:
+    ident, pid, fd, inode, size, sealed, offset, byte_size = raw
+    for value in (ident, pid, fd, inode, size, offset, byte_size):
+        if type(value) is not int:
+            raise MalformedMessage("a place holds something that is not an integer")
+    if not fits(offset, byte_size, size):
+        raise MalformedMessage("a place lies outside its memory")
+    return Place(Memory(ident, pid, fd, inode, size, bool(sealed)), offset, byte_size)
+
+
+def _pack_tensor(tensor: TensorRef) -> tuple[Any, ...]:
+    data = tensor.data
+    return (
+        tensor.name,
+        tensor.datatype,
+        tensor.shape,
+        data if type(data) is bytes else _pack_place(data),  # type: ignore[arg-type]
+    )
+
+
+def _unpack_tensor(raw: Any) -> TensorRef:
+    name, datatype, shape, data = raw
+    if type(name) is not str or datatype not in ITEM_SIZE or type(shape) is not list:
+        raise MalformedMessage("a tensor's name, datatype or shape is wrong")
+    for dim in shape:
+        if type(dim) is not int or dim < 0:
+            raise MalformedMessage("a tensor's dimension is wrong")
+    return TensorRef(
+        name, datatype, tuple(shape), data if type(data) is bytes else _unpack_place(data)
+    )
+
+
+def pack_inference(request: Inference) -> bytes:
+    """An `Inference` as bytes, for `Submit.work`."""
+    packed: bytes = msgpack.packb(
+        (
+            request.request_id,
+            [_pack_tensor(tensor) for tensor in request.inputs],
+            [(out.name, out.place and _pack_place(out.place)) for out in request.outputs],
+            request.parameters,
+            request.correlation_id,
+            request.flags,
+            request.timeout_us,
+            request.priority,
+            request.deadline_ns,
+        )
+    )
+    return packed
+
+
+def unpack_inference(work: bytes) -> Inference:
+    """The `Inference` in `work`; raises MalformedMessage."""
+    try:
+        (
+            request_id,
+            inputs,
+            outputs,
+            parameters,
+            correlation_id,
+            flags,
+            timeout,
+            priority,
+            deadline,
+        ) = msgpack.unpackb(work)
+        return Inference(
+            request_id,
+            tuple(map(_unpack_tensor, inputs)),
+            tuple(
+                RequestedOutput(name, None if place is None else _unpack_place(place))
+                for name, place in outputs
+            ),
+            parameters,
+            correlation_id,
+            flags,
+            timeout,
+            priority,
+            deadline,
+        )
+    except MalformedMessage:
+        raise
+    except Exception as error:  # msgpack and unpacking raise many kinds; all mean the same
+        raise MalformedMessage(f"not an inference: {error}") from error
+
+
+def pack_inferred(answer: Inferred) -> bytes:
+    """An `Inferred` as bytes, for `RequestReply.body`."""
+    packed: bytes = msgpack.packb(
+        ([_pack_tensor(tensor) for tensor in answer.outputs], answer.parameters)
+    )
+    return packed
+
+
+def unpack_inferred(body: bytes) -> Inferred:
+    """The `Inferred` in `body`; raises MalformedMessage."""
+    try:
+        outputs, parameters = msgpack.unpackb(body)
+        return Inferred(tuple(map(_unpack_tensor, outputs)), parameters)
+    except MalformedMessage:
+        raise
+    except Exception as error:
+        raise MalformedMessage(f"not an answer: {error}") from error
+
+
+def encode_bytes(array: np.ndarray[Any, Any]) -> bytes:
+    """A BYTES tensor's wire form: 4-byte little-endian length and the bytes of each element,
+    row-major.
+
+    Elements may be bytes, str (UTF-8) or anything with a `str()`, as in Triton's clients.
+    """
+    parts: list[bytes] = []
+    for item in array.ravel():
+        raw = item if isinstance(item, bytes) else str(item).encode("utf-8")
+        parts.append(len(raw).to_bytes(4, "little"))
+        parts.append(raw)
+    return b"".join(parts)
+
+
+def decode_bytes(
+    raw: bytes | memoryview, shape: tuple[int, ...], name: str, model: str
+) -> np.ndarray[Any, Any]:
+    """The elements of a BYTES tensor as an object array of `shape`.
+
+    `raw` is copied once before a length in it is read, so a client that rewrites its region
+    meanwhile changes nothing. Raises InvalidArgument when the lengths and the element count do not
+    agree with `raw`.
+    """
+    data = bytes(raw)
+    want = element_count(shape)
+    # Each element needs its length field: a count that the bytes cannot hold takes no memory.
+    items = np.empty(min(want, len(data) // 4), dtype=np.object_)
+    at = got = 0
+    while at < len(data):
+        if len(data) - at < 4:
+            raise InvalidArgument(
+                f"incomplete string length indicator for inference input '{name}' for model "
+                f"'{model}', "
+                f"expecting 4 bytes but only {len(data) - at} bytes available. "
+                "Please make sure the string length indicator is in one buffer."
+            )
+        length = int.from_bytes(data[at : at + 4], "little")
+        at += 4
+        if length > len(data) - at:
+            raise InvalidArgument(
+                f"incomplete string data for inference input '{name}' for model '{model}', "
+                "expecting string "
+                f"of length {length} but only {len(data) - at} bytes available"
+            )
+        if got == want:
+            raise InvalidArgument(
+                f"unexpected number of string elements {got + 1} for inference input '{name}' "
+                f"for model '{model}', expecting {want}"
+            )
+        items[got] = data[at : at + length]
+        at += length
+        got += 1
+    if got != want:
+        raise InvalidArgument(
+            f"expected {want} string elements for inference input '{name}' for model '{model}', "
+            f"got {got}"
+        )
+    return items.reshape(shape)

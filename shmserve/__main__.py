@@ -1,0 +1,5 @@
+"""`python -m shmserve`."""
+
+from shmserve.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""`shmserve check DIR`: parse and validate a repository, load each model once, run one batch,
+report for each model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import time
+from typing import Any
+
+import zmq
+
+from shmserve import logs
+from shmserve.config import ServerConfig
+from shmserve.ipc.channels import Dealer
+from shmserve.ipc.messages import Failed, Finished, Submit
+from shmserve.ipc.processes import name_process
+from shmserve.ipc.signature import Signature
+from shmserve.ipc.tensors import ITEM_SIZE, Inference, TensorRef, element_count, pack_inference
+from shmserve.progress import Progress
+from shmserve.run_directory import RunDirectory
+from shmserve.supervisor import Supervisor
+
+_PATIENCE_S = 60.0
+
+
+def check(config: ServerConfig) -> int:
+    """Check the repositories of `config`; prints a line a model; 0 when all is well, 2
+    otherwise."""
+    logs.configure("check", config.log_verbose)
+    name_process("check")
+    alone = dataclasses.replace(
+        config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
+    )
+    run_dir = RunDirectory(alone.run_dir)
+    try:
+        return asyncio.run(_check(Supervisor(alone, run_dir, [], [])))
+    finally:
+        run_dir.remove()
+
+
+async def _check(supervisor: Supervisor) -> int:
+    supervisor.open()
+    try:
+        with Progress() as progress:
+            await supervisor.models.start(progress)
+        bad = 0
+        rows = supervisor.models.index(ready=False)
+        for row in rows:
+            failure = row.get("reason", "")
+            seconds = 0.0
+            if not failure:
+                where = await supervisor.models.find(row["name"], row["version"])
+                failure, seconds = await asyncio.to_thread(_run_one_batch, where)
+            bad += bool(failure)
+            name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
+            text = (
+                f"FAILED  {failure}" if failure else f"ok      one batch in {seconds * 1e3:.1f} ms"
+            )
+            print(f"{name:<32} {text}", flush=True)
+        if not rows:
+            print("no model found", flush=True)
+        return 2 if bad or not rows else 0
+    finally:
+        await supervisor.end(0)
+
+
+def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
+    signature = Signature(where["config"], where["version"])
+    inputs = tuple(_zeros(signature, name) for name in signature.inputs)
+    admission = signature.admit("check", inputs, ())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    dealer = Dealer(context, where["endpoint"], f"{os.getpid()}.{secrets.token_hex(4)}")
+    began = time.monotonic()
+    try:
+        dealer.send(
+            Submit(
+                id=1,
+                batch_size=admission.batch_size,
+                shape_key=admission.shape_key,
+                arrived_ns=time.monotonic_ns(),
+                deadline_ns=0,
+                timeout_us=0,
+                priority=0,
+                work=pack_inference(Inference("check", inputs)),
+            )
+        )
+        while dealer.wait(_PATIENCE_S):
+            for message in dealer.receive():
+                match message:
+                    case Finished():
+                        return "", time.monotonic() - began
+                    case Failed(message=text):
+                        return text, 0.0
+        return f"no answer within {_PATIENCE_S:.0f} s", 0.0
+    finally:
+        dealer.close()
+        context.destroy(0)
+
+
+def _zeros(signature: Signature, name: str) -> TensorRef:
+    """An input of zeros (empty strings); every open dimension, and the batch, is 1."""
+    spec = signature.inputs[name]
+    dims = tuple(1 if dim == -1 else dim for dim in spec.dims)
+    shape = (1, *dims) if signature.max_batch_size > 0 else dims
+    item = ITEM_SIZE[spec.datatype] or 4  # an empty string is its four length bytes
+    return TensorRef(name, spec.datatype, shape, bytes(element_count(shape) * item))

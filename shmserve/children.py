@@ -1,0 +1,290 @@
+"""The supervisor's process table: spawn through zygotes, notice every exit and stop, reap, kill.
+
+Everything here runs in the supervisor's event loop. SIGCHLD is the one event: the kernel says who
+ended or was stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+import shmserve
+from shmserve.errors import Unavailable
+from shmserve.ipc import processes
+from shmserve.run_directory import RunDirectory
+from shmserve.zygote import encode_request
+
+logger = logging.getLogger(__name__)
+
+# A child that stays stopped longer serves nobody: it is killed, which its owner handles like any
+# death.
+STOPPED_LIMIT_S = 0.4
+_MOST_FAILED_STARTS = 3
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """A running process; `exited` resolves to why it ended ("exit status 1", "signal 9")."""
+
+    pid: int
+    title: str
+    exited: asyncio.Future[str]
+    stop_timer: asyncio.TimerHandle | None = field(default=None)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not been seen to end."""
+        return not self.exited.done()
+
+    def kill(self, signal_number: int = signal.SIGKILL) -> None:
+        """Send a signal, if it is still there."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal_number)
+
+    def dump_stacks(self) -> None:
+        """Have a worker write the stack of each of its threads to the log."""
+        self.kill(signal.SIGUSR2)
+
+
+class Children:
+    """All processes of this server. `on_exit(child)` is called for each that ends, before its
+    `exited` waiters run."""
+
+    def __init__(self, on_exit: Callable[[Child], None]) -> None:
+        self._on_exit = on_exit
+        self._known: dict[int, Child] = {}
+        self._early: dict[int, str] = {}
+        self.spawning = 0
+        self._loop = asyncio.get_running_loop()
+        processes.adopt_orphans()
+        self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
+
+    def get(self, pid: int) -> Child | None:
+        """The running child with this pid."""
+        return self._known.get(pid)
+
+    def all(self) -> list[Child]:
+        """Every running child."""
+        return list(self._known.values())
+
+    def adopt(self, pid: int, title: str) -> Child:
+        """Enter a process that was just started."""
+        child = Child(pid, title, self._loop.create_future())
+        self._known[pid] = child
+        if pid in self._early:
+            self._ended(pid, self._early.pop(pid))
+        return child
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                event = os.waitid(
+                    os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+                )
+            except ChildProcessError:
+                break
+            if event is None:
+                break
+            child = self._known.get(event.si_pid)
+            if event.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
+                kind = "exit status" if event.si_code == os.CLD_EXITED else "signal"
+                self._ended(event.si_pid, f"{kind} {event.si_status}")
+            elif child is not None and event.si_code == os.CLD_STOPPED:
+                self._stopped(child)
+            elif child is not None and event.si_code == os.CLD_CONTINUED and child.stop_timer:
+                child.stop_timer.cancel()
+        self._kill_strays()
+
+    def _ended(self, pid: int, reason: str) -> None:
+        child = self._known.pop(pid, None)
+        if child is None:
+            if self.spawning:
+                self._early[pid] = reason
+            return
+        if child.stop_timer:
+            child.stop_timer.cancel()
+        logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
+        child.exited.set_result(reason)
+        self._on_exit(child)
+
+    def _stopped(self, child: Child) -> None:
+        logger.warning("%s is stopped; it is replaced if it stays so", child.title)
+        if child.stop_timer:
+            child.stop_timer.cancel()
+        child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, child.kill)
+
+    def _kill_strays(self) -> None:
+        """What a worker's model started and left behind when it died is ours now, and must not
+        outlive it."""
+        if self.spawning:
+            return
+        self._early.clear()
+        try:
+            text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        except OSError:
+            return
+        for pid in map(int, text.split()):
+            if pid not in self._known:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._loop.remove_signal_handler(signal.SIGCHLD)
+
+
+class Zygote:
+    """The supervisor's end of a zygote; it is started again when it dies (its children live on)."""
+
+    def __init__(
+        self,
+        children: Children,
+        run_dir: RunDirectory,
+        title: str,
+        modules: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> None:
+        self._children = children
+        self._run_dir = run_dir
+        self._title = title
+        self._modules = modules
+        self._environment = environment
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[int]] = {}
+        self._link: socket.socket | None = None
+        self._child: Child | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._stopping = False
+        self._failed_starts = 0
+
+    def start(self) -> None:
+        """Start the process; `spawn` waits until it has imported what it preloads."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        root = str(Path(shmserve.__file__).resolve().parent.parent)
+        boot = (
+            f"import sys; sys.path.append({root!r}); "
+            "from shmserve.zygote import main; sys.exit(main(sys.argv[1:]))"
+        )
+        os.set_inheritable(theirs.fileno(), True)
+        os.set_inheritable(self._run_dir.lock_fd, True)
+        # -P: the current folder is not a place to import from; it may hold a `workers` of its own.
+        pid = os.posix_spawn(
+            sys.executable,
+            [
+                *(sys.executable, "-P", "-c", boot),
+                *(str(theirs.fileno()), str(self._run_dir.lock_fd), str(os.getpid())),
+                *(str(self._run_dir.path), self._title),
+                *self._modules,
+            ],
+            self._environment,
+            file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+        )
+        os.set_inheritable(self._run_dir.lock_fd, False)
+        theirs.close()
+        self._link = ours
+        self._child = self._children.adopt(pid, self._title)
+        self._child.exited.add_done_callback(self._died)
+        self._loop.add_reader(ours.fileno(), self._read)
+
+    def _read(self) -> None:
+        assert self._link is not None
+        while True:
+            try:
+                data = self._link.recv(4096)
+            except (BlockingIOError, ConnectionError):
+                return
+            if not data:
+                return
+            number, pid = msgpack.unpackb(data)
+            if number == 0:
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                continue
+            waiter = self._waiting.pop(number, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(pid)
+
+    def _died(self, exited: asyncio.Future[str]) -> None:
+        assert self._link is not None
+        self._read()
+        self._loop.remove_reader(self._link.fileno())
+        self._link.close()
+        if self._stopping:
+            return
+        logger.error("%s ended (%s)", self._title, exited.result())
+        if self._ready.done():
+            self._ready = self._loop.create_future()
+            self._failed_starts = 0
+        else:
+            self._failed_starts += 1
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_result(0)
+        self._waiting.clear()
+        if self._failed_starts == _MOST_FAILED_STARTS:  # a broken installation
+            self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
+            self._ready.exception()  # retrieved, also when nobody spawns
+            return
+        self._loop.call_later(0.2, self.start)
+
+    async def spawn(
+        self, title: str, entry: str, args: dict[str, Any], fds: Sequence[int] = ()
+    ) -> Child:
+        """Fork a process that runs `entry` ("module:function") with `args` (and `args["fds"]`, the
+        numbers of `fds` there).
+
+        When the zygote dies meanwhile, the next one does it. Raises Unavailable when there is none.
+        """
+        self._children.spawning += 1
+        try:
+            while not self._stopping:
+                await asyncio.shield(self._ready)
+                zygote = self._child
+                assert zygote is not None
+                pid = await self._forked(entry, args, fds)
+                if pid:
+                    return self._children.adopt(pid, title)
+                await asyncio.shield(zygote.exited)
+                await asyncio.sleep(0)  # `_died` runs first
+            raise Unavailable("the server is stopping")
+        finally:
+            self._children.spawning -= 1
+
+    async def _forked(self, entry: str, args: dict[str, Any], fds: Sequence[int]) -> int:
+        """The pid of a new process; 0 when the zygote has ended, noticed or not."""
+        number = next(self._numbers)
+        waiter: asyncio.Future[int] = self._loop.create_future()
+        self._waiting[number] = waiter
+        request = encode_request(number, entry, args)
+        try:
+            assert self._link is not None
+            socket.send_fds(self._link, [b"fork"], [request, *fds])
+        except OSError:
+            self._waiting.pop(number, None)
+            return 0
+        finally:
+            os.close(request)
+        return await waiter
+
+    def stop(self) -> None:
+        """Let it end: it removes the run directory when its link closes."""
+        self._stopping = True
+        if self._link is not None and self._child is not None and self._child.alive:
+            self._loop.remove_reader(self._link.fileno())
+            self._link.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,152 @@
+"""The settings of a server: frozen, made once from the command line, units in the names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shmserve.errors import InvalidArgument
+from shmserve.flags import Parsed
+from shmserve.model_config import ModelDefaults
+from shmserve.repository import is_inline
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything `shmserve serve` was told. `model_files` are "path/model.py:Class"."""
+
+    model_repositories: tuple[Path, ...]
+    model_files: tuple[str, ...]
+    model_control_mode: str
+    load_models: tuple[str, ...]
+    repository_poll_s: int
+    auto_complete: bool
+    backend_config: tuple[tuple[str, str, str], ...]  # (backend, setting, value)
+    model_defaults: ModelDefaults
+    max_queue_size: int
+    request_timeout_us: int
+    execution_timeout_s: float
+    http_address: str
+    http_port: int
+    http_max_input_size: int
+    http_body_timeout_s: float
+    gateways: int
+    allow_metrics: bool
+    metrics_address: str
+    metrics_port: int
+    server_id: str
+    run_dir: Path | None
+    arena_byte_size: int
+    exit_timeout_s: int
+    exit_on_error: bool
+    strict_readiness: bool
+    log_verbose: int
+    delay_scheduler: int
+    visible_devices: str | None
+    without_effect: tuple[str, ...]
+
+    def backend_settings(self, backend: str) -> dict[str, str]:
+        """What --backend-config says for a backend (settings without a backend are for all)."""
+        return {key: value for name, key, value in self.backend_config if name in ("", backend)}
+
+    def worker_threads(self, instances: int) -> int:
+        """Compute threads of one of `instances` workers of a model: the cores, shared out."""
+        return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
+
+    def gateway_settings(self) -> dict[str, Any]:
+        """What a gateway is told."""
+        return {
+            "id": self.server_id,
+            "max_input_size": self.http_max_input_size,
+            "request_timeout_us": self.request_timeout_us,
+            "arena_byte_size": self.arena_byte_size,
+            "body_timeout_s": self.http_body_timeout_s,
+            "verbose": self.log_verbose,
+        }
+
+
+def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
+    """The settings that a parsed command line and the environment give.
+
+    Raises InvalidArgument with one line naming the flag.
+    """
+    value: dict[str, Any] = parsed.values
+    repositories, files = _models(parsed)
+    if value["model-control-mode"] != "explicit" and parsed.repeated["load-model"]:
+        raise InvalidArgument("--load-model: needs --model-control-mode=explicit")
+    if "*" in parsed.repeated["load-model"] and len(parsed.repeated["load-model"]) > 1:
+        raise InvalidArgument("--load-model: '*' loads all models and must stand alone")
+    return ServerConfig(
+        model_repositories=tuple(repositories),
+        model_files=tuple(files),
+        model_control_mode=value["model-control-mode"],
+        load_models=tuple(parsed.repeated["load-model"]),
+        repository_poll_s=value["repository-poll-secs"],
+        auto_complete=not value["disable-auto-complete-config"],
+        backend_config=tuple(map(_backend_setting, parsed.repeated["backend-config"])),
+        model_defaults=ModelDefaults(
+            dynamic_batching=value["dynamic-batching"],
+            max_batch_size=value["max-batch-size"],
+            max_queue_delay_us=value["max-queue-delay-us"],
+        ),
+        max_queue_size=value["max-queue-size"],
+        request_timeout_us=value["request-timeout-us"],
+        execution_timeout_s=value["execution-timeout-secs"],
+        http_address=value["http-address"],
+        http_port=value["http-port"],
+        http_max_input_size=value["http-max-input-size"],
+        http_body_timeout_s=value["http-body-timeout-secs"],
+        gateways=value["gateways"],
+        allow_metrics=value["allow-metrics"],
+        metrics_address=value["metrics-address"] or value["http-address"],
+        metrics_port=value["metrics-port"],
+        server_id=value["id"],
+        run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
+        arena_byte_size=value["arena-byte-size"],
+        exit_timeout_s=value["exit-timeout-secs"],
+        exit_on_error=value["exit-on-error"],
+        strict_readiness=value["strict-readiness"],
+        log_verbose=value["log-verbose"],
+        delay_scheduler=_count(environment, "TRITONSERVER_DELAY_SCHEDULER"),
+        visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
+        without_effect=tuple(dict.fromkeys(parsed.without_effect)),
+    )
+
+
+def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
+    repositories = [Path(text) for text in parsed.repeated["model-repository"]]
+    files: list[str] = []
+    if "" in (*parsed.repeated["model-repository"], *parsed.positional):
+        # To Path it is the folder we are in: what an unset shell variable must not mean.
+        raise InvalidArgument("--model-repository: '' is not a folder")
+    for word in parsed.positional:
+        if is_inline(word):
+            files.append(word)
+        else:
+            repositories.append(Path(word))
+    for path in repositories:
+        if not path.is_dir():
+            raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
+    if not repositories and not files:
+        raise InvalidArgument(
+            "--model-repository: at least one is needed (or a path/model.py:Class)"
+        )
+    return repositories, files
+
+
+def _backend_setting(text: str) -> tuple[str, str, str]:
+    head, equals, value = text.partition("=")
+    backend, comma, setting = head.partition(",")
+    if not equals or not head:
+        raise InvalidArgument(f"--backend-config: '{text}' is not BACKEND,SETTING=VALUE")
+    return (backend, setting, value) if comma else ("", backend, value)
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "") or "0"
+    if not text.isdecimal():
+        raise InvalidArgument(f"{name}: '{text}' is not a number of requests")
+    return int(text)

@@ -1,0 +1,428 @@
+"""One loaded model version: its scheduler and its instances; started, watched, restarted, drained,
+stopped.
+
+start:   worker 0 completes the configuration -> scheduler -> all workers load -> READY
+worker dies:     its scheduler is told at once, it starts again after a pause that grows with
+deaths in a row scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit
+again what they had
+stop:    scheduler drains -> workers finalize and exit (all their memory comes back) -> scheduler
+ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shmserve.children import Child
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
+from shmserve.host import Host
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.lifecycle import InstanceState, instance_after
+
+logger = logging.getLogger(__name__)
+
+# Pauses before a start after the n-th death in a row; a process that lived longer than _HEALTHY_S
+# ends the row.
+_PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
+_HEALTHY_S = 30.0
+_MOST_FAILED_LOADS = 5
+_STOP_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to load. `config` is normalised and validated as far as it goes before auto-completion.
+
+    `complete(completed)` merges what the model says of itself, validates, and returns the
+    final configuration.
+    """
+
+    name: str
+    version: str
+    model_dir: Path
+    repository: Path
+    config: dict[str, Any]
+    complete: Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One worker process of a model, or the place where the next one will be."""
+
+    index: int
+    name: str
+    device: str
+    kind: str
+    device_id: int
+    state: InstanceState = InstanceState.STARTING
+    child: Child | None = None
+    inbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    ready_at: float = 0.0
+    deaths_in_a_row: int = 0
+    failed_loads: int = 0
+
+    def event(self, name: str) -> None:
+        """Move to the next state."""
+        self.state = instance_after(self.state, name)
+
+
+def expand_instances(config: dict[str, Any]) -> list[Instance]:
+    """The instances that `instance_group` of a normalised configuration asks for, in order."""
+    made: list[Instance] = []
+    for group in config["instance_group"]:
+        gpu = group["kind"] == "KIND_GPU"
+        for device_id in group["gpus"] if gpu else [0]:
+            for number in range(group["count"]):
+                made.append(
+                    Instance(
+                        index=len(made),
+                        name=f"{group['name']}_{number}"
+                        if not gpu
+                        else f"{group['name']}_gpu{device_id}_{number}",
+                        device=f"gpu:{device_id}" if gpu else "cpu",
+                        kind="GPU" if gpu else "CPU",
+                        device_id=device_id,
+                    )
+                )
+    return made
+
+
+class Deployment:
+    """A model version's processes. `on_change` is called when readiness, endpoint or failure
+    changes, `on_call` with what its models ask the server."""
+
+    def __init__(
+        self,
+        host: Host,
+        plan: Plan,
+        on_change: Callable[[Deployment], None],
+        on_call: Callable[[int, Any], None],
+    ) -> None:
+        self.host = host
+        self.plan = plan
+        self.config = plan.config
+        self.number = next(host.numbers)
+        self.instances = expand_instances(plan.config)
+        self.scheduler: Child | None = None
+        self.loaded = False
+        self.stopping = False
+        self.failure = ""
+        self.load_seconds = 0.0
+        self._on_change = on_change
+        self._on_call = on_call
+        self._scheduler_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def endpoint(self) -> str:
+        """Where requests for this version are submitted."""
+        return endpoints.scheduler(self.host.run_dir, self.number)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request submitted now would find an instance."""
+        return (
+            self.loaded
+            and self.scheduler is not None
+            and self._scheduler_ready.done()
+            and any(i.state is InstanceState.READY for i in self.instances)
+        )
+
+    # --- start
+
+    async def start(self) -> None:
+        """Load the model on every instance.
+
+        Raises ShmserveError with a text for the operator when it cannot be; nothing of it is left
+        then.
+        """
+        began = time.monotonic()
+        try:
+            completed = await self._complete_config(self.instances[0])
+            self.config = self.plan.complete(completed)
+            groups = expand_instances(self.config)
+            self.instances[1:] = groups[1:]
+            await self._start_scheduler()
+            async with asyncio.TaskGroup() as group:
+                for instance in self.instances:
+                    group.create_task(self._load(instance))
+        except* ShmserveError as errors:
+            await self.kill()
+            first: BaseException = errors
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            raise first from None
+        self.loaded = True
+        self.load_seconds = time.monotonic() - began
+
+    async def _complete_config(self, instance: Instance) -> dict[str, Any]:
+        await self._spawn(instance)
+        self._send(instance, m.CompleteConfig(self.plan.config))
+        message = await self._reply(instance)
+        if not isinstance(message, m.ConfigCompleted):
+            raise self._failure_of(message)
+        return message.config
+
+    async def _load(self, instance: Instance) -> None:
+        if instance.child is None:
+            await self._spawn(instance)
+        endpoint = endpoints.instances(self.host.run_dir, self.number)
+        self._send(instance, m.LoadInstance(self.config, endpoint))
+        message = await self._reply(instance)
+        if not isinstance(message, m.InstanceLoaded):
+            raise self._failure_of(message)
+        if instance.child is None or not instance.child.alive:  # it died as soon as it was ready
+            raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
+        instance.event("loaded")
+        instance.ready_at = time.monotonic()
+        instance.failed_loads = 0
+        current = endpoints.instances(self.host.run_dir, self.number)
+        if current != endpoint:  # the scheduler was replaced while the model loaded
+            self._send(instance, m.Attach(current))
+        self._on_change(self)
+
+    async def _spawn(self, instance: Instance) -> None:
+        plan, config = self.plan, self.host.config
+        title = f"worker {plan.name}.{instance.index} {instance.device}"
+        args = {
+            "number": self.number,
+            "index": instance.index,
+            "model_name": plan.name,
+            "version": plan.version,
+            "model_dir": str(plan.model_dir),
+            "repository": str(plan.repository),
+            "run_dir": str(self.host.run_dir),
+            "device": instance.device,
+            "kind": instance.kind,
+            "device_id": instance.device_id,
+            "instance_name": instance.name,
+            "backend_config": config.backend_settings(self.config["backend"]),
+            "arena_byte_size": config.arena_byte_size,
+            "verbose": config.log_verbose,
+            "auto_complete": True,
+            "threads": config.worker_threads(len(self.instances)),
+        }
+        instance.inbox = asyncio.Queue()
+        child = await self.host.makers.spawn(title, "shmserve.workers.main:run", args)
+        instance.child = child
+        self.host.enrol(child.pid, "worker", lambda msg: self._from_worker(instance, child, msg))
+        started = await self._reply(instance)
+        if not isinstance(started, m.WorkerStarted):
+            raise self._failure_of(started)
+        instance.event("started")
+
+    def _from_worker(self, instance: Instance, child: Child, message: Any) -> None:
+        if isinstance(message, m.FindModel | m.LoadModel | m.UnloadModel | m.IndexRepository):
+            self._on_call(child.pid, message)
+        elif instance.child is child:
+            instance.inbox.put_nowait(message)
+
+    async def _reply(self, instance: Instance) -> Any:
+        """The worker's next message; raises Unavailable when it dies instead."""
+        child = instance.child
+        assert child is not None
+        get = asyncio.ensure_future(instance.inbox.get())
+        await self.host.either(get, child.exited)
+        if get.done():
+            return get.result()
+        get.cancel()
+        # Its last words may have come after its end.
+        await asyncio.sleep(0)
+        if not instance.inbox.empty():
+            return instance.inbox.get_nowait()
+        raise Unavailable(
+            f"the process of instance '{instance.name}' ended while loading "
+            f"({child.exited.result()})"
+        )
+
+    def _failure_of(self, message: Any) -> ShmserveError:
+        if isinstance(message, m.LoadFailed):
+            return from_code(message.code, message.message)
+        return InvalidArgument(f"unexpected {type(message).__name__} while loading")
+
+    async def _start_scheduler(self) -> None:
+        plan, config = self.plan, self.host.config
+        self._scheduler_ready = asyncio.get_running_loop().create_future()
+        child = await self.host.front.spawn(
+            f"scheduler {plan.name}",
+            "shmserve.scheduler.main:run",
+            {
+                "number": self.number,
+                "model_name": plan.name,
+                "version": plan.version,
+                "config": self.config,
+                "run_dir": str(self.host.run_dir),
+                "settings": {
+                    "execution_timeout_s": config.execution_timeout_s,
+                    "max_queue_size": config.max_queue_size,
+                    "delay_scheduler": config.delay_scheduler,
+                    "verbose": config.log_verbose,
+                },
+            },
+        )
+        self.scheduler = child
+        self.host.enrol(child.pid, "scheduler", self._from_scheduler)
+        await self.host.either(self._scheduler_ready, child.exited)
+        if not self._scheduler_ready.done():
+            raise Unavailable(f"the scheduler ended while starting ({child.exited.result()})")
+        for instance in self.instances:
+            if instance.state is not InstanceState.FAILED:
+                self._tell_scheduler(m.InstanceExpected(instance.index))
+
+    def _from_scheduler(self, message: Any) -> None:
+        match message:
+            case m.SchedulerReady():
+                if not self._scheduler_ready.done():
+                    self._scheduler_ready.set_result(None)
+            case m.Drained():
+                if not self._drained.done():
+                    self._drained.set_result(None)
+            case m.KillInstance(index, reason):
+                self._kill_instance(index, reason)
+            case _:
+                logger.warning("dropped a %s from a scheduler", type(message).__name__)
+
+    def _kill_instance(self, index: int, reason: str) -> None:
+        if 0 <= index < len(self.instances) and self.instances[index].child is not None:
+            instance = self.instances[index]
+            logger.error("instance '%s' is killed: %s", instance.name, reason)
+            child = instance.child
+            assert child is not None
+            child.dump_stacks()
+            # The dump is written by the dying process itself; give it a moment, not more.
+            asyncio.get_running_loop().call_later(0.1, child.kill)
+
+    # --- deaths
+
+    def process_exited(self, child: Child) -> None:
+        """A process of this version (or not: then nothing happens) has ended."""
+        if child is self.scheduler:
+            if not self.stopping and self.loaded:
+                self.host.background(self._replace_scheduler(child))
+            return
+        for instance in self.instances:
+            if instance.child is child:
+                self._instance_exited(instance, child)
+
+    def _instance_exited(self, instance: Instance, child: Child) -> None:
+        reason = child.exited.result()
+        served = instance.state is InstanceState.READY
+        instance.event("exited")
+        if self.stopping or not self.loaded or not served:
+            return  # whoever stops or starts it sees it end
+        instance.child = None
+        logger.error("%s ended (%s)", child.title, reason)
+        self._tell_scheduler(m.InstanceExited(instance.index, reason))
+        self._on_change(self)
+        self.host.background(self._restart(instance))
+
+    async def _restart(self, instance: Instance) -> None:
+        while not self.stopping:
+            lived = time.monotonic() - instance.ready_at
+            instance.deaths_in_a_row = 1 if lived > _HEALTHY_S else instance.deaths_in_a_row + 1
+            pause = _PAUSES_S[min(instance.deaths_in_a_row, len(_PAUSES_S)) - 1]
+            self._tell_scheduler(m.InstanceExpected(instance.index))
+            if pause:
+                await asyncio.sleep(pause)
+            if self.stopping:
+                return
+            instance.event("restart")
+            instance.child = None
+            try:
+                await self._load(instance)
+            except ShmserveError as error:
+                await self._discard(instance)
+                instance.failed_loads += 1
+                logger.error("instance '%s' did not start again: %s", instance.name, error.message)
+                if instance.failed_loads < _MOST_FAILED_LOADS:
+                    continue
+                self._give_up(instance, error.message)
+            return
+
+    async def _discard(self, instance: Instance) -> None:
+        if instance.child is not None and instance.child.alive:
+            instance.child.kill()
+            await instance.child.exited
+        instance.child = None
+        instance.state = InstanceState.WAITING
+
+    def _give_up(self, instance: Instance, reason: str) -> None:
+        instance.event("give_up")
+        logger.error(
+            "instance '%s' stays down after %d failed starts", instance.name, _MOST_FAILED_LOADS
+        )
+        self._tell_scheduler(m.InstanceExited(instance.index, reason))
+        if all(i.state is InstanceState.FAILED for i in self.instances):
+            self.failure = reason
+            self._tell_scheduler(
+                m.PoolFailed(f"model '{self.plan.name}' failed: no instance could be started")
+            )
+        self._on_change(self)
+
+    async def _replace_scheduler(self, dead: Child) -> None:
+        logger.error("%s ended (%s); a new one takes over", dead.title, dead.exited.result())
+        lost = self.endpoint
+        while not self.stopping:
+            self.number = next(self.host.numbers)
+            self._scheduler_ready = asyncio.get_running_loop().create_future()
+            self._on_change(self)
+            try:
+                await self._start_scheduler()
+            except ShmserveError as error:
+                logger.error("%s", error.message)
+                await asyncio.sleep(0.5)
+                continue
+            attach = m.Attach(endpoints.instances(self.host.run_dir, self.number))
+            for instance in self.instances:
+                if instance.state is InstanceState.READY:
+                    self._send(instance, attach)
+            self._on_change(self)
+            # Whoever submits keeps what it submitted, and submits it again.
+            self.host.broadcast(m.SchedulerLost(lost, self.endpoint), "gateway", "worker")
+            return
+        # Retired meanwhile: models that called it look for who serves now.
+        self.host.broadcast(m.SchedulerLost(lost, ""), "worker")
+
+    # --- end
+
+    async def stop(self, drain: bool = True) -> None:
+        """Finish what is in flight (unless not `drain`), then end every process."""
+        self.stopping = True
+        if drain and self.scheduler is not None and self.scheduler.alive and self.ready:
+            self._tell_scheduler(m.Drain())
+            await self.host.either(self._drained, self.scheduler.exited)
+        workers = [i for i in self.instances if i.child is not None and i.child.alive]
+        for instance in workers:
+            self._send(instance, m.Stop())
+            instance.event("stop")
+        await asyncio.gather(*(self.host.end(i.child, _STOP_PATIENCE_S) for i in workers))
+        self._tell_scheduler(m.Stop())
+        await self.host.end(self.scheduler, _STOP_PATIENCE_S)
+
+    async def kill(self) -> None:
+        """End every process now."""
+        self.stopping = True
+        children = [self.scheduler, *(i.child for i in self.instances)]
+        for child in children:
+            if child is not None:
+                child.kill()
+        await asyncio.gather(*(child.exited for child in children if child is not None))
+
+    def _send(self, instance: Instance, message: Any) -> None:
+        if instance.child is not None:
+            self.host.control.send(instance.child.pid, message)
+
+    def _tell_scheduler(self, message: Any) -> None:
+        if self.scheduler is not None:
+            self.host.control.send(self.scheduler.pid, message)
+
+    def pids(self) -> list[int]:
+        """The running worker processes."""
+        return [i.child.pid for i in self.instances if i.child is not None and i.child.alive]

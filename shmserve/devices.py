@@ -1,0 +1,28 @@
+"""How many accelerators the host has, found without touching one: the control plane never loads a
+driver."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """`kind` is the device type in torch's words ("cuda", "npu"), or "" when the host has none."""
+
+    kind: str
+    count: int
+
+
+def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None) -> Accelerators:
+    """The host's accelerators, by their device files; `visible` is CUDA_VISIBLE_DEVICES where it
+    is set."""
+    for kind, pattern in (("cuda", r"nvidia\d+"), ("npu", r"davinci\d+")):
+        count = sum(bool(re.fullmatch(pattern, entry.name)) for entry in device_folder.iterdir())
+        if count:
+            if kind == "cuda" and visible is not None:
+                count = min(count, len([part for part in visible.split(",") if part.strip()]))
+            return Accelerators(kind if count else "", count)
+    return Accelerators("", 0)

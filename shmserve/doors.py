@@ -1,0 +1,170 @@
+"""The gateways: started on the supervisor's listening sockets, told everything, started again when
+they die."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from shmserve.children import Child
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.host import Host
+from shmserve.ipc import messages as m
+
+logger = logging.getLogger(__name__)
+
+_PAUSES_S = (0.0, 0.0, 0.1, 0.3, 0.6, 1.0)
+
+
+def listen(address: str, port: int, flag: str) -> list[socket.socket]:
+    """Listening TCP sockets on every address that `address` names; port 0 picks one.
+
+    Raises InvalidArgument naming `flag` when the address cannot be had.
+    """
+    try:
+        found = socket.getaddrinfo(
+            address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise InvalidArgument(f"{flag}: cannot resolve '{address}': {error.strerror}") from None
+    made: list[socket.socket] = []
+    for family, kind, protocol, _, where in found:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(where)
+            sock.listen(1024)
+            sock.setblocking(False)
+        except OSError as error:
+            for opened in (sock, *made):
+                opened.close()
+            raise InvalidArgument(
+                f"{flag}: cannot listen on {address}:{port}: {error.strerror}"
+            ) from None
+        made.append(sock)
+    return made
+
+
+class Doors:
+    """The set of gateways. `snapshot()` gives what a new one must know; `on_message(pid, message)`
+    takes requests from them."""
+
+    def __init__(
+        self,
+        host: Host,
+        http: list[socket.socket],
+        metrics: list[socket.socket],
+        snapshot: Callable[[], Iterable[Any]],
+        on_message: Callable[[int, Any], None],
+    ) -> None:
+        self._host = host
+        self._http = http
+        self._metrics = metrics
+        self._snapshot = snapshot
+        self._on_message = on_message
+        self._children: dict[int, Child] = {}  # by index
+        self._deaths = 0
+        self._drained: dict[int, asyncio.Future[None]] = {}
+        self.stopping = False
+
+    async def start(self) -> None:
+        """Start every gateway."""
+        await asyncio.gather(*(self._start(index) for index in range(self._host.config.gateways)))
+
+    async def _start(self, index: int) -> None:
+        config = self._host.config
+        child = await self._host.front.spawn(
+            f"gateway {index}",
+            "shmserve.gateway.main:run",
+            {
+                "index": index,
+                "run_dir": str(self._host.run_dir),
+                "http_count": len(self._http),
+                "settings": config.gateway_settings(),
+            },
+            [sock.fileno() for sock in (*self._http, *self._metrics)],
+        )
+        self._children[index] = child
+        self._host.enrol(child.pid, "gateway", lambda message: self._from_gateway(child, message))
+
+    def _from_gateway(self, child: Child, message: Any) -> None:
+        match message:
+            case m.GatewayReady():
+                for item in self._snapshot():
+                    self._host.control.send(child.pid, item)
+            case m.Acknowledged(number):
+                self._host.acknowledgements.acknowledged(child.pid, number)
+            case m.Drained():
+                drained = self._drained.get(child.pid)
+                if drained is not None and not drained.done():
+                    drained.set_result(None)
+            case _:
+                self._on_message(child.pid, message)
+
+    def pids(self) -> list[int]:
+        """The gateways that have made contact."""
+        return self._host.role_pids("gateway")
+
+    async def publish(self, make: Callable[[int], Any]) -> None:
+        """Send what `make(number)` gives to every gateway; returns once it holds in each that
+        lives."""
+        pids = self.pids()
+        number, done = self._host.acknowledgements.begin(set(pids))
+        message = make(number)
+        for pid in pids:
+            self._host.control.send(pid, message)
+        await done
+
+    def tell(self, message: Any) -> None:
+        """Send a message to every gateway."""
+        self._host.broadcast(message, "gateway")
+
+    def process_exited(self, child: Child) -> None:
+        """Start a gateway again if `child` was one; the listening sockets are here, so no
+        connection is refused."""
+        for index, known in self._children.items():
+            if known is child and not self.stopping:
+                logger.error("%s ended (%s); starting it again", child.title, child.exited.result())
+                self._host.background(self._restart(index))
+
+    async def _restart(self, index: int) -> None:
+        pause = _PAUSES_S[min(self._deaths, len(_PAUSES_S) - 1)]
+        self._deaths += 1
+        asyncio.get_running_loop().call_later(30.0, self._forgive)
+        await asyncio.sleep(pause)
+        if not self.stopping:
+            try:
+                await self._start(index)
+            except ShmserveError as error:
+                logger.error("gateway %d could not be started: %s", index, error.message)
+                self._host.background(self._restart(index))
+
+    def _forgive(self) -> None:
+        self._deaths -= 1
+
+    async def drain(self) -> None:
+        """Have every gateway finish what is in flight; returns when all are done or gone."""
+        self.stopping = True
+        loop = asyncio.get_running_loop()
+        waits: list[asyncio.Future[Any]] = []
+        for child in self._children.values():
+            if child.alive and self._host.control.connected(child.pid):
+                drained = self._drained[child.pid] = loop.create_future()
+                self._host.control.send(child.pid, m.Drain())
+                waits.append(asyncio.ensure_future(self._host.either(drained, child.exited)))
+        if waits:
+            await asyncio.wait(waits)
+
+    async def stop(self) -> None:
+        """End every gateway and close the listening sockets."""
+        self.stopping = True
+        for sock in (*self._http, *self._metrics):
+            sock.close()
+        for child in self._children.values():
+            self._host.control.send(child.pid, m.Stop())
+        await asyncio.gather(*(self._host.end(child, 2.0) for child in self._children.values()))

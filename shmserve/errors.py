@@ -1,0 +1,120 @@
+"""The one exception tree; every error a client can see has a code, and every code an HTTP status.
+
+ShmserveError
+ ├─ InvalidArgument    INVALID_ARG     400   the request, model file or flag is wrong
+ ├─ AlreadyExists      ALREADY_EXISTS  400   the name is taken
+ ├─ Cancelled          CANCELLED       400   the client left or cancelled
+ ├─ Unknown            UNKNOWN         400   a model reported an error without a code
+ ├─ NotFound           NOT_FOUND       404   no such model, version or region
+ ├─ Unsupported        UNSUPPORTED     501   understood, not offered
+ ├─ Unavailable        UNAVAILABLE     503   not now: queue full, not ready, deadline passed
+ │   └─ QueueFull      UNAVAILABLE     503   with Retry-After
+ └─ Internal           INTERNAL        500   our side or the model failed
+
+Between processes an error is a (code, message) pair; `from_code` makes it an exception again.
+Messages are written for the client: they carry no path, pid, endpoint or traceback. What is
+unexpected is logged where it happens and reaches the client as `Internal("internal error")`.
+"""
+
+from __future__ import annotations
+
+
+class ShmserveError(Exception):
+    """Base of all errors that cross a process or reach a client; `message` is shown to the
+    client."""
+
+    code = "INTERNAL"
+    status = 500
+    title = "Internal"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidArgument(ShmserveError):
+    """What the client, the model's configuration or the command line says is wrong."""
+
+    code = "INVALID_ARG"
+    status = 400
+    title = "Invalid argument"
+
+
+class AlreadyExists(ShmserveError):
+    """The name is in use."""
+
+    code = "ALREADY_EXISTS"
+    status = 400
+    title = "Already exists"
+
+
+class Cancelled(ShmserveError):
+    """The request was cancelled by its client."""
+
+    code = "CANCELLED"
+    status = 400
+    title = "Cancelled"
+
+
+class Unknown(ShmserveError):
+    """A model reported an error with the code UNKNOWN."""
+
+    code = "UNKNOWN"
+    status = 400
+    title = "Unknown"
+
+
+class NotFound(ShmserveError):
+    """No model, version or region has this name."""
+
+    code = "NOT_FOUND"
+    status = 404
+    title = "Not found"
+
+
+class Unsupported(ShmserveError):
+    """The request is well formed and asks for something that is not offered."""
+
+    code = "UNSUPPORTED"
+    status = 501
+    title = "Unsupported"
+
+
+class Unavailable(ShmserveError):
+    """The request could succeed later or elsewhere."""
+
+    code = "UNAVAILABLE"
+    status = 503
+    title = "Unavailable"
+
+
+class QueueFull(Unavailable):
+    """The bounded queue of a model is full; `retry_after_s` says when to come back."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Internal(ShmserveError):
+    """The server or the model failed; the message was written for the client."""
+
+
+_BY_CODE: dict[str, type[ShmserveError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidArgument,
+        AlreadyExists,
+        Cancelled,
+        Unknown,
+        NotFound,
+        Unsupported,
+        Unavailable,
+        Internal,
+    )
+}
+
+
+def from_code(code: str, message: str) -> ShmserveError:
+    """The exception for a (code, message) pair; an unknown code is an `Internal`."""
+    return _BY_CODE.get(code, Internal)(message)

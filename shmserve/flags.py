@@ -1,0 +1,316 @@
+"""The table of flags of `shmserve serve`, and the parser that reads a command line by it.
+
+Names and spellings are Triton's where Triton has the flag, so an existing command line starts:
+`--flag=value` and `--flag value` mean the same, a boolean may stand alone for true.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shmserve.errors import InvalidArgument
+
+_TRUE = ("true", "1", "on", "yes")
+_FALSE = ("false", "0", "off", "no")
+# int() and float() alone would take 1_000, spaces, and the digits of every script; and more than 19
+# digits are out of every range.
+_NUMBER = {
+    int: re.compile(r"[+-]?[0-9]{1,19}"),
+    float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
+}
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. `kind` is str, int, float or bool; `effect` False: accepted, named in a warning.
+
+    Numbers lie in [`low`, `high`]; `choices` are all the values allowed, if given.
+    """
+
+    name: str
+    kind: type = str
+    default: Value | None = None
+    help: str = ""
+    group: str = ""
+    low: float = 0
+    high: float = 2**63 - 1
+    choices: tuple[str, ...] = ()
+    repeat: bool = False
+    effect: bool = True
+
+    def parse(self, text: str) -> Value:
+        """The value that `text` gives; raises InvalidArgument naming the flag."""
+        if self.kind is bool:
+            if text.lower() in _TRUE + _FALSE:
+                return text.lower() in _TRUE
+            raise InvalidArgument(f"--{self.name}: '{text}' is not a boolean (true or false)")
+        if self.kind is str:
+            if self.choices and text not in self.choices:
+                allowed = ", ".join(self.choices)
+                raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}")
+            return text
+        if not _NUMBER[self.kind].fullmatch(text):
+            kind = "an integer" if self.kind is int else "a number"
+            raise InvalidArgument(f"--{self.name}: '{text}' is not {kind}")
+        number: int | float = int(text) if self.kind is int else float(text)
+        if not self.low <= number <= self.high:
+            raise InvalidArgument(
+                f"--{self.name}: {text} is out of range (allowed: {self.low} to {self.high})"
+            )
+        return number
+
+
+ACTED_ON: tuple[Flag, ...] = (
+    Flag("model-repository", help="a folder of model folders", group="Models", repeat=True),
+    Flag(
+        "model-control-mode",
+        default="none",
+        choices=("none", "poll", "explicit"),
+        help="none: load all at start; poll: follow the folder; explicit: load on request",
+        group="Models",
+    ),
+    Flag(
+        "load-model",
+        help="load this model at start in explicit mode; '*' alone loads all",
+        group="Models",
+        repeat=True,
+    ),
+    Flag(
+        "repository-poll-secs",
+        kind=int,
+        default=15,
+        low=1,
+        high=86400,
+        help="seconds between two looks at the repository in poll mode",
+        group="Models",
+    ),
+    Flag(
+        "disable-auto-complete-config",
+        kind=bool,
+        default=False,
+        help="take configurations as written, ask models nothing",
+        group="Models",
+    ),
+    Flag(
+        "backend-config",
+        help="BACKEND,SETTING=VALUE given to that backend",
+        group="Models",
+        repeat=True,
+    ),
+    Flag(
+        "dynamic-batching",
+        kind=bool,
+        default=False,
+        help="batch dynamically where a model names no scheduler",
+        group="Defaults for models that do not set them",
+    ),
+    Flag(
+        "max-batch-size",
+        kind=int,
+        high=2**31 - 1,
+        help="largest batch where a model sets none",
+        group="Defaults for models that do not set them",
+    ),
+    Flag(
+        "max-queue-delay-us",
+        kind=int,
+        help="microseconds a request may wait for others where a model sets none",
+        group="Defaults for models that do not set them",
+    ),
+    Flag(
+        "max-queue-size",
+        kind=int,
+        default=4096,
+        low=1,
+        help="requests that may wait where a model sets none; more get 503 with Retry-After",
+        group="Defaults for models that do not set them",
+    ),
+    Flag(
+        "request-timeout-us",
+        kind=int,
+        default=0,
+        help="microseconds from a request's arrival to its answer; 0: no limit. "
+        "A request's own `timeout` counts where it is shorter",
+        group="Defaults for models that do not set them",
+    ),
+    Flag(
+        "execution-timeout-secs",
+        kind=float,
+        default=300.0,
+        high=1_000_000,
+        help="seconds one execution may take before its process is killed; 0: no limit. "
+        "A model's parameter execution_timeout_seconds overrides it",
+        group="Defaults for models that do not set them",
+    ),
+    Flag("http-address", default="127.0.0.1", help="where HTTP listens", group="Doors"),
+    Flag(
+        "http-port",
+        kind=int,
+        default=8000,
+        high=65535,
+        help="0 picks a free port",
+        group="Doors",
+    ),
+    Flag(
+        "http-max-input-size",
+        kind=int,
+        default=64 * 1024 * 1024,
+        low=1,
+        help="largest JSON, raw or decompressed input, bytes",
+        group="Doors",
+    ),
+    Flag(
+        "http-body-timeout-secs",
+        kind=float,
+        default=30.0,
+        low=0.1,
+        high=86400,
+        help="seconds a client may stall while it sends a body or reads an answer",
+        group="Doors",
+    ),
+    Flag(
+        "gateways",
+        kind=int,
+        default=1,
+        low=1,
+        high=64,
+        help="HTTP processes that share the port",
+        group="Doors",
+    ),
+    Flag("allow-metrics", kind=bool, default=True, help="serve GET /metrics", group="Doors"),
+    Flag("metrics-address", help="where metrics listen (as --http-address)", group="Doors"),
+    Flag(
+        "metrics-port",
+        kind=int,
+        default=8002,
+        high=65535,
+        help="0 picks a free port",
+        group="Doors",
+    ),
+    Flag("id", default="triton", help="the name that GET /v2 shows", group="Server"),
+    Flag(
+        "run-dir",
+        help="private folder for sockets (default: a fresh one in the temporary folder)",
+        group="Server",
+    ),
+    Flag(
+        "arena-byte-size",
+        kind=int,
+        default=1 << 30,
+        low=1 << 20,
+        high=1 << 40,
+        help="bytes each process may use for tensors that lie in no client's region",
+        group="Server",
+    ),
+    Flag(
+        "exit-timeout-secs",
+        kind=int,
+        default=30,
+        high=86400,
+        help="seconds to finish what is in flight after SIGTERM",
+        group="Server",
+    ),
+    Flag(
+        "exit-on-error",
+        kind=bool,
+        default=True,
+        help="end when a model cannot be loaded at start",
+        group="Server",
+    ),
+    Flag(
+        "strict-readiness",
+        kind=bool,
+        default=True,
+        help="ready only when every model is, and has a live process",
+        group="Server",
+    ),
+    Flag("log-verbose", kind=int, default=0, help="1 and more: debug messages", group="Server"),
+)
+
+# Flags of tritonserver that have no counterpart here.
+_WITHOUT_EFFECT = """
+log-info:bool log-warning:bool log-error:bool log-format log-file model-config-name
+model-load-thread-count model-load-retry-count model-namespacing:bool enable-peer-access:bool
+allow-http:bool reuse-http-port:bool http-header-forward-pattern http-thread-count
+http-restricted-api allow-grpc:bool grpc-address grpc-port reuse-grpc-port:bool
+grpc-header-forward-pattern grpc-infer-allocation-pool-size grpc-max-response-pool-size
+grpc-use-ssl:bool grpc-use-ssl-mutual:bool grpc-server-cert grpc-server-key grpc-root-cert
+grpc-infer-response-compression-level grpc-keepalive-time grpc-keepalive-timeout
+grpc-keepalive-permit-without-calls:bool grpc-http2-max-pings-without-data
+grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes
+grpc-max-connection-age grpc-max-connection-age-grace grpc-restricted-protocol
+grpc-infer-thread-count grpc-infer-max-completion-queue-thread-count
+allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
+allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model
+allow-gpu-metrics:bool allow-cpu-metrics:bool metrics-interval-ms metrics-config trace-config
+backend-directory repoagent-directory cache-config cache-directory rate-limit rate-limit-resource
+pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size
+min-supported-compute-capability buffer-manager-thread-count host-policy model-load-gpu-limit
+strict-model-config:bool response-cache-byte-size trace-file trace-level trace-rate trace-count
+trace-log-frequency allow-client-shm:bool
+"""
+ACCEPTED: tuple[Flag, ...] = tuple(
+    Flag(name, kind=bool if kind else str, repeat=True, effect=False)
+    for name, _, kind in (word.partition(":") for word in _WITHOUT_EFFECT.split())
+)
+FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}
+FLAGS["model-store"] = FLAGS["model-repository"]  # Triton's older name of it
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A command line: values by flag (lists where it repeats), the rest, and what has no effect."""
+
+    values: dict[str, Value | None]
+    repeated: dict[str, list[str]]
+    positional: list[str]
+    without_effect: list[str]
+
+
+def parse(arguments: Sequence[str]) -> Parsed:
+    """Read `arguments` by the table.
+
+    Raises InvalidArgument with one line that names the flag, what was found and what is allowed.
+    """
+    values: dict[str, Value | None] = {f.name: f.default for f in ACTED_ON if not f.repeat}
+    repeated: dict[str, list[str]] = {f.name: [] for f in ACTED_ON if f.repeat}
+    parsed = Parsed(values, repeated, [], [])
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            parsed.positional.append(word)
+            continue
+        name, equals, text = word.removeprefix("--").partition("=")
+        flag = FLAGS.get(name) if word.startswith("--") else None
+        if flag is None:
+            raise InvalidArgument(_unknown(word.partition("=")[0]))
+        value = flag.parse(text if equals else _following(flag, rest))
+        if not flag.effect:
+            parsed.without_effect.append(f"--{name}")
+        elif flag.repeat:
+            repeated[flag.name].append(str(value))
+        else:
+            values[flag.name] = value
+    return parsed
+
+
+def _following(flag: Flag, rest: list[str]) -> str:
+    if flag.kind is bool:
+        if rest and rest[0].lower() in _TRUE + _FALSE:
+            return rest.pop(0)
+        return "true"
+    if not rest or rest[0].startswith("--"):
+        raise InvalidArgument(f"--{flag.name}: a value is missing")
+    return rest.pop(0)
+
+
+def _unknown(word: str) -> str:
+    near = difflib.get_close_matches(word.lstrip("-"), FLAGS, n=1)
+    hint = f", did you mean --{near[0]}?" if near else "; see shmserve serve --help"
+    return f"unknown flag {word[:80]}{hint}"

@@ -1,0 +1,1 @@
+"""The HTTP front door: a request comes in, an answer goes out."""

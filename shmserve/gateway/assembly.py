@@ -1,0 +1,263 @@
+"""The tensors of a request: inline in the message, in our arena, or in clients' regions.
+
+all tensor bytes <= INLINE_LIMIT   inline
+more                               one arena block, each tensor on its own 64-byte boundary
+in a region                        where they are: a place is passed on, nothing is touched
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shmserve.errors import Internal, InvalidArgument
+from shmserve.gateway import jsontensors
+from shmserve.gateway.codec import WireInput, WireRequest
+from shmserve.gateway.models import Model
+from shmserve.gateway.regions import Uses
+from shmserve.gateway.state import Gateway
+from shmserve.gateway.values import JsonFault
+from shmserve.ipc.arena import Arena
+from shmserve.ipc.signature import Admission, Signature
+from shmserve.ipc.tensors import (
+    INLINE_LIMIT,
+    ITEM_SIZE,
+    Place,
+    RequestedOutput,
+    TensorRef,
+    element_count,
+)
+
+_ALIGNMENT = 64
+
+
+class Holds:
+    """What a request occupies until no worker can touch it: an arena block, uses of regions."""
+
+    __slots__ = ("_arena", "_offset", "_uses")
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._offset = -1
+        self._uses: Uses | None = None
+
+    def uses(self, gateway: Gateway) -> Uses:
+        """The request's uses of regions."""
+        if self._uses is None:
+            self._uses = Uses(gateway.regions)
+        return self._uses
+
+    def allocate(self, sizes: list[int]) -> list[Place]:
+        """Places of these sizes, in bytes, in one arena block.
+
+        Raises Unavailable when memory for tensors is full.
+        """
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        block = self._arena.allocate(starts.pop())
+        self._offset = block.offset
+        return [
+            Place(block.memory, block.offset + start, size)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    def __bool__(self) -> bool:
+        return self._offset >= 0 or self._uses is not None
+
+    def release(self) -> None:
+        """Give everything back."""
+        if self._offset >= 0:
+            self._arena.free(self._offset)
+            self._offset = -1
+        if self._uses is not None:
+            self._uses.release()
+
+
+def nothing() -> None:
+    """The release of a request that holds nothing."""
+
+
+class Taken:
+    """A request with its tensors, and what it was admitted as; `release` ends what it holds."""
+
+    __slots__ = ("admission", "outputs", "release", "tensors", "wire")
+
+    def __init__(
+        self,
+        wire: WireRequest,
+        admission: Admission,
+        tensors: Sequence[TensorRef],
+        outputs: Sequence[RequestedOutput],
+        release: Callable[[], None],
+    ) -> None:
+        self.wire = wire
+        self.admission = admission
+        self.tensors = tensors
+        self.outputs = outputs
+        self.release = release
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a header that describes only small binary tensors always comes to.
+
+    Programs send the same header again and again; then only its tensors' bytes are new.
+    """
+
+    wire: WireRequest
+    admission: Admission
+    outputs: tuple[RequestedOutput, ...]
+
+    @classmethod
+    def of(cls, taken: Taken) -> Plan | None:
+        """The plan that `taken` came to, if it would come to the same with other bytes."""
+        if taken.release is not nothing or any(t.binary_size < 0 for t in taken.wire.inputs):
+            return None
+        return cls(taken.wire, taken.admission, tuple(taken.outputs))
+
+    def follow(self, body: bytes, at: int) -> Taken:
+        """The request whose tensors are in `body` from `at`."""
+        tensors: list[TensorRef] = []
+        for tensor in self.wire.inputs:
+            end = at + tensor.binary_size
+            tensors.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, body[at:end]))
+            at = end
+        return Taken(self.wire, self.admission, tensors, self.outputs, nothing)
+
+
+def build(gateway: Gateway, model: Model, wire: WireRequest, body: bytes, at: int) -> Taken:
+    """Make the tensors of a request whose binary data is in `body` from `at`, and admit it.
+
+    Raises what is wrong with it, or Unavailable when memory for tensors is full.
+    """
+    datas: list[bytes | None] = []
+    total = 0
+    for tensor in wire.inputs:
+        data: bytes | None = None
+        if tensor.binary_size >= 0:
+            data = body[at : at + tensor.binary_size]
+            at += tensor.binary_size
+        elif tensor.place is None:
+            data = from_json(tensor)
+        total += len(data or b"")
+        datas.append(data)
+    holds = Holds(gateway.arena)
+    try:
+        stored: Sequence[bytes | Place | None] = datas
+        if total > INLINE_LIMIT:
+            stored = _store(gateway, holds, datas)
+        tensors = [
+            tensor_ref(gateway, holds, tensor, data)
+            for tensor, data in zip(wire.inputs, stored, strict=True)
+        ]
+        return admit(gateway, model, wire, tensors, holds)
+    except BaseException:
+        holds.release()
+        raise
+
+
+def _store(gateway: Gateway, holds: Holds, datas: Sequence[bytes | None]) -> Sequence[Place | None]:
+    places = holds.allocate([len(data or b"") for data in datas])
+    for data, place in zip(datas, places, strict=True):
+        if data:
+            gateway.arena.view(place)[:] = data
+    return [None if d is None else place for d, place in zip(datas, places, strict=True)]
+
+
+def tensor_ref(
+    gateway: Gateway, holds: Holds, tensor: WireInput, data: bytes | Place | None
+) -> TensorRef:
+    """The descriptor of an input; without `data` it is in a region."""
+    if data is None:
+        assert tensor.place is not None
+        data = holds.uses(gateway).take(tensor.place)
+    return TensorRef(tensor.name, tensor.datatype, tensor.shape, data)
+
+
+def from_json(tensor: WireInput) -> bytes:
+    """The bytes of a tensor that was given as JSON; raises what is wrong with it."""
+    data = tensor.data
+    if not tensor.count:
+        return b""
+    if type(data) is bytes:
+        return data  # a large array, which was read before
+    if type(data) is not list:
+        raise JsonFault("Unable to parse 'data': attempt to access JSON non-array as array")
+    return jsontensors.decode(data, tensor.datatype, tensor.count, tensor.name)
+
+
+def admit(
+    gateway: Gateway, model: Model, wire: WireRequest, tensors: Sequence[TensorRef], holds: Holds
+) -> Taken:
+    """Check a request against its model and the regions that its outputs go to.
+
+    Raises InvalidArgument, NotFound or Internal.
+    """
+    signature = model.signature
+    outputs = [
+        RequestedOutput(
+            output.name,
+            None if output.place is None else holds.uses(gateway).take(output.place, write=True),
+        )
+        for output in wire.outputs
+    ]
+    admission = signature.admit(wire.id, tensors, outputs)
+    for wanted in outputs:
+        if wanted.place is not None:
+            check_room(signature, wanted.name, wanted.place.byte_size, admission.batch_size)
+    return Taken(wire, admission, tensors, outputs, holds.release if holds else nothing)
+
+
+def check_room(signature: Signature, name: str, room: int, batch_size: int) -> None:
+    """An output whose size is known beforehand must fit its place of `room` bytes.
+
+    Raises Internal, as when the result is too large after the computation.
+    """
+    spec = signature.outputs[name]
+    item = ITEM_SIZE[spec.datatype]
+    if not item or not spec.static:
+        return
+    rows = batch_size if signature.max_batch_size else 1
+    needed = element_count(spec.dims) * item * rows
+    if room < needed:
+        raise Internal(
+            f"shared memory size specified with the request for output '{name}' ({room} bytes) "
+            f"should be at least {needed} bytes to hold the results"
+        )
+
+
+def raw_request(signature: Signature, body: bytes) -> tuple[WireRequest, bytes]:
+    """A request whose body is the one input, and that input's bytes; outputs are sent binary.
+
+    Raises InvalidArgument when the model has not one input, or its shape does not follow from the
+    body's size.
+    """
+    prefix = "[request id: <id_unknown>] "
+    if len(signature.inputs) != 1:
+        raise InvalidArgument(
+            f"{prefix}Raw request must only have 1 input (found 1) to be deduced but got "
+            f"{len(signature.inputs)} inputs in '{signature.name}' model configuration"
+        )
+    spec = next(iter(signature.inputs.values()))
+    dims = list(spec.dims)
+    fixed = element_count([dim for dim in dims if dim != -1])
+    if dims.count(-1) > 1:
+        raise InvalidArgument(
+            f"{prefix}The shape of the raw input '{spec.name}' can not be deduced because "
+            "there are more than one variable-sized dimension"
+        )
+    if spec.datatype == "BYTES":
+        if -1 in dims or fixed != 1:
+            raise InvalidArgument(
+                f"{prefix}For BYTE datatype raw input '{spec.name}', "
+                "the model must have input shape [1]"
+            )
+        body = len(body).to_bytes(4, "little") + body
+    elif -1 in dims:
+        row = fixed * ITEM_SIZE[spec.datatype]
+        dims[dims.index(-1)] = len(body) // row if row else 0
+    shape = (1, *dims) if signature.max_batch_size else tuple(dims)
+    tensor = WireInput(spec.name, spec.datatype, shape, element_count(shape))
+    tensor.binary_size = len(body)
+    return WireRequest("", [tensor], [], binary=True), body

@@ -1,0 +1,152 @@
+"""Reading request bodies: within a size, within a time, and no more of them than is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
+
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.compression import Inflater, UnsupportedEncoding, check_encoding
+from shmserve.gateway.requests import (
+    CONTENT_ENCODING,
+    CONTENT_LENGTH,
+    EXPECT,
+    TRANSFER_ENCODING,
+    Request,
+)
+from shmserve.gateway.settings import Settings
+
+JSON_TOO_LARGE = (
+    "request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
+    "Use --http-max-input-size to increase the limit."
+)
+_MOST_CHUNKS = 65536
+# A body may take `body_timeout_s` and a second more for each of these bytes that came.
+_SLOWEST_RATE = 64 * 1024
+
+
+class BodyTimeout(ShmserveError):
+    """The client did not send its body in time."""
+
+    code = "UNAVAILABLE"
+    status = 408
+
+
+class BrokenBody(InvalidArgument):
+    """The body is not framed as HTTP says; the connection cannot go on."""
+
+
+class Body:
+    """One request's body.
+
+    Nothing is read before it is asked for; `declared` is its size in bytes, -1 if unknown.
+    """
+
+    def __init__(self, request: Request, settings: Settings) -> None:
+        self._request = request
+        self._content = request.content
+        self._settings = settings
+        self._began = time.monotonic()
+        self._received = 0
+        self._chunks = 0
+        self._chunked = TRANSFER_ENCODING in request.headers
+        self.declared = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
+
+    def here(self) -> bytes | None:
+        """The whole body if it has arrived already, as small ones have."""
+        return self._content.read_nowait() if self._content.is_eof() else None
+
+    async def next(self) -> bytes:
+        """The next bytes; b"" at the end. Raises BodyTimeout, BrokenBody or InvalidArgument."""
+        if self._received == 0 and not self._content.is_eof():
+            self._invite()
+        limit = self._began + self._settings.body_timeout_s + self._received / _SLOWEST_RATE
+        try:
+            async with asyncio.timeout(limit - time.monotonic()):
+                data = await self._next_chunk() if self._chunked else await self._content.readany()
+        except TimeoutError:
+            raise BodyTimeout("the request body did not arrive in time") from None
+        except (RequestPayloadError, HttpProcessingError):
+            raise BrokenBody("malformed HTTP request body") from None
+        self._received += len(data)
+        return data
+
+    async def _next_chunk(self) -> bytes:
+        while True:
+            data, ends = await self._content.readchunk()
+            self._chunks += ends and bool(data)
+            if self._chunks > _MOST_CHUNKS:
+                raise BrokenBody(
+                    f"Chunked request body exceeds maximum of {_MOST_CHUNKS} non-empty chunks. "
+                    "Send fewer or larger HTTP chunks."
+                )
+            if data or not ends:
+                return data
+
+    def _invite(self) -> None:
+        if self._request.headers.get(EXPECT, "").lower() == "100-continue":
+            transport = self._request.connection.transport
+            if transport is not None:
+                transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    async def read(self, limit: int, too_large: str) -> bytes:
+        """All of it, of at most `limit` bytes.
+
+        Raises InvalidArgument with `too_large`, {size} and {limit} filled in, when it is more.
+        """
+        if self.declared > limit:
+            raise InvalidArgument(too_large.format(size=self.declared, limit=limit))
+        whole = self.here()
+        if whole is None:
+            pieces: list[bytes] = []
+            size = 0
+            while size <= limit and (piece := await self.next()):
+                pieces.append(piece)
+                size += len(piece)
+            whole = b"".join(pieces)
+        if len(whole) > limit:
+            raise InvalidArgument(too_large.format(size=len(whole), limit=limit))
+        return whole
+
+    async def read_into(self, views: Sequence[memoryview], start: bytes = b"") -> bool:
+        """Fill `views`, one after the other, with `start` and then with what comes.
+
+        False when the body ends before they are full.
+        """
+        piece = memoryview(start)
+        for view in views:
+            at = 0
+            while at < len(view):
+                if not piece:
+                    piece = memoryview(await self.next())
+                    if not piece:
+                        return False
+                taken = min(len(piece), len(view) - at)
+                view[at : at + taken] = piece[:taken]
+                at += taken
+                piece = piece[taken:]
+        return True
+
+    async def inflate(self) -> bytes:
+        """The decompressed body, of at most `max_input_size` bytes."""
+        inflater = Inflater(self._settings.max_input_size)
+        pieces: list[bytes] = []
+        while chunk := await self.next():
+            for piece in inflater.feed(chunk):
+                pieces.append(piece)
+                await asyncio.sleep(0)
+        inflater.finish()
+        return b"".join(pieces)
+
+    def compressed(self) -> bool:
+        """Whether the body is compressed; raises UnsupportedEncoding."""
+        encodings = self._request.headers.getall(CONTENT_ENCODING, ())
+        if not encodings:
+            return False
+        if len(encodings) > 1:
+            raise UnsupportedEncoding("Unsupported compression type")
+        return check_encoding(encodings[0])

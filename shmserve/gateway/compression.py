@@ -1,0 +1,98 @@
+"""gzip and deflate, a piece at a time and under a ceiling (pure).
+
+What a name means is Triton's: "gzip" and "deflate" (zlib); both are recognised by their content.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+
+from shmserve.errors import InvalidArgument, Unsupported
+
+_STEP = 256 * 1024
+_AUTO = zlib.MAX_WBITS | 32  # gzip or zlib, whichever the header says
+_WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+class UnsupportedEncoding(Unsupported):
+    """A Content-Encoding that is not offered; the response says which are."""
+
+
+def check_encoding(name: str) -> bool:
+    """Whether a body with this Content-Encoding is compressed; raises UnsupportedEncoding."""
+    lower = name.strip().lower()
+    if lower not in ("identity", *_WBITS):
+        raise UnsupportedEncoding("Unsupported compression type")
+    return lower != "identity"
+
+
+class Inflater:
+    """Decompresses a body that comes in chunks; at most `limit` bytes come out."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._stream = zlib.decompressobj(_AUTO)
+        self._fed = False
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """What `chunk` decompresses to, in pieces of at most 256 KiB.
+
+        Raises InvalidArgument for what is not compressed data and for more than `limit` bytes.
+        """
+        more = bool(chunk)
+        while more:
+            self._fed = True
+            if self._stream.eof:
+                self._stream = zlib.decompressobj(_AUTO)  # another member follows
+            try:
+                piece = self._stream.decompress(chunk, _STEP)
+            except zlib.error:
+                raise InvalidArgument("failed to decompress the request body") from None
+            self._size += len(piece)
+            if self._size > self._limit:
+                raise InvalidArgument(
+                    f"Decompressed data size exceeds the maximum allowed value of {self._limit} "
+                    "bytes. "
+                    "Use --http-max-input-size to increase the limit."
+                )
+            yield piece
+            ended = self._stream.eof
+            chunk = self._stream.unused_data if ended else self._stream.unconsumed_tail
+            # A full piece may have left output behind inside the stream.
+            more = bool(chunk) or (not ended and len(piece) == _STEP)
+
+    def finish(self) -> None:
+        """The body is over; raises InvalidArgument when the compressed data is not."""
+        if not self._fed:
+            raise InvalidArgument("nothing to be decompressed")
+        if not self._stream.eof:
+            raise InvalidArgument("failed to decompress the request body: it is truncated")
+
+
+def deflated(pieces: Iterable[bytes | memoryview], encoding: str) -> Iterator[bytes]:
+    """`pieces` compressed as "gzip" or "deflate"."""
+    stream = zlib.compressobj(wbits=_WBITS[encoding])
+    for piece in pieces:
+        for at in range(0, len(piece), _STEP):
+            yield stream.compress(piece[at : at + _STEP])
+    yield stream.flush()
+
+
+def accepted_encoding(header: str) -> str:
+    """What is asked for most: "gzip", "deflate" or "identity"; the first one wins a tie."""
+    best, best_weight = "identity", 0.0
+    for item in header.split(","):
+        name, _, parameter = item.partition(";")
+        name = name.strip()
+        weight = 1.0
+        if parameter:
+            key, _, value = parameter.partition("=")
+            try:
+                weight = float(value) if key.strip() == "q" else 0.0
+            except ValueError:
+                weight = 0.0
+        if name in ("identity", *_WBITS) and weight > best_weight:
+            best, best_weight = name, weight
+    return best

@@ -1,0 +1,228 @@
+"""HTTP connections: aiohttp's protocol and parser, with a loop that creates little.
+
+aiohttp's loop makes a task, a request, a writer and a response for each request, a third of what a
+small inference costs here. Ours answers one request after the other in the connection's own task.
+When the client leaves, that task is cancelled, wherever it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import RawRequestMessage
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.streams import StreamReader
+
+from shmserve.gateway.replies import Reply, error_reply
+from shmserve.gateway.requests import CONTENT_LENGTH, EXPECT, Request
+from shmserve.gateway.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[Request], Awaitable[Reply]]
+
+_MOST_HEADERS = 128
+_LONGEST_LINE = 8190
+_IDLE_S = 3600.0  # keep-alive connections that send nothing cost nothing
+_LINGER_S = 2.0
+_SMALL_BODY = 64 * 1024
+
+
+class Connection(web.RequestHandler):
+    """One client's connection. `answer` gives the reply to each request, and raises nothing."""
+
+    __slots__ = (
+        "_answer",
+        "_awaiting",
+        "_busy",
+        "_clock",
+        "_content",
+        "_requests_then",
+        "_settings",
+        "_starts",
+    )
+
+    def __init__(
+        self,
+        manager: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        answer: Answer,
+        settings: Settings,
+    ) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            keepalive_timeout=_IDLE_S,
+            access_log=None,  # type: ignore[arg-type]
+            logger=logger,
+            max_line_size=_LONGEST_LINE,
+            max_field_size=_LONGEST_LINE,
+            max_headers=_MOST_HEADERS,
+            auto_decompress=False,
+        )
+        self._answer = answer
+        self._settings = settings
+        self._clock: asyncio.TimerHandle | None = None
+        self._requests_then = 0
+        self._busy = False  # a request is being answered
+        self._starts = False  # bytes of the next one are here, but not its whole head
+        self._content: StreamReader | None = None  # a body that is not all here
+        self._awaiting = False  # it is small, and awaited
+
+    async def start(self) -> None:
+        """Answer requests until the connection is to end; replaces aiohttp's loop."""
+        try:
+            while await self._serve_next():
+                self._next_keepalive_close_time = self._loop.time() + _IDLE_S
+        except ConnectionError:
+            logger.debug("a client left before its response")
+        except asyncio.CancelledError:
+            self.force_close()
+            raise
+        except Exception:
+            logger.exception("a connection failed")
+        self._task_handler = None
+        if self.transport is not None:
+            self.transport.close()
+
+    async def _serve_next(self) -> bool:
+        if not self._messages:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message, content = self._messages.popleft()
+        if self._parser is not None:
+            self._parser.message_consumed()
+        if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
+            self._resume_reading_if_drained()
+        if not isinstance(message, RawRequestMessage):
+            self._refuse(message)
+            return False
+        self._busy = True
+        try:
+            return await self._serve(message, content)
+        finally:
+            self._busy = False
+
+    async def _serve(self, message: RawRequestMessage, content: StreamReader) -> bool:
+        request = Request(message, content, self)
+        if not content.is_eof():
+            self._content = content
+            await self._await_small(request)
+        reply = await self._answer(request)
+        if message.should_close or message.upgrade or not content.is_eof():
+            reply.close = True
+        try:
+            await reply.send(request, self._settings.body_timeout_s)
+        finally:
+            if reply.on_sent is not None:
+                reply.on_sent()
+        if reply.close:
+            await _linger(content)
+            return False
+        return True
+
+    def _refuse(self, error: Any) -> None:
+        logger.debug("malformed request: %s", error.exc)
+        reply = error_reply(400, "malformed HTTP request", close=True)
+        if self.transport is not None and not self.transport.is_closing():
+            body = b"".join(reply.pieces)
+            self.transport.write(reply.head(None, len(body)) + body)
+
+    async def drain(self) -> None:
+        """Wait until the client has read what was written."""
+        await self._drain_helper()
+
+    async def _await_small(self, request: Request) -> None:
+        """Wait for all of a small body, so that handlers find it here, or find why it is not."""
+        headers = request.headers
+        if not 0 < int(headers.get(CONTENT_LENGTH, 0)) <= _SMALL_BODY or EXPECT in headers:
+            return
+        self._awaiting = True
+        self._start_clock()
+        try:
+            await request.content.wait_eof()
+        except (TimeoutError, HttpProcessingError):
+            return  # the content raises it again
+        finally:
+            self._awaiting = False
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; bytes that complete no request start a clock."""
+        super().data_received(data)
+        content = self._content
+        if content is not None:
+            if content.is_eof():
+                self._content = None
+            elif self._messages:
+                # What follows is no part of the body and no request: the parser gave up.
+                content.set_exception(HttpProcessingError(message="malformed body"))
+        if data and not self._busy and not self._messages:
+            self._starts = True
+            self._start_clock()
+        else:
+            self._starts = False
+
+    def _start_clock(self) -> None:
+        # One coarse timer a connection, which looks at what it finds: one a request costs more.
+        if self._clock is None:
+            self._requests_then = self._request_count
+            self._clock = self._loop.call_later(self._settings.header_timeout_s, self._tick)
+
+    def _tick(self) -> None:
+        self._clock = None
+        if not self._starts and not self._awaiting:
+            return
+        if self._request_count != self._requests_then:
+            self._start_clock()
+        elif self._starts:
+            self.force_close()
+        elif self._content is not None:
+            self._content.set_exception(TimeoutError())
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget the clock too."""
+        if self._clock is not None:
+            self._clock.cancel()
+        super().connection_lost(exc)
+
+
+async def _linger(content: StreamReader) -> None:
+    # A client that is still sending would lose the response to a reset if we closed at once.
+    with contextlib.suppress(Exception):  # whatever is wrong with the rest, this is the end
+        async with asyncio.timeout(_LINGER_S):
+            while not content.is_eof():
+                await content.readany()
+
+
+class Server(web.Server):
+    """Makes connections, up to a limit."""
+
+    def __init__(self, answer: Answer, settings: Settings) -> None:
+        super().__init__(_unused, handler_cancellation=True)
+        self._answer = answer
+        self._settings = settings
+
+    def __call__(self) -> Connection:
+        """The protocol of a new connection."""
+        return Connection(self, self._loop, self._answer, self._settings)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Enter a connection, or end it when there are too many."""
+        super().connection_made(handler, transport)
+        if len(self._connections) > self._settings.max_connections:
+            logger.warning(
+                "more than %d connections: one was refused", self._settings.max_connections
+            )
+            transport.abort()
+
+
+async def _unused(request: web.BaseRequest) -> web.StreamResponse:
+    raise NotImplementedError("connections answer by themselves")

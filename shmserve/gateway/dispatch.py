@@ -1,0 +1,226 @@
+"""What this gateway submitted and to whom: one answer each, whatever becomes of them.
+
+    submit ──> pending ──Finished/Failed──────────────> answered, holds released
+                  │  └──Failed(early)──> settling ──Settled──> holds released
+                  └──SchedulerLost──> submitted again to the successor
+
+A request's holds (its arena block, its references to regions) last until no worker can touch them
+any more. A client that leaves takes nobody's hold away: its request is cancelled at the scheduler
+and stays pending until that answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.links import Link
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors import Inferred, MalformedMessage, Place, unpack_inferred
+
+logger = logging.getLogger(__name__)
+
+
+class Pending:
+    """A request that is not answered yet. `release` gives its holds back."""
+
+    __slots__ = ("future", "peer", "release", "submit")
+
+    def __init__(
+        self,
+        peer: Peer,
+        submit: m.Submit,
+        release: Callable[[], None],
+        future: asyncio.Future[m.Finished | m.Failed],
+    ) -> None:
+        self.peer = peer
+        self.submit = submit
+        self.release = release
+        self.future = future
+
+
+class Peer:
+    """A scheduler, as the gateway sees it: a link, and what waits for its answer.
+
+    `users` counts the models that send to it and the answers that are being read; an unused, idle
+    peer is dropped.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        on_idle: Callable[[Peer], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.pending: dict[int, Pending] = {}
+        self.settling: dict[int, Pending] = {}
+        self.reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.users = 0
+        self.successor: Peer | None = None
+        self._on_idle = on_idle
+        # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
+        identity = f"{os.getpid()}.{secrets.token_hex(6)}"
+        self.link = Link(context, endpoint, identity, self._take)
+
+    def use(self) -> None:
+        """Keep the link until `leave`."""
+        self.users += 1
+
+    def leave(self) -> None:
+        """One user less."""
+        self.users -= 1
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not (self.users or self.pending or self.settling or self.reports):
+            self._on_idle(self)
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case m.Finished(id=number):
+                pending = self.pending.pop(number, None)
+                if pending is not None:
+                    self._answer(pending, message)
+                    pending.release()
+            case m.Failed(id=number, early=early):
+                pending = self.pending.pop(number, None)
+                if pending is not None:
+                    self._answer(pending, message)
+                    if early:
+                        self.settling[number] = pending
+                    else:
+                        pending.release()
+            case m.Settled(id=number):
+                pending = self.settling.pop(number, None)
+                if pending is not None:
+                    pending.release()
+            case m.StatisticsReported(id=number, statistics=statistics):
+                report = self.reports.pop(number, None)
+                if report is not None and not report.done():
+                    report.set_result(statistics)
+            case _:
+                logger.warning("a scheduler sent a %s", type(message).__name__)
+        if not self.users:
+            self._check_idle()
+
+    def _answer(self, pending: Pending, message: m.Finished | m.Failed) -> None:
+        if not pending.future.done():
+            pending.future.set_result(message)
+        elif isinstance(message, m.Finished):
+            self._discard(message.body)
+
+    def _discard(self, body: bytes) -> None:
+        # Nobody waits for this answer, and its outputs take up a worker's memory.
+        try:
+            self.release_outputs(unpack_inferred(body))
+        except MalformedMessage as error:
+            logger.error("a worker's answer is malformed: %s", error)
+
+    def release_outputs(self, answer: Inferred) -> None:
+        """Tell the workers that their outputs have been read; clients' regions are not theirs."""
+        offsets: dict[int, list[int]] = {}
+        for tensor in answer.outputs:
+            place = tensor.data
+            if isinstance(place, Place) and place.memory.sealed:
+                offsets.setdefault(place.memory.pid, []).append(place.offset)
+        for pid, of_pid in offsets.items():
+            self.link.post(m.Release(pid, of_pid))
+
+
+class Dispatcher:
+    """All schedulers this gateway talks to."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._peers: dict[str, Peer] = {}
+        self._numbers = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+
+    def peer(self, endpoint: str) -> Peer:
+        """The scheduler at `endpoint`; it lasts while it has users or owes answers."""
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            peer = self._peers[endpoint] = Peer(self.context, endpoint, self._drop)
+        return peer
+
+    def _drop(self, peer: Peer) -> None:
+        if self._peers.get(peer.endpoint) is peer:
+            del self._peers[peer.endpoint]
+        peer.link.retire()
+        if peer.successor is not None:
+            peer.successor.leave()
+
+    def close(self) -> None:
+        """Drop every link; nothing is answered any more."""
+        for peer in self._peers.values():
+            peer.link.close()
+
+    def next_number(self) -> int:
+        """A number for a request."""
+        return next(self._numbers)
+
+    def submit(self, peer: Peer, submit: m.Submit, release: Callable[[], None]) -> Pending:
+        """Hand a request over; `pending.future` resolves to `Finished` or `Failed`, once.
+
+        `release` runs when no worker can touch the request's memory any more.
+        """
+        while peer.successor is not None:
+            peer = peer.successor
+        pending = Pending(peer, submit, release, self._loop.create_future())
+        peer.pending[submit.id] = pending
+        peer.link.post(submit)
+        if len(peer.pending) == 1:
+            peer.link.hurry()
+        return pending
+
+    def cancel(self, pending: Pending) -> None:
+        """Nobody waits for this any more; its holds last until the scheduler answers."""
+        if pending.submit.id in pending.peer.pending:
+            pending.peer.link.post(m.Cancel(pending.submit.id))
+
+    def lost(self, endpoint: str, successor: str) -> None:
+        """The scheduler at `endpoint` died: what it had not answered goes to `successor`."""
+        old = self._peers.get(endpoint)
+        if old is None or old.successor is not None:
+            return
+        new = old.successor = self.peer(successor)
+        new.use()  # models send there through the old one until they are published anew
+        waiting, over = list(old.pending.values()), list(old.settling.values())
+        old.pending.clear()
+        old.settling.clear()
+        for pending in waiting:
+            if pending.future.done():
+                over.append(pending)
+                continue
+            pending.peer = new
+            new.pending[pending.submit.id] = pending
+            new.link.post(pending.submit)
+        # Nobody waits for these, and whoever could have said that their workers are done is gone.
+        for pending in over:
+            pending.release()
+        for number in list(old.reports):
+            report = old.reports.pop(number)
+            if not report.done():
+                report.set_exception(Unavailable("statistics are not available now"))
+        old.use()
+        old.leave()
+
+    def report(self, peer: Peer) -> asyncio.Future[dict[str, Any]]:
+        """Ask a scheduler for its statistics; the caller sets the limit on time."""
+        while peer.successor is not None:
+            peer = peer.successor
+        number = self.next_number()
+        future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        peer.reports[number] = future
+        future.add_done_callback(lambda _: peer.reports.pop(number, None))
+        peer.link.post(m.ReportStatistics(number))
+        return future

@@ -1,0 +1,214 @@
+"""POST /v2/models/NAME/infer: the hot path from a request's bytes to a scheduler and back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from shmserve.errors import (
+    Internal,
+    QueueFull,
+    ShmserveError,
+    Unavailable,
+    Unsupported,
+    from_code,
+)
+from shmserve.gateway import jsontensors
+from shmserve.gateway.answers import check_size, output_entry, response_json
+from shmserve.gateway.assembly import Taken
+from shmserve.gateway.codec import WireRequest
+from shmserve.gateway.compression import accepted_encoding, deflated
+from shmserve.gateway.intake import take
+from shmserve.gateway.models import Model
+from shmserve.gateway.replies import JSON, Reply
+from shmserve.gateway.requests import ACCEPT_ENCODING, Request
+from shmserve.gateway.state import Gateway
+from shmserve.gateway.values import JsonFault
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors import (
+    Inference,
+    Inferred,
+    MalformedMessage,
+    TensorRef,
+    pack_inference,
+    unpack_inferred,
+)
+
+logger = logging.getLogger(__name__)
+
+_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
+_LONGEST_TIMEOUT_US = 10**15
+_BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
+# A JSON tensor of more bytes than this is written in steps, with turns of the loop between.
+_LONG_TEXT = 64 * 1024
+
+
+async def infer(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
+    """Run one inference."""
+    arrived_ns = time.monotonic_ns()
+    if gateway.draining or gateway.health.exiting:
+        raise Unavailable(_STOPPING)
+    model = gateway.models.resolve(name, version or "")
+    if model.decoupled:
+        raise Unsupported(_DECOUPLED)
+    taken = await take(gateway, model, request)
+    try:
+        reply = await _run(gateway, model, request, taken, arrived_ns)
+    except ShmserveError as error:
+        _log_failure(model, taken.wire.id, error)
+        raise
+    if logger.isEnabledFor(logging.DEBUG):
+        passed_us = (time.monotonic_ns() - arrived_ns) // 1000
+        extra = {"request_id": taken.wire.id}
+        logger.debug("inference of model '%s' took %d us", model.name, passed_us, extra=extra)
+    return reply
+
+
+async def _run(
+    gateway: Gateway, model: Model, request: Request, taken: Taken, arrived_ns: int
+) -> Reply:
+    wire = taken.wire
+    dispatcher = gateway.dispatcher
+    try:
+        submit = _submission(gateway, taken, dispatcher.next_number(), arrived_ns)
+    except BaseException:
+        taken.release()
+        raise
+    pending = dispatcher.submit(model.peer, submit, taken.release)
+    try:
+        message = await pending.future
+    except asyncio.CancelledError:
+        dispatcher.cancel(pending)
+        raise
+    if isinstance(message, m.Failed):
+        raise _failure(message)
+    try:
+        answer = unpack_inferred(message.body)
+    except MalformedMessage as error:
+        logger.error("a worker's answer is malformed: %s", error)
+        raise Internal("internal error") from None
+    peer = pending.peer
+    if not any(type(tensor.data) is not bytes for tensor in answer.outputs):
+        return await _reply(gateway, model, request, wire, answer)
+    peer.use()
+
+    def sent() -> None:
+        peer.release_outputs(answer)
+        peer.leave()
+
+    try:
+        reply = await _reply(gateway, model, request, wire, answer)
+    except BaseException:
+        sent()
+        raise
+    reply.on_sent = sent
+    return reply
+
+
+def _submission(gateway: Gateway, taken: Taken, number: int, arrived_ns: int) -> m.Submit:
+    wire = taken.wire
+    timeout_us = min(wire.timeout_us, _LONGEST_TIMEOUT_US)
+    limit_us = gateway.settings.request_timeout_us
+    if timeout_us and (not limit_us or timeout_us < limit_us):
+        limit_us = timeout_us
+    deadline_ns = arrived_ns + limit_us * 1000 if limit_us else 0
+    work = pack_inference(
+        Inference(
+            wire.id,
+            tuple(taken.tensors),
+            tuple(taken.outputs),
+            wire.parameters,
+            wire.correlation_id,
+            wire.flags,
+            timeout_us,
+            wire.priority,
+            deadline_ns,
+        )
+    )
+    return m.Submit(
+        number,
+        taken.admission.batch_size,
+        taken.admission.shape_key,
+        arrived_ns,
+        deadline_ns,
+        timeout_us,
+        wire.priority,
+        work,
+        wire.id,
+    )
+
+
+def _failure(message: m.Failed) -> ShmserveError:
+    if message.retry_after_s > 0:
+        return QueueFull(message.message, message.retry_after_s)
+    return from_code(message.code, message.message)
+
+
+def _log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
+    if error.status == 500 and not isinstance(error, JsonFault):
+        logger.error(
+            "inference of model '%s' failed: %s",
+            model.name,
+            error.message,
+            extra={"request_id": request_id},
+        )
+    elif logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "inference of model '%s' was refused: %s",
+            model.name,
+            error.message,
+            extra={"request_id": request_id},
+        )
+
+
+async def _reply(
+    gateway: Gateway, model: Model, request: Request, wire: WireRequest, answer: Inferred
+) -> Reply:
+    """The response to a request: JSON, then the binary outputs in order."""
+    forms = {output.name: output for output in wire.outputs}
+    entries: list[dict[str, Any]] = []
+    body: list[bytes | memoryview] = []
+    for tensor in answer.outputs:
+        entry = output_entry(tensor)
+        entries.append(entry)
+        form = forms.get(tensor.name)
+        if form is not None and form.place is not None:
+            continue  # it is in the client's region
+        raw = tensor.data
+        data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
+        check_size(tensor, data)
+        if form.binary if form is not None else wire.binary:
+            entry["parameters"] = {"binary_data_size": len(data)}
+            body.append(data)
+        else:
+            entry["data"] = orjson.Fragment(await _json_text(tensor, data))
+    head = response_json(wire.id, model.name, model.version, answer, entries)
+    headers = _BINARY % len(head) if any(map(len, body)) else JSON
+    body.insert(0, head)
+    if ACCEPT_ENCODING in request.headers:
+        encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
+        if encoding != "identity":
+            body = [await _patiently(deflated(body, encoding))]
+            headers += b"Content-Encoding: %b\r\n" % encoding.encode()
+    return Reply(200, body, headers)
+
+
+async def _json_text(tensor: TensorRef, data: bytes | memoryview) -> bytes:
+    arguments = (data, tensor.datatype, tensor.shape, tensor.name)
+    if len(data) <= _LONG_TEXT:
+        return jsontensors.encode(*arguments)
+    return await _patiently(jsontensors.encode_parts(*arguments))
+
+
+async def _patiently(parts: Iterator[bytes]) -> bytes:
+    done: list[bytes] = []
+    for part in parts:
+        done.append(part)
+        await asyncio.sleep(0)
+    return b"".join(done)

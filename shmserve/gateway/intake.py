@@ -1,0 +1,180 @@
+"""Reading an inference request: what its body is made of, and how much of it is read when.
+
+Small bodies are here when the handler starts. A large binary body goes from the socket straight
+into one arena block, after its header was checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from shmserve.errors import InvalidArgument
+from shmserve.gateway import jsontensors
+from shmserve.gateway.assembly import (
+    Holds,
+    Plan,
+    Taken,
+    admit,
+    build,
+    from_json,
+    raw_request,
+    tensor_ref,
+)
+from shmserve.gateway.bigjson import LARGE, Numbers, loads_large
+from shmserve.gateway.bodies import JSON_TOO_LARGE, Body
+from shmserve.gateway.codec import TOO_LARGE, WireRequest, parse_request
+from shmserve.gateway.models import Model
+from shmserve.gateway.requests import CONTENT_ENCODING, HEADER_LENGTH, Request
+from shmserve.gateway.state import Gateway
+from shmserve.gateway.values import loads
+from shmserve.ipc.tensors import INLINE_LIMIT
+
+_BODY_TOO_LARGE = (
+    "request body of {size} bytes does not fit the {limit} bytes of server memory for tensors"
+)
+_RAW_TOO_LARGE = "Raw input" + TOO_LARGE
+_CUT_SHORT = "the request body ended early"
+_LONGEST_PLANNED = 2048
+_MOST_PLANS = 256
+_NUMBER = re.compile(r"-?[0-9]+")
+
+
+async def take(gateway: Gateway, model: Model, request: Request) -> Taken:
+    """Read, parse and admit a request.
+
+    Raises what the client did wrong, BodyTimeout, or Unavailable when memory for its tensors is
+    full; then it holds nothing.
+    """
+    headers = request.headers
+    body = Body(request, gateway.settings)
+    said = headers.get(HEADER_LENGTH)
+    if CONTENT_ENCODING in headers and body.compressed():
+        return await _take_whole(gateway, model, await body.inflate(), said)
+    whole = body.here()
+    if whole is not None:
+        return await _take_whole(gateway, model, whole, said)
+    limit = gateway.settings.max_input_size
+    if said is None:
+        whole = await body.read(limit, JSON_TOO_LARGE)
+    elif body.declared < 0:
+        whole = await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
+    else:
+        size = header_size(said, body.declared)
+        tail_size = body.declared - size if size else 0
+        if tail_size > INLINE_LIMIT:
+            return await _take_streamed(gateway, model, body, size)
+        whole = await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
+    return await _take_whole(gateway, model, whole, said)
+
+
+def header_size(said: str | None, body_size: int) -> int:
+    """How many bytes of the body are JSON, by the header that says so; all when there is none.
+
+    Raises InvalidArgument for what is no number in [0, body_size].
+    """
+    if said is None:
+        return body_size
+    if _NUMBER.fullmatch(said) is None:
+        raise InvalidArgument(f"Unable to parse Inference-Header-Content-Length, got: {said}")
+    if len(said) > 11 or not -(2**31) <= int(said) < 2**31:
+        raise InvalidArgument(
+            "Unable to parse Inference-Header-Content-Length, value is out of range "
+            f"[ -2147483648, 2147483647 ], got: {said}"
+        )
+    if not 0 <= int(said) <= body_size:
+        raise InvalidArgument(
+            f"inference header size should be in range (0, {body_size}), got: {said}"
+        )
+    return int(said)
+
+
+async def _take_whole(gateway: Gateway, model: Model, body: bytes, said: str | None) -> Taken:
+    limit = gateway.settings.max_input_size
+    size = header_size(said, len(body))
+    if not size:
+        if len(body) > limit:
+            raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
+        wire, body = raw_request(model.signature, body)
+        return build(gateway, model, wire, body, 0)
+    tail_size = len(body) - size
+    header = body[:size] if tail_size else body
+    key = (header, tail_size)
+    plan: Plan | None = model.plans.get(key)
+    if plan is not None:
+        return plan.follow(body, size)
+    wire = await _parse(header, tail_size, model, limit)
+    taken = build(gateway, model, wire, body, size)
+    if size <= _LONGEST_PLANNED and (plan := Plan.of(taken)) is not None:
+        if len(model.plans) >= _MOST_PLANS:
+            model.plans.clear()
+        model.plans[key] = plan
+    return taken
+
+
+async def _parse(header: bytes, tail_size: int, model: Model, limit: int) -> WireRequest:
+    if len(header) > limit:
+        raise InvalidArgument(JSON_TOO_LARGE.format(size=len(header), limit=limit))
+    if len(header) < LARGE:
+        return parse_request(loads(header), tail_size, model.name, limit)
+    wire = parse_request(loads_large(header), tail_size, model.name, limit)
+    for tensor in wire.inputs:
+        if isinstance(tensor.data, Numbers):
+            tensor.data = await _read_numbers(
+                tensor.data, tensor.datatype, tensor.count, tensor.name
+            )
+    return wire
+
+
+async def _read_numbers(numbers: Numbers, datatype: str, count: int, name: str) -> bytes:
+    pieces: list[bytes] = []
+    for piece in jsontensors.decode_parts(numbers.parts(), datatype, count, name):
+        pieces.append(piece)
+        await asyncio.sleep(0)  # the loop answers others between two slices
+    return b"".join(pieces)
+
+
+async def _take_streamed(gateway: Gateway, model: Model, body: Body, size: int) -> Taken:
+    """Read the header, make room, and fill it from the socket."""
+    limit = gateway.settings.max_input_size
+    if size > limit:
+        raise InvalidArgument(JSON_TOO_LARGE.format(size=size, limit=limit))
+    start = bytearray()
+    while len(start) < size:
+        piece = await body.next()
+        if not piece:
+            raise InvalidArgument(_CUT_SHORT)
+        start += piece
+    wire = await _parse(bytes(start[:size]), body.declared - size, model, limit)
+    holds = Holds(gateway.arena)
+    try:
+        return await _fill(gateway, model, wire, body, bytes(start[size:]), holds)
+    except BaseException:
+        holds.release()
+        raise
+
+
+async def _fill(
+    gateway: Gateway, model: Model, wire: WireRequest, body: Body, start: bytes, holds: Holds
+) -> Taken:
+    jsons = [None if tensor.data is None else from_json(tensor) for tensor in wire.inputs]
+    sizes = [
+        len(data) if data is not None else max(tensor.binary_size, 0)
+        for tensor, data in zip(wire.inputs, jsons, strict=True)
+    ]
+    places = holds.allocate(sizes)
+    tensors = [
+        tensor_ref(gateway, holds, tensor, None if tensor.place is not None else place)
+        for tensor, place in zip(wire.inputs, places, strict=True)
+    ]
+    # Before the body is read, so that a wrong request costs no upload's time.
+    taken = admit(gateway, model, wire, tensors, holds)
+    views: list[memoryview] = []
+    for tensor, place, data in zip(wire.inputs, places, jsons, strict=True):
+        if data is not None:
+            gateway.arena.view(place)[:] = data
+        elif tensor.binary_size > 0:
+            views.append(gateway.arena.view(place))
+    if not await body.read_into(views, start):
+        raise InvalidArgument(_CUT_SHORT)
+    return taken

@@ -1,0 +1,99 @@
+"""The model repository extension: index, load, unload, asked of the supervisor.
+
+A client that leaves in the middle changes nothing: the supervisor finishes what it was asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from shmserve.errors import Internal, InvalidArgument, Unsupported
+from shmserve.gateway.bodies import JSON_TOO_LARGE, Body
+from shmserve.gateway.replies import Reply, json_reply
+from shmserve.gateway.requests import Request
+from shmserve.gateway.state import Gateway
+from shmserve.gateway.values import JsonFault, loads
+from shmserve.ipc.messages import IndexRepository, LoadModel, UnloadModel
+
+
+async def read_json(gateway: Gateway, request: Request) -> Any:
+    """The body as JSON; an empty body is an empty object."""
+    body = Body(request, gateway.settings)
+    if body.compressed():
+        raw = await body.inflate()
+    else:
+        raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
+    return loads(raw) if raw else {}
+
+
+async def index(gateway: Gateway, request: Request, repository: str | None) -> Reply:
+    """POST /v2/repository/index; Triton takes any repository's name here."""
+    wanted = await read_json(gateway, request)
+    only_ready = wanted.get("ready", False) if type(wanted) is dict else False
+    if type(only_ready) is not bool:
+        raise InvalidArgument("Invalid value for 'ready': expected a boolean")
+    payload = await gateway.supervisor.ask(lambda number: IndexRepository(number, only_ready))
+    return json_reply(payload.get("models", []))
+
+
+async def load(gateway: Gateway, request: Request, repository: str | None, name: str) -> Reply:
+    """POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
+    _check_repository(repository)
+    check_model_name(name)
+    config, files = _load_parameters(_parameters(await read_json(gateway, request)))
+    await gateway.supervisor.ask(lambda number: LoadModel(number, name, config, files))
+    return Reply()
+
+
+async def unload(gateway: Gateway, request: Request, repository: str | None, name: str) -> Reply:
+    """POST /v2/repository/models/NAME/unload."""
+    _check_repository(repository)
+    check_model_name(name)
+    parameters = _parameters(await read_json(gateway, request))
+    dependents = parameters.get("unload_dependents", False)
+    if type(dependents) is not bool:
+        raise JsonFault(
+            "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
+        )
+    await gateway.supervisor.ask(lambda number: UnloadModel(number, name, dependents))
+    return Reply()
+
+
+def check_model_name(name: str) -> None:
+    """Raise InvalidArgument for a model name that could name another folder."""
+    if name in (".", "..") or any(char in name for char in "/\\\0"):
+        raise InvalidArgument(
+            f"invalid model name '{name}', model name must not contain path traversal characters"
+        )
+
+
+def _check_repository(repository: str | None) -> None:
+    if repository:
+        raise Unsupported("'repository_name' specification is not supported")
+
+
+def _parameters(body: Any) -> dict[str, Any]:
+    parameters = body.get("parameters", {}) if type(body) is dict else {}
+    if type(parameters) is not dict:
+        raise JsonFault("attempt to get members for non-object")
+    return parameters
+
+
+def _load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    config = ""
+    files: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if key != "config" and not key.startswith("file:"):
+            raise Internal("unexpected error on creating Triton parameter")
+        if type(value) is not str:
+            raise JsonFault("attempt to access JSON non-string as string")
+        if key == "config":
+            config = value
+            continue
+        try:
+            files[key.removeprefix("file:")] = base64.b64decode(value, validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidArgument(f"the contents of '{key}' are not valid base64") from None
+    return config, files

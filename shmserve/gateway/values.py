@@ -1,0 +1,126 @@
+"""JSON from clients: parsing within limits, and typed access with Triton's texts (pure)."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import orjson
+
+from shmserve.errors import Internal, InvalidArgument
+
+MOST_DEEP = 100
+LARGEST_UNSIGNED = 2**64 - 1
+
+_TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEEP})"
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")] = 1
+_STEPS[list(b"]}")] = -1
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_STRING_OR_INF = re.compile(rb'"(?:[^"\\]|\\.)*+"|\bInf\b', re.DOTALL)
+
+
+class JsonFault(Internal):
+    """The JSON is not what the protocol asks for: the client's fault, but Triton answers 500."""
+
+
+def loads(raw: bytes) -> Any:
+    """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton.
+
+    Raises JsonFault for what is not JSON, InvalidArgument for nesting deeper than 100.
+    """
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        return _loads_lenient(raw, error)
+    if raw.count(b"[") + raw.count(b"{") > MOST_DEEP and _too_deep(raw):
+        raise InvalidArgument(_TOO_DEEP)
+    return value
+
+
+def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
+    if raw.startswith(b"\xef\xbb\xbf"):
+        return loads(raw[3:])
+    if _too_deep(raw):
+        raise InvalidArgument(_TOO_DEEP)
+    fault = JsonFault(
+        f"failed to parse the request JSON buffer: {strict.msg.partition(': line')[0]}. "
+        f"at {strict.pos}"
+    )
+    if b"NaN" not in raw and b"Inf" not in raw:
+        raise fault
+    spelled = _STRING_OR_INF.sub(lambda m: b"Infinity" if m[0] == b"Inf" else m[0], raw)
+    try:
+        value = json.loads(spelled, parse_float=_finite, parse_int=_whole)
+        orjson.dumps(value)  # half a surrogate pair is not text
+    except (ValueError, TypeError, RecursionError):
+        raise fault from None
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value - value != 0.0:
+        raise ValueError("number too big to be stored in double")
+    return value
+
+
+def _whole(text: str) -> int | float:
+    value = int(text) if len(text) < 32 else float(text)
+    return value if -(2**63) <= value <= LARGEST_UNSIGNED else float(value)
+
+
+def _too_deep(raw: bytes) -> bool:
+    return _depth(raw) > MOST_DEEP and _depth(_STRING.sub(b"", raw)) > MOST_DEEP
+
+
+def _depth(raw: bytes) -> int:
+    brackets = np.frombuffer(raw.translate(None, _NOT_BRACKETS), np.uint8)
+    return int(np.cumsum(_STEPS[brackets], dtype=np.int32).max(initial=0))
+
+
+def missing(field: str) -> JsonFault:
+    """The text for a member that is not there."""
+    return JsonFault(
+        f"Unable to parse '{field}': attempt to access non-existing object member '{field}'"
+    )
+
+
+def mistyped(field: str, kind: str) -> JsonFault:
+    """The text for a member that is not a `kind`: "string", "array", "unsigned-integer", ..."""
+    return JsonFault(f"Unable to parse '{field}': attempt to access JSON non-{kind} as {kind}")
+
+
+def member_string(holder: dict[str, Any], field: str) -> str:
+    """A member that must be there and a string."""
+    value = holder.get(field)
+    if type(value) is not str:
+        raise mistyped(field, "string") if field in holder else missing(field)
+    return value
+
+
+def member_array(holder: Any, field: str) -> list[Any]:
+    """A member that must be there and an array; `holder` may be anything."""
+    if type(holder) is not dict or field not in holder:
+        raise missing(field)
+    value = holder[field]
+    if type(value) is not list:
+        raise mistyped(field, "array")
+    return value
+
+
+def unsigned(value: Any, field: str) -> int:
+    """`value` as an integer in [0, 2**64)."""
+    if type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED:
+        raise mistyped(field, "unsigned-integer")
+    return value
+
+
+def boolean(value: Any, field: str) -> bool:
+    """`value` as true or false."""
+    if type(value) is not bool:
+        raise mistyped(field, "boolean")
+    return value

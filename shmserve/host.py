@@ -1,0 +1,86 @@
+"""What the rooms of the supervisor share: its processes, its socket, its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shmserve.children import Child, Children, Zygote
+from shmserve.config import ServerConfig
+from shmserve.control import Acknowledgements, Control
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """`front` forks gateways and schedulers, `makers` forks workers (it has torch)."""
+
+    config: ServerConfig
+    run_dir: Path
+    children: Children
+    control: Control
+    front: Zygote
+    makers: Zygote
+    acknowledgements: Acknowledgements = field(default_factory=Acknowledgements)
+    _handlers: dict[int, tuple[str, Callable[[Any], None]]] = field(default_factory=dict)
+    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
+        """Give what process `pid` says to `handler`; `role` is "gateway", "scheduler" or
+        "worker"."""
+        self._handlers[pid] = (role, handler)
+        self.control.admit(pid)
+
+    def dismiss(self, pid: int) -> None:
+        """The process is gone."""
+        self._handlers.pop(pid, None)
+        self.control.forget(pid)
+
+    def knows(self, pid: int) -> bool:
+        """Whether `pid` is one of our processes."""
+        return pid in self._handlers
+
+    def dispatch(self, pid: int, message: Any) -> None:
+        """Hand a message to whoever looks after its sender."""
+        entry = self._handlers.get(pid)
+        if entry is not None:
+            entry[1](message)
+
+    def role_pids(self, *roles: str) -> list[int]:
+        """The processes with one of these roles that have made contact."""
+        return [
+            pid
+            for pid, (role, _) in self._handlers.items()
+            if role in roles and self.control.connected(pid)
+        ]
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        """Send a message to every process with one of these roles."""
+        for pid in self.role_pids(*roles):
+            self.control.send(pid, message)
+
+    def background(self, coroutine: Any) -> asyncio.Task[None]:
+        """Run a coroutine; its task is kept until it ends."""
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    @staticmethod
+    async def either(*futures: asyncio.Future[Any]) -> None:
+        """Wait until one of the futures is done."""
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+    async def end(self, child: Child | None, patience_s: float) -> None:
+        """Wait for a process that was told to stop; kill it when `patience_s` seconds are over."""
+        if child is None or not child.alive:
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(child.exited), patience_s)
+        except TimeoutError:
+            child.kill()
+            await child.exited

@@ -1,0 +1,85 @@
+"""The states of a model version and of an instance, as tables: {state: {event: state}}. An event a
+state does not know raises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class ModelState(StrEnum):
+    """What the repository index shows for a version."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class InstanceState(StrEnum):
+    """Where an instance's process is."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    WAITING = "waiting"  # died, starts again after a pause
+    FAILED = "failed"  # died too often, stays down
+    STOPPED = "stopped"
+
+
+MODEL: Mapping[ModelState, Mapping[str, ModelState]] = {
+    ModelState.LOADING: {
+        "loaded": ModelState.READY,
+        "failed": ModelState.UNAVAILABLE,
+        "unload": ModelState.UNLOADING,
+    },
+    ModelState.READY: {
+        "unload": ModelState.UNLOADING,
+        "failed": ModelState.UNAVAILABLE,
+    },
+    ModelState.UNLOADING: {"unloaded": ModelState.UNAVAILABLE},
+    ModelState.UNAVAILABLE: {"unload": ModelState.UNLOADING},
+}
+
+INSTANCE: Mapping[InstanceState, Mapping[str, InstanceState]] = {
+    InstanceState.STARTING: {
+        "started": InstanceState.LOADING,
+        "exited": InstanceState.WAITING,
+        "stop": InstanceState.STOPPED,
+    },
+    InstanceState.LOADING: {
+        "loaded": InstanceState.READY,
+        "exited": InstanceState.WAITING,
+        "stop": InstanceState.STOPPED,
+    },
+    InstanceState.READY: {"exited": InstanceState.WAITING, "stop": InstanceState.STOPPED},
+    InstanceState.WAITING: {
+        "restart": InstanceState.STARTING,
+        "give_up": InstanceState.FAILED,
+        "stop": InstanceState.STOPPED,
+    },
+    InstanceState.FAILED: {"stop": InstanceState.STOPPED},
+    InstanceState.STOPPED: {"exited": InstanceState.STOPPED, "stop": InstanceState.STOPPED},
+}
+
+
+class IllegalTransition(Exception):
+    """An event came in a state that does not know it: a defect of ours."""
+
+
+def after(
+    table: Mapping[ModelState, Mapping[str, ModelState]], state: ModelState, event: str
+) -> ModelState:
+    """The model state after `event`; raises IllegalTransition."""
+    try:
+        return table[state][event]
+    except KeyError:
+        raise IllegalTransition(f"{event} in state {state}") from None
+
+
+def instance_after(state: InstanceState, event: str) -> InstanceState:
+    """The instance state after `event`; raises IllegalTransition."""
+    try:
+        return INSTANCE[state][event]
+    except KeyError:
+        raise IllegalTransition(f"{event} in state {state}") from None

@@ -1,0 +1,117 @@
+"""What a model written for this server imports: tensor annotations and the context of an instance.
+
+    from shmserve.model import FP32
+    from torch import Tensor
+
+    class Digits:
+        max_batch_size = 32
+
+        def predict(self, image: FP32[Tensor, 1, 8, 8]) -> FP32[Tensor, 10]:
+            ...
+
+`FP32[Tensor, 1, 8, 8]` reads: float32, arrives as a torch tensor, 1 x 8 x 8 after the batch
+dimension; -1 is a dimension of any size. With `numpy.ndarray` in the place of `Tensor` it arrives
+as a numpy array. To a type checker it is the array type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+__all__ = [
+    "BF16",
+    "BOOL",
+    "BYTES",
+    "FP16",
+    "FP32",
+    "FP64",
+    "INT8",
+    "INT16",
+    "INT32",
+    "INT64",
+    "UINT8",
+    "UINT16",
+    "UINT32",
+    "UINT64",
+    "Context",
+    "TensorType",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """What an annotation says of a tensor: its protocol datatype, and its dims.
+
+    Without the batch dimension; -1: any size.
+    """
+
+    datatype: str
+    dims: tuple[int, ...]
+
+
+class _Datatype:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getitem__(self, item: Any) -> Any:
+        array, *dims = item if isinstance(item, tuple) else (item,)
+        if not dims or not all(type(dim) is int and (dim > 0 or dim == -1) for dim in dims):
+            raise TypeError(
+                f"{self._name}[array type, dim, ...] needs dimensions, each a positive integer or "
+                "-1"
+            )
+        return Annotated[array, TensorType(self._name, tuple(dims))]
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+if TYPE_CHECKING:
+    # To a checker the rest of the brackets is metadata of the array type.
+    from typing import Annotated as BF16
+    from typing import Annotated as BOOL
+    from typing import Annotated as BYTES
+    from typing import Annotated as FP16
+    from typing import Annotated as FP32
+    from typing import Annotated as FP64
+    from typing import Annotated as INT8
+    from typing import Annotated as INT16
+    from typing import Annotated as INT32
+    from typing import Annotated as INT64
+    from typing import Annotated as UINT8
+    from typing import Annotated as UINT16
+    from typing import Annotated as UINT32
+    from typing import Annotated as UINT64
+else:
+    BOOL = _Datatype("BOOL")
+    UINT8 = _Datatype("UINT8")
+    UINT16 = _Datatype("UINT16")
+    UINT32 = _Datatype("UINT32")
+    UINT64 = _Datatype("UINT64")
+    INT8 = _Datatype("INT8")
+    INT16 = _Datatype("INT16")
+    INT32 = _Datatype("INT32")
+    INT64 = _Datatype("INT64")
+    FP16 = _Datatype("FP16")
+    FP32 = _Datatype("FP32")
+    FP64 = _Datatype("FP64")
+    BF16 = _Datatype("BF16")
+    BYTES = _Datatype("BYTES")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a model's `load(self, context)` is told.
+
+    `device` is torch's name for where the instance runs ("cpu", "cuda:0"), `directory` the folder
+    of the model's file, `parameters` the strings in the configuration's `parameters`.
+    """
+
+    name: str
+    version: str
+    device: str
+    directory: Path
+    parameters: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,55 @@
+"""What a configuration file says before it is checked: nested entries with their positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Far above what the schema nests (8), far below what would exhaust the interpreter's stack.
+MAX_DEPTH = 64
+
+Kind = Literal["word", "number", "string", "bool"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One value: a `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`."""
+
+    kind: Kind
+    value: str | int | float | bytes | bool
+    source: str
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`name: value`; several `values`, or none, only where `listed` (written in brackets)."""
+
+    name: str
+    values: list[Scalar | Block]
+    listed: bool
+    colon: bool
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The entries between braces, in order."""
+
+    at: str
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Malformed(Exception):
+    """The text cannot be read at all; `at` is a position ("12:7") or a JSON path."""
+
+    def __init__(self, at: str, message: str) -> None:
+        super().__init__(message)
+        self.at = at
+        self.message = message
+
+
+def clip(text: str, limit: int = 60) -> str:
+    """`text` short enough for an error line, with control characters escaped."""
+    shown = text if text.isprintable() else ascii(text)[1:-1]
+    return shown if len(shown) <= limit else shown[:limit] + "..."

@@ -1,0 +1,333 @@
+"""Which models are loaded: start-up, load, reload without downtime, unload, polling; one turn at a
+time for each name.
+
+load:    plan every version -> deploy all (or none) -> publish to the gateways -> drain and stop
+what was there before
+unload:  withdraw from the gateways -> drain -> stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from shmserve import repository
+from shmserve.children import Child
+from shmserve.deployment import Deployment
+from shmserve.devices import Accelerators
+from shmserve.doors import Doors
+from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
+from shmserve.host import Host
+from shmserve.ipc import messages as m
+from shmserve.lifecycle import MODEL, ModelState, after
+from shmserve.planning import Planner
+from shmserve.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+_UNLOADED = "unloaded"
+
+
+@dataclass(slots=True)
+class _Status:
+    state: ModelState
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Model:
+    """Everything about one name; `serving` by version."""
+
+    name: str
+    serving: dict[str, Deployment] = field(default_factory=dict)
+    status: dict[str, _Status] = field(default_factory=dict)
+    fingerprint: str = ""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def latest(self) -> str:
+        """The version that serves requests that name none; "" when there is none."""
+        return max(self.serving, key=int, default="")
+
+
+class Models:
+    """The loaded models. `on_call` takes what models ask of the server, `on_change` hears of
+    readiness."""
+
+    def __init__(
+        self,
+        host: Host,
+        doors: Doors,
+        accelerators: Accelerators,
+        on_call: Callable[[int, Any], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._host = host
+        self._doors = doors
+        self._on_call = on_call
+        self._on_change = on_change
+        self._planner = Planner(host.config, host.run_dir, accelerators)
+        self._models: dict[str, _Model] = {}
+        self._live: set[Deployment] = set()  # from creation to the end of its last process
+
+    # --- what is asked
+
+    async def start(self, progress: Progress) -> bool:
+        """Load what the control mode says; whether all of it could be loaded."""
+        config = self._host.config
+        found = self._planner.scan()
+        wanted = list(found)
+        if config.model_control_mode == "explicit":
+            wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
+        results = await asyncio.gather(*(self._load_at_start(name, progress) for name in wanted))
+        return all(results)
+
+    async def _load_at_start(self, name: str, progress: Progress) -> bool:
+        progress.phase(name, "loading")
+        try:
+            await self._load(name)
+        except ShmserveError as error:
+            progress.phase(name, f"failed: {error.message}")
+            return False
+        progress.phase(name, "ready")
+        return True
+
+    async def load_on_request(self, name: str, config: str, files: dict[str, bytes]) -> None:
+        """POST /v2/repository/models/NAME/load."""
+        self._require_explicit()
+        repository.check_model_name(name)
+        await self._load(name, config, files)
+
+    async def unload_on_request(self, name: str, dependents: bool) -> None:
+        """POST /v2/repository/models/NAME/unload; an unknown model is fine."""
+        self._require_explicit()
+        repository.check_model_name(name)
+        await self._unload(name)
+
+    def _require_explicit(self) -> None:
+        if self._host.config.model_control_mode != "explicit":
+            raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+
+    async def find(self, name: str, version: str) -> dict[str, Any]:
+        """Where a model's requests go, for a model that calls it; raises NotFound."""
+        model = self._models.get(name)
+        if model is None or not model.status:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if not model.serving:
+            raise NotFound(f"Request for unknown model: '{name}' has no available versions")
+        deployment = model.serving.get(version or model.latest)
+        if deployment is None:
+            raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+        return {
+            "endpoint": deployment.endpoint,
+            "config": deployment.config,
+            "version": deployment.plan.version,
+            "ready": deployment.ready,
+        }
+
+    def index(self, ready: bool) -> list[dict[str, Any]]:
+        """The repository index: models never loaded have a name only."""
+        names = sorted({*self._planner.scan(), *self._models})
+        rows: list[dict[str, Any]] = []
+        for name in names:
+            known = self._models.get(name)
+            if known is None or not known.status:
+                if not ready:
+                    rows.append({"name": name})
+                continue
+            for version, status in sorted(known.status.items(), key=lambda item: int(item[0] or 0)):
+                if ready and status.state is not ModelState.READY:
+                    continue
+                row = {"name": name, "version": version, "state": str(status.state)}
+                rows.append({**row, "reason": status.reason} if status.reason else row)
+        return rows
+
+    def all_ready(self) -> bool:
+        """Whether every model that should serve does."""
+        return all(
+            (status.state is ModelState.READY and model.serving[version].ready)
+            or status.state is ModelState.UNLOADING
+            or status.reason == _UNLOADED
+            for model in self._models.values()
+            for version, status in model.status.items()
+        )
+
+    def published(self) -> Iterator[m.ModelPublished | m.ModelWithdrawn]:
+        """What a new gateway must know."""
+        for model in self._models.values():
+            for version in model.status.keys() - model.serving.keys() - {""}:
+                yield m.ModelWithdrawn(model.name, version, 0)
+            for deployment in model.serving.values():
+                yield self._publication(model, deployment, 0)
+
+    # --- load and unload
+
+    async def _load(
+        self, name: str, config: str = "", files: dict[str, bytes] | None = None
+    ) -> None:
+        model = self._models.setdefault(name, _Model(name))
+        async with model.turn:
+            try:
+                plans = await asyncio.to_thread(self._planner.plan, name, config, files or {})
+            except ShmserveError as error:
+                if not model.serving:
+                    model.status = {"": _Status(ModelState.UNAVAILABLE, error.message)}
+                    self._on_change()
+                raise
+            model.fingerprint = self._planner.fingerprint(name)
+            model.status.pop("", None)
+            new = [
+                Deployment(self._host, plan, partial(self._changed, model), self._on_call)
+                for plan in plans
+            ]
+            self._live.update(new)
+            for deployment in new:
+                if deployment.plan.version not in model.serving:
+                    model.status[deployment.plan.version] = _Status(ModelState.LOADING)
+            await self._deploy(model, new)
+            await self._switch(model, {d.plan.version: d for d in new})
+
+    async def _deploy(self, model: _Model, new: list[Deployment]) -> None:
+        results = await asyncio.gather(*(d.start() for d in new), return_exceptions=True)
+        failures = ""
+        for deployment, result in zip(new, results, strict=True):
+            if not isinstance(result, BaseException):
+                continue
+            if not isinstance(result, ShmserveError):
+                logger.error("loading failed", exc_info=result)
+                result = Internal("internal error")
+            version, reason = deployment.plan.version, f"{result.title}: {result.message}"
+            failures += f"version {version} is at UNAVAILABLE state: {reason};\n"
+            if version not in model.serving:
+                model.status[version] = _Status(ModelState.UNAVAILABLE, reason)
+                self._doors.tell(m.ModelWithdrawn(model.name, version, 0))
+        if failures:
+            await asyncio.gather(*(d.kill() for d in new))
+            self._forget(new)
+            for version, status in model.status.items():
+                if status.state is ModelState.LOADING:
+                    model.status[version] = _Status(
+                        ModelState.UNAVAILABLE, "another version failed"
+                    )
+            self._on_change()
+            raise InvalidArgument(f"load failed for model '{model.name}': {failures}")
+
+    async def _switch(self, model: _Model, new: dict[str, Deployment]) -> None:
+        old = model.serving
+        model.serving = new
+        for version in new:
+            model.status[version] = _Status(ModelState.READY)
+        for deployment in new.values():
+            await self._doors.publish(partial(self._publication, model, deployment))
+        for version in old.keys() - new.keys():
+            model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
+            await self._withdraw(model, version)
+        self._on_change()
+        for version, deployment in old.items():
+            self._host.background(self._retire(model, version, deployment))
+
+    async def _unload(self, name: str) -> None:
+        model = self._models.get(name)
+        if model is None:
+            return
+        async with model.turn:
+            old, model.serving = model.serving, {}
+            model.status.pop("", None)
+            for version in model.status:
+                if version not in old:
+                    model.status[version] = _Status(ModelState.UNAVAILABLE, _UNLOADED)
+            for version, deployment in old.items():
+                model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
+                await self._withdraw(model, version)
+                self._host.background(self._retire(model, version, deployment))
+            model.fingerprint = ""
+            self._on_change()
+
+    async def _withdraw(self, model: _Model, version: str) -> None:
+        await self._doors.publish(partial(m.ModelWithdrawn, model.name, version))
+        self._host.broadcast(m.ModelWithdrawn(model.name, version, 0), "worker")
+
+    async def _retire(self, model: _Model, version: str, deployment: Deployment) -> None:
+        await deployment.stop()
+        # A model's call may have reached the old scheduler too late to be answered.
+        self._host.broadcast(m.SchedulerLost(deployment.endpoint, ""), "worker")
+        self._forget([deployment])
+        if version not in model.serving and model.status.get(version) is not None:
+            if model.status[version].state is ModelState.UNLOADING:
+                model.status[version] = _Status(ModelState.UNAVAILABLE, _UNLOADED)
+        elif version not in model.serving:
+            model.status.pop(version, None)
+        self._on_change()
+
+    def _forget(self, ended: list[Deployment]) -> None:
+        self._live.difference_update(ended)
+        for plan in {d.plan.model_dir: d.plan for d in ended}.values():
+            if all(plan.model_dir != d.plan.model_dir for d in self._live):
+                self._planner.discard(plan)
+
+    # --- events
+
+    def process_exited(self, child: Child) -> None:
+        """A process of the server has ended: its deployment deals with it."""
+        for deployment in self._live:
+            deployment.process_exited(child)
+
+    def _changed(self, model: _Model, deployment: Deployment) -> None:
+        if model.serving.get(deployment.plan.version) is deployment:
+            self._doors.tell(self._publication(model, deployment, 0))
+            if deployment.failure:
+                model.status[deployment.plan.version] = _Status(
+                    ModelState.UNAVAILABLE, deployment.failure
+                )
+            self._on_change()
+
+    def _publication(self, model: _Model, deployment: Deployment, number: int) -> m.ModelPublished:
+        return m.ModelPublished(
+            name=model.name,
+            version=deployment.plan.version,
+            config=deployment.config,
+            metadata=self._planner.metadata(deployment.config, sorted(model.serving, key=int)),
+            endpoint=deployment.endpoint,
+            ready=deployment.ready,
+            latest=deployment.plan.version == model.latest,
+            load_seconds=deployment.load_seconds,
+            acknowledge=number,
+        )
+
+    async def poll_forever(self) -> None:
+        """Look at the repositories every `repository_poll_s` seconds; load, reload and unload what
+        changed."""
+        while True:
+            await asyncio.sleep(self._host.config.repository_poll_s)
+            try:
+                found = await asyncio.to_thread(self._planner.scan)
+            except ShmserveError as error:
+                logger.error("%s", error.message)
+                continue
+            for name in sorted({*found, *self._models}):
+                try:
+                    await self._follow(name, name in found)
+                except ShmserveError as error:
+                    logger.error("model %s: %s", name, error.message)
+                except Exception:
+                    logger.exception("model %s: loading failed", name)
+
+    async def _follow(self, name: str, present: bool) -> None:
+        model = self._models.get(name)
+        if not present:
+            if model is not None and model.serving:
+                await self._unload(name)
+            return
+        fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
+        if model is None or model.fingerprint != fingerprint:
+            if model is not None:
+                model.fingerprint = fingerprint  # a failing model is tried again when it changes
+            await self._load(name)
+
+    async def stop(self) -> None:
+        """Drain and stop everything."""
+        await asyncio.gather(*(deployment.stop() for deployment in self._live))

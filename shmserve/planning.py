@@ -1,0 +1,132 @@
+"""From a model folder to what to deploy: find it, read its configuration, choose the versions."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmserve import model_config, repository
+from shmserve.deployment import Plan
+from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
+
+if TYPE_CHECKING:
+    from shmserve.config import ServerConfig
+    from shmserve.devices import Accelerators
+    from shmserve.model_config import ModelConfig
+    from shmserve.repository import ModelFolder
+
+logger = logging.getLogger(__name__)
+
+
+class Planner:
+    """Reads the repositories of a server. Its methods touch the disk and may run in a thread."""
+
+    def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
+        self._config = config
+        self._overrides = run_dir / "overrides"
+        self._accelerators = accelerators
+        self._inline = {
+            folder.name: folder
+            for folder in (
+                repository.inline_model(spec, run_dir / "models") for spec in config.model_files
+            )
+        }
+
+    def scan(self) -> dict[str, ModelFolder]:
+        """Every model that the repositories hold now, by name."""
+        return {**repository.scan(self._config.model_repositories), **self._inline}
+
+    def fingerprint(self, name: str) -> str:
+        """What changes when a file of the model does; "" when there is no such model."""
+        folder = self._find(name)
+        return repository.fingerprint(folder) if folder is not None else ""
+
+    def _find(self, name: str) -> ModelFolder | None:
+        return self._inline.get(name) or repository.find(self._config.model_repositories, name)
+
+    def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[Plan]:
+        """A plan for each version to load, which is at least one.
+
+        `override` is a configuration in JSON that replaces config.pbtxt, `files` ("1/model.py")
+        replace the folder. Raises ShmserveError with Triton's texts.
+        """
+        try:
+            folder = self._folder(name, override, files)
+            config = self._read(folder, override)
+        except ShmserveError as error:
+            raise Internal(
+                f"failed to load '{name}', failed to poll from model repository: {error.message}"
+            ) from None
+        versions = repository.versions_to_load(config, folder.versions)
+        if not versions:
+            raise Internal(f"failed to load '{name}', no version is available")
+        reason = model_config.unsupported(config)
+        if reason is not None:
+            raise InvalidArgument(reason)
+        as_dict = model_config.to_dict(config)
+        complete = partial(self._complete, config, folder)
+        return [
+            Plan(
+                name=name,
+                version=str(version),
+                model_dir=folder.path,
+                repository=folder.path.parent,
+                config=as_dict,
+                complete=complete,
+            )
+            for version in versions
+        ]
+
+    def discard(self, plan: Plan) -> None:
+        """Nothing of `plan` runs any more: remove what a load request's files were written to."""
+        if plan.model_dir.is_relative_to(self._overrides):
+            repository.discard_override(plan.model_dir)
+
+    def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
+        if files:
+            if not override:
+                raise InvalidArgument("override files are given without a 'config' override")
+            path = repository.materialise_override(self._overrides, name, override, files)
+            return repository.scan([path.parent])[name]
+        folder = self._find(name)
+        if folder is None:
+            raise NotFound("there is no such model folder")
+        if folder.problem:
+            raise InvalidArgument(folder.problem)
+        return folder
+
+    def _read(self, folder: ModelFolder, override: str) -> ModelConfig:
+        config = repository.read_config(folder, override)
+        files = folder.files(folder.versions[-1]) if folder.versions else []
+        config = model_config.detect_backend(config, folder.name, files)
+        count = self._accelerators.count
+        config = model_config.normalise(config, folder.name, count)
+        model_config.validate(config, gpu_count=count, complete=False, model_dir=folder.path)
+        return config
+
+    def _complete(
+        self, config: ModelConfig, folder: ModelFolder, completed: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The final configuration, after the model said its part; raises InvalidArgument."""
+        count = self._accelerators.count
+        merged = config
+        if self._config.auto_complete or config.backend == "native":
+            merged = model_config.merge_autocomplete(config, completed)
+        merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
+        model_config.validate(merged, gpu_count=count, complete=True, model_dir=folder.path)
+        reason = model_config.unsupported(merged)
+        if reason is not None:
+            raise InvalidArgument(reason)
+        ignored = model_config.ignored_fields(merged)
+        if ignored:
+            logger.info(
+                "model %s: accepted and without effect here: %s", folder.name, ", ".join(ignored)
+            )
+        return model_config.to_dict(merged)
+
+    @staticmethod
+    def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
+        """What GET /v2/models/NAME shows."""
+        return model_config.metadata(model_config.from_json(config), map(int, versions))

@@ -1,0 +1,63 @@
+"""`python -m shmserve.proto.compile`: NAME_pb2.py and .pyi for each .proto (needs grpcio-tools)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+from google.protobuf import descriptor_pb2
+
+from shmserve.proto.loader import encode
+
+_HERE = Path(__file__).resolve().parent
+
+_MODULE = '''"""Generated from {name}.proto by `python -m shmserve.proto.compile`."""
+
+from shmserve.proto.loader import load
+
+globals().update(
+    load(
+{rows}
+    )
+)
+'''
+_STUB_HEAD = """# Generated from {name}.proto by `python -m shmserve.proto.compile`.
+# ruff: noqa
+# mypy: ignore-errors
+# fmt: off
+"""
+
+
+def generate(proto: Path) -> dict[str, str]:
+    """The generated files for one .proto: {file name: text}.
+
+    Raises subprocess.CalledProcessError when protoc refuses the file; its message is on stderr.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        descriptors = Path(scratch, "set.bin")
+        arguments = [f"-I{proto.parent}", f"--pyi_out={scratch}"]
+        arguments += [f"--descriptor_set_out={descriptors}", proto.name]
+        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments], check=True)
+        files = descriptor_pb2.FileDescriptorSet.FromString(descriptors.read_bytes())
+        stub = Path(scratch, f"{proto.stem}_pb2.pyi").read_text()
+    rows = textwrap.wrap(encode(files.file[0].SerializeToString(deterministic=True)), 88)
+    listed = "\n".join(f'        "{row}"' for row in rows)
+    return {
+        f"{proto.stem}_pb2.py": _MODULE.format(name=proto.stem, rows=listed),
+        f"{proto.stem}_pb2.pyi": _STUB_HEAD.format(name=proto.stem) + stub,
+    }
+
+
+def main() -> None:
+    """Regenerate everything in this folder."""
+    for proto in sorted(_HERE.glob("*.proto")):
+        for name, text in generate(proto).items():
+            (_HERE / name).write_text(text)
+            print(f"wrote {name}")
+
+
+if __name__ == "__main__":
+    main()

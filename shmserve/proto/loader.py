@@ -1,0 +1,49 @@
+"""Turns an embedded descriptor into message classes, in a pool of our own.
+
+Protoc's usual output registers itself in a pool that the whole process shares, and demands a
+runtime as new as the protoc that wrote it. This way any runtime from protobuf 5 on will do, and
+nothing collides with the classes of a client library.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+
+_POOL = descriptor_pool.DescriptorPool()
+
+
+def encode(file_descriptor: bytes) -> str:
+    """The text form of a serialized FileDescriptorProto that `load` takes."""
+    return base64.b64encode(zlib.compress(file_descriptor, 9)).decode("ascii")
+
+
+def load(encoded: str) -> dict[str, Any]:
+    """A file's message classes, enums and enum values by name, and its `DESCRIPTOR`."""
+    serialized = zlib.decompress(base64.b64decode(encoded))
+    _POOL.AddSerializedFile(serialized)
+    name = descriptor_pb2.FileDescriptorProto.FromString(serialized).name
+    file = _POOL.FindFileByName(name)
+    found: dict[str, Any] = {"DESCRIPTOR": file}
+    for message in file.message_types_by_name.values():
+        found[message.name] = _message_class(message)
+    for enum in file.enum_types_by_name.values():
+        found[enum.name] = EnumTypeWrapper(enum)
+        found.update({value.name: value.number for value in enum.values})
+    return found
+
+
+def _message_class(descriptor: Any) -> Any:
+    made: Any = message_factory.GetMessageClass(descriptor)
+    # protobuf's C runtime shows nested types as attributes by itself, its pure Python one does not.
+    for nested in descriptor.nested_types:
+        if not hasattr(made, nested.name):
+            setattr(made, nested.name, _message_class(nested))
+    for enum in descriptor.enum_types:
+        if not hasattr(made, enum.name):
+            setattr(made, enum.name, EnumTypeWrapper(enum))
+    return made

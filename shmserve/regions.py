@@ -1,0 +1,179 @@
+"""The registrar of clients' shared memory regions: one name space for every door, held by the
+supervisor.
+
+A region is a numbered generation of a name:
+
+    register --> ACTIVE --unregister--> DRAINING --last release--> closed
+                                        (the name is free, requests in flight go on)
+
+The object is opened once, here; workers map that very object through the supervisor's descriptor,
+so a key that is unlinked and made again is never confused with what was registered. Gateways count
+the requests that use a generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shmserve.errors import AlreadyExists, InvalidArgument
+from shmserve.ipc import posix_shm
+from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
+from shmserve.ipc.ranges import whole
+
+logger = logging.getLogger(__name__)
+
+_MOST_REGIONS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """One generation. `offset` and `byte_size` are the registered extent in the object, in
+    bytes."""
+
+    name: str
+    key: str
+    memory_id: int
+    shared: posix_shm.SharedObject
+    offset: int
+    byte_size: int
+    users: set[int]
+
+    def published(self, acknowledge: int) -> RegionPublished:
+        """What gateways are told."""
+        shared = self.shared
+        return RegionPublished(
+            name=self.name,
+            key=self.key,
+            memory_id=self.memory_id,
+            pid=os.getpid(),
+            fd=shared.fd,
+            inode=shared.inode,
+            object_size=min(shared.size, self.offset + self.byte_size),
+            offset=self.offset,
+            byte_size=self.byte_size,
+            acknowledge=acknowledge,
+        )
+
+
+# Sends what the function makes of an acknowledgement number to every gateway; returns once it
+# holds in all of them.
+Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
+
+
+class Registrar:
+    """Registers and unregisters; `publish` reaches every gateway (pids: `gateways`),
+    `tell_workers` every worker."""
+
+    def __init__(
+        self,
+        publish: Publish,
+        gateways: Callable[[], Iterable[int]],
+        tell_workers: Callable[[Any], None],
+    ) -> None:
+        self._publish = publish
+        self._gateways = gateways
+        self._tell_workers = tell_workers
+        self._active: dict[str, Region] = {}
+        self._draining: dict[int, Region] = {}
+        # Registrations and unregistrations take effect one after the other, everywhere.
+        self._turn = asyncio.Lock()
+
+    def active(self) -> list[Region]:
+        """Every region that has a name."""
+        return list(self._active.values())
+
+    async def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Register [offset, offset + byte_size) of the object `key` as `name`; returns when every
+        gateway knows it.
+
+        Registering the same extent of the same object again succeeds and changes nothing. A name
+        whose object was unlinked by its owner (who died, and starts again) is taken over. Raises
+        InvalidArgument, AlreadyExists, Internal or Unavailable.
+        """
+        if not name:
+            raise InvalidArgument(
+                "'region name' is necessary to register system shared memory region"
+            )
+        whole(offset, "offset")
+        whole(byte_size, "byte_size")
+        key = posix_shm.normal_key(name, key)
+        async with self._turn:
+            known = self._active.get(name)
+            if known is not None and os.fstat(known.shared.fd).st_nlink > 0:
+                self._refuse_unless_same(known, key, offset, byte_size)
+                return
+            if len(self._active) + len(self._draining) >= _MOST_REGIONS:
+                raise InvalidArgument(
+                    f"at most {_MOST_REGIONS} shared memory regions can be registered"
+                )
+            region = await self._open(name, key, offset, byte_size)
+            if known is not None:
+                logger.info("region replaced: the object behind its name was removed")
+                await self._withdraw(known)
+            self._active[name] = region
+            await self._publish(region.published)
+
+    @staticmethod
+    def _refuse_unless_same(known: Region, key: str, offset: int, byte_size: int) -> None:
+        taken = AlreadyExists(f"shared memory region '{known.name}' already in manager")
+        if (known.key, known.offset, known.byte_size) != (key, offset, byte_size):
+            raise taken
+        now = posix_shm.open_object(key)
+        os.close(now.fd)
+        if (now.device, now.inode) != (known.shared.device, known.shared.inode):
+            raise taken
+
+    @staticmethod
+    async def _open(name: str, key: str, offset: int, byte_size: int) -> Region:
+        shared = posix_shm.open_object(key)
+        try:
+            # Taking the pages of a large object takes a while, and the loop must go on.
+            await asyncio.to_thread(posix_shm.reserve, name, shared, offset, byte_size)
+        except BaseException:
+            os.close(shared.fd)
+            raise
+        return Region(name, key, secrets.randbits(62), shared, offset, byte_size, set())
+
+    async def unregister(self, name: str) -> None:
+        """Free a name (all names, if empty); returns when no gateway accepts it any more. An
+        unknown name is fine."""
+        async with self._turn:
+            regions = [self._active[name]] if name in self._active else []
+            for region in regions if name else self.active():
+                await self._withdraw(region)
+
+    async def _withdraw(self, region: Region) -> None:
+        self._active.pop(region.name, None)
+        self._draining[region.memory_id] = region
+        region.users = set(self._gateways())
+        await self._publish(lambda number: RegionWithdrawn(region.name, region.memory_id, number))
+        self.released(0, region.memory_id)
+
+    def released(self, pid: int, memory_id: int) -> None:
+        """Gateway `pid` uses the generation no more."""
+        region = self._draining.get(memory_id)
+        if region is None:
+            return
+        region.users.discard(pid)
+        if not region.users:
+            del self._draining[memory_id]
+            self._tell_workers(MemoryDropped(memory_id))
+            os.close(region.shared.fd)
+
+    def gateway_exited(self, pid: int) -> None:
+        """A gateway is gone, and so are the requests it counted."""
+        for memory_id in list(self._draining):
+            self.released(pid, memory_id)
+
+    def close(self) -> None:
+        """Close every object."""
+        for region in [*self._active.values(), *self._draining.values()]:
+            os.close(region.shared.fd)
+        self._active.clear()
+        self._draining.clear()

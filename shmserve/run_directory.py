@@ -1,0 +1,86 @@
+"""The private folder that holds a server's sockets: made, checked, locked, and cleared of what a
+killed server left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
+
+# A server that was just killed is followed by its last process, which clears the folder; that
+# takes milliseconds.
+_LOCK_PATIENCE_S = 3.0
+
+
+class RunDirectory:
+    """Opened by the supervisor, one server at a time; `path` is absolute, `lock_fd` holds the
+    lock."""
+
+    def __init__(self, wanted: Path | None) -> None:
+        """Use `wanted` (created 0700 if missing), or a fresh folder of our own.
+
+        Raises InvalidArgument when the folder is a link, somebody else's, open to others, too long
+        a name, or in use.
+        """
+        if wanted is None:
+            self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
+        else:
+            self.path = Path(os.path.abspath(wanted))
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700, parents=True)
+        self._check()
+        self.lock_fd = self._lock()
+        for entry in self.path.iterdir():
+            if entry.name != "lock":
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def _check(self) -> None:
+        status = self.path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise InvalidArgument(f"--run-dir: '{self.path}' is not a directory")
+        if status.st_uid != os.geteuid():
+            raise InvalidArgument(
+                f"--run-dir: '{self.path}' belongs to uid {status.st_uid}, not to this server's "
+                f"{os.geteuid()}"
+            )
+        if status.st_mode & 0o077:
+            raise InvalidArgument(
+                f"--run-dir: '{self.path}' has mode {status.st_mode & 0o777:04o}; it must be 0700, "
+                "open to its owner alone"
+            )
+        if len(os.fsencode(self.path)) > LONGEST_RUN_DIRECTORY:
+            raise InvalidArgument(
+                f"--run-dir: '{self.path}' is longer than {LONGEST_RUN_DIRECTORY} bytes, the room "
+                "a socket's name leaves"
+            )
+
+    def _lock(self) -> int:
+        deadline = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The killed server's last process may have removed the file between our open and
+                # the lock.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
+                        return fd
+            os.close(fd)
+            if time.monotonic() > deadline:
+                raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server")
+            time.sleep(
+                0.02
+            )  # flock has no timeout, and this waits only for a server that is ending
+
+    def remove(self) -> None:
+        """Delete the folder and all in it."""
+        shutil.rmtree(self.path, ignore_errors=True)

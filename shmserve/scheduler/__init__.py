@@ -1,0 +1,1 @@
+"""One process a model version: owns each request from arrival to answer, decides what runs when."""

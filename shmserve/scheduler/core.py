@@ -1,0 +1,279 @@
+"""The scheduler's decisions: what each message changes, and what runs next. No clock, no socket.
+
+    from_client, from_worker, from_control    a message arrived
+    plan                                      now: expire, dispatch, release
+
+What is to be sent is posted to three outboxes, which the loop flushes once a turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, assert_never
+
+from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
+from shmserve.ipc.messages import (
+    Cancel,
+    ClientToScheduler,
+    Drain,
+    Drained,
+    InstanceExited,
+    InstanceExpected,
+    PoolFailed,
+    ProcessExited,
+    Release,
+    ReportStatistics,
+    StatisticsReported,
+    Stop,
+    Submit,
+    SupervisorToScheduler,
+    WorkerToScheduler,
+)
+from shmserve.scheduler.answers import Answers, Peers
+from shmserve.scheduler.backlog import EXPIRED, Backlog, believable, prefix
+from shmserve.scheduler.dynamic import Batch, Closed, WaitUntil, decide
+from shmserve.scheduler.executions import Executions, Superior
+from shmserve.scheduler.requests import NEVER, Client, Event, Request, State
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.statistics import Reason, Statistics
+
+_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+_MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
+_DEAD_REMEMBERED = 64
+
+
+class Scheduler:
+    """One model version's requests. Times are monotonic ns; `wall_clock` gives epoch ns."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        clients: Peers,
+        workers: Peers,
+        control: Superior,
+        wall_clock: Callable[[], int],
+    ) -> None:
+        self._to_clients = clients
+        self._to_workers = workers
+        self._to_control = control
+        self._wall_clock = wall_clock
+        self._batching = settings.batching
+        self._ordered = settings.preserve_ordering
+        self._statistics = Statistics(settings.name, settings.version)
+        self._answers = Answers(clients, workers, self._statistics, self._ordered)
+        self._backlog = Backlog(settings)
+        self._executions = Executions(
+            settings, workers, control, self._backlog, self._answers, self._statistics
+        )
+        self._pool = self._executions.pool
+        self._clients: dict[bytes, Client] = {}
+        self._dead: deque[int] = deque(maxlen=_DEAD_REMEMBERED)
+        self._misplaced = 0
+        self._draining = False
+        self._drained = False
+        self.stopped = False
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
+        """Handle a client's message."""
+        client = self._clients.get(peer) or self._new_client(peer)
+        match message:
+            case Submit():
+                self._submit(client, message, now_ns)
+            case Cancel():
+                request = client.requests.get(message.id)
+                if request is not None:
+                    self._cancel(request, now_ns)
+            case Release():
+                self._executions.release(client.pid, message.pid, message.offsets)
+            case ReportStatistics():
+                self._to_clients.post(peer, StatisticsReported(message.id, self.report(now_ns)))
+            case _:
+                assert_never(message)
+
+    def _new_client(self, peer: bytes) -> Client:
+        if len(self._clients) >= _MOST_CLIENTS:
+            self._clients = {p: c for p, c in self._clients.items() if c.requests}
+        client = self._clients[peer] = Client(peer)
+        return client
+
+    def _submit(self, client: Client, message: Submit, now_ns: int) -> None:
+        if message.id in client.requests or (client.pid and client.pid in self._dead):
+            # Nothing is owed: an answer would be taken for the other request's, or by nobody.
+            self.misplaced()
+            return
+        try:
+            if self._draining:
+                raise Unavailable(prefix(message.request_id) + _STOPPING)
+            if self._pool.failure:
+                raise Unavailable(self._pool.failure)
+            if self._pool.free and self._backlog.full:
+                self._dispatch(now_ns)
+            self._answers.admitted(self._backlog.admit(client, message, now_ns))
+        except InvalidArgument as error:
+            self._answers.refuse(client, message, error, 0)
+        except ShmserveError as error:
+            wait_s = 0
+            if isinstance(error, QueueFull):
+                waiting, instances = len(self._backlog), self._pool.ready_count
+                wait_s = self._executions.pace.drain_s(waiting, instances)
+            self._statistics.failed(believable(message.arrived_ns, now_ns), Reason.REJECTED, now_ns)
+            self._answers.refuse(client, message, error, wait_s)
+
+    def _cancel(self, request: Request, now_ns: int) -> None:
+        match request.state:
+            case State.QUEUED | State.HELD:
+                self._backlog.remove(request)
+                self._answers.fail(
+                    request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
+                )
+            case State.EXECUTING:
+                request.meet(Event.CANCEL)
+                self._executions.cancel(request)
+            case _:
+                pass  # decided already
+
+    def _client_gone(self, client: Client, now_ns: int) -> None:
+        self._clients.pop(client.peer, None)
+        for request in list(client.requests.values()):
+            match request.state:
+                case State.QUEUED | State.HELD:
+                    self._backlog.remove(request)
+                case State.EXECUTING:
+                    self._executions.cancel(request)
+                case _:
+                    pass
+            self._answers.abandon(request, now_ns)
+
+    # --- workers and supervisor -------------------------------------------------------------------
+
+    def from_worker(self, peer: bytes, message: WorkerToScheduler, now_ns: int) -> None:
+        """Handle a worker's message."""
+        self._executions.handle(peer, message, now_ns)
+
+    def from_control(self, message: SupervisorToScheduler, now_ns: int) -> None:
+        """Handle the supervisor's message."""
+        match message:
+            case InstanceExpected():
+                self._pool.expect(message.index)
+            case InstanceExited():
+                lost = self._pool.exit(message.index)
+                self._executions.exited(lost, message.reason, now_ns)
+            case ProcessExited():
+                self._process_exited(message.pid, now_ns)
+            case PoolFailed():
+                self._pool.fail(message.reason)
+            case Drain():
+                self._drain()
+            case Stop():
+                self._stop(now_ns)
+            case _:
+                assert_never(message)
+
+    def _process_exited(self, pid: int, now_ns: int) -> None:
+        self._executions.exited(self._pool.exit_process(pid), "", now_ns)
+        # Frames that it sent may still be on their way.
+        self._dead.append(pid)
+        for client in [c for c in self._clients.values() if c.pid == pid]:
+            self._client_gone(client, now_ns)
+
+    def _drain(self) -> None:
+        self._draining = True
+        self._drained = False
+        # Nothing more comes that would be worth waiting for.
+        self._backlog.release_hold()
+        if self._batching is not None:
+            self._batching = replace(self._batching, delay_ns=0)
+
+    def _stop(self, now_ns: int) -> None:
+        self.stopped = True
+        for client in self._clients.values():
+            for request in list(client.requests.values()):
+                if request.state is State.ANSWERED:
+                    self._answers.close(request, now_ns)
+                else:
+                    text = prefix(request.request_id) + _STOPPING
+                    self._answers.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def plan(self, now_ns: int) -> int:
+        """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
+        for request in self._backlog.expired(now_ns):
+            self._expire(request, now_ns)
+        for slot in self._pool.overdue(now_ns):
+            self._executions.overrun(slot, now_ns)
+        if self._pool.failure:
+            self._refuse_waiting(self._pool.failure, now_ns)
+        wake_ns = self._dispatch(now_ns)
+        if self._ordered:
+            self._answers.release(now_ns)
+        if self._draining and not self._drained and not self._answers.live:
+            self._drained = True
+            self._to_control.post(Drained())
+        self._backlog.sweep(self._answers.live)
+        return min(wake_ns, self._backlog.next_timer_ns(), self._pool.next_limit_ns())
+
+    def _dispatch(self, now_ns: int) -> int:
+        backlog, executions, rules = self._backlog, self._executions, self._batching
+        while self._pool.free and len(backlog):
+            retry = backlog.take_retry()
+            if retry is not None:
+                executions.start([retry], Closed.RETRY, now_ns)
+            elif rules is None:
+                executions.start(backlog.take(1), Closed.IDLE, now_ns)
+            elif backlog.holding():
+                break
+            else:
+                decision = decide(now_ns, backlog.waiting(), rules, executions.pace.reserve_ns)
+                match decision:
+                    case Batch():
+                        executions.start(backlog.take(decision.count), decision.reason, now_ns)
+                    case WaitUntil():
+                        return decision.ns
+                    case None:
+                        break
+                    case _:
+                        assert_never(decision)
+        return NEVER
+
+    def _expire(self, request: Request, now_ns: int) -> None:
+        early, reason = False, Reason.OTHER
+        match request.state:
+            case State.QUEUED:
+                self._backlog.remove(request)
+                reason = Reason.REJECTED
+            case State.EXECUTING:
+                self._executions.cancel(request)
+                early = True
+            case State.HELD:
+                pass
+            case _:
+                return  # its other timer was first
+        self._answers.fail(request, "UNAVAILABLE", EXPIRED, reason, now_ns, early)
+
+    def _refuse_waiting(self, reason: str, now_ns: int) -> None:
+        for request in self._backlog.all():
+            self._backlog.remove(request)
+            self._answers.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
+
+    # --- counts -----------------------------------------------------------------------------------
+
+    def misplaced(self) -> None:
+        """A message was dropped because it makes no sense from its sender or now."""
+        self._misplaced += 1
+
+    def report(self, now_ns: int) -> dict[str, Any]:
+        """The statistics, as statistics.py describes them."""
+        links = (self._to_clients, self._to_workers, self._to_control)
+        unread = sum(link.malformed for link in links)
+        gauges = {
+            "pending": len(self._backlog),
+            "executing": self._pool.executing,
+            "instances": self._pool.counts(),
+            "malformed": unread + self._misplaced + self._executions.misplaced,
+        }
+        return self._statistics.report(now_ns, self._wall_clock(), gauges)

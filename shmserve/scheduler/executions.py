@@ -1,0 +1,194 @@
+"""Batches at workers: start, return, loss, overrun; and what workers hear of their requests."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any, Protocol, assert_never
+
+from shmserve.ipc.messages import (
+    BatchFinished,
+    CancelExecution,
+    Execute,
+    InstanceReady,
+    KillInstance,
+    ReleaseOutputs,
+    WorkerToScheduler,
+)
+from shmserve.scheduler.answers import Answers, Outcome, Peers, Worker
+from shmserve.scheduler.backlog import Backlog
+from shmserve.scheduler.dynamic import Closed
+from shmserve.scheduler.pace import Pace
+from shmserve.scheduler.pool import Execution, Pool, Slot, SlotState
+from shmserve.scheduler.requests import Request, State
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.statistics import Reason, Statistics, Timing
+
+logger = logging.getLogger(__name__)
+
+
+class Superior(Protocol):
+    """Queues messages to the supervisor; `malformed` counts unreadable ones from it."""
+
+    malformed: int
+
+    def post(self, message: Any) -> None:
+        """Queue a message."""
+
+
+class Executions:
+    """What instances do for requests. `misplaced` counts messages that made no sense."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workers: Peers,
+        control: Superior,
+        backlog: Backlog,
+        answers: Answers,
+        statistics: Statistics,
+    ) -> None:
+        self.pool = Pool(settings.execution_limit_ns)
+        self.pace = Pace()
+        self.misplaced = 0
+        self._limit_s = settings.execution_limit_ns / 1e9
+        self._workers = workers
+        self._control = control
+        self._backlog = backlog
+        self._answers = answers
+        self._statistics = statistics
+        self._ids = itertools.count(1)
+
+    # --- to workers -------------------------------------------------------------------------------
+
+    def start(self, requests: list[Request], reason: Closed, now_ns: int) -> None:
+        """Send a batch to a free instance."""
+        execution = Execution(next(self._ids), requests, reason, now_ns)
+        slot = self.pool.assign(execution)
+        work = [[request.key, request.client.pid, request.work] for request in requests]
+        self._workers.post(slot.peer, Execute(execution.id, work))
+
+    def cancel(self, request: Request) -> None:
+        """Tell the worker that has this request that its outputs are not wanted."""
+        slot = self.pool.running(request)
+        if slot is not None:
+            self._workers.post(slot.peer, CancelExecution(request.key))
+
+    def release(self, client_pid: int, pid: int, offsets: list[int]) -> None:
+        """Tell worker `pid` that a client has read these outputs."""
+        slot = self.pool.by_pid(pid)
+        if slot is not None:
+            self._workers.post(slot.peer, ReleaseOutputs(client_pid, offsets))
+
+    # --- from workers -----------------------------------------------------------------------------
+
+    def handle(self, peer: bytes, message: WorkerToScheduler, now_ns: int) -> None:
+        """Handle a worker's message; what no worker of ours can have sent is dropped."""
+        match message:
+            case InstanceReady():
+                if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
+                    self.pool.offer(message.index, peer, message.pid)
+                else:
+                    self.misplaced += 1
+            case BatchFinished():
+                slot = self.pool.by_peer(peer)
+                if slot is None or slot.execution is None:
+                    self.misplaced += 1
+                elif slot.execution.id != message.batch:
+                    self._distrust(slot, slot.execution, now_ns)
+                else:
+                    self._returned(slot, slot.execution, message, now_ns)
+            case _:
+                assert_never(message)
+
+    def _returned(
+        self, slot: Slot, execution: Execution, message: BatchFinished, now_ns: int
+    ) -> None:
+        requests = execution.requests
+        worker = Worker(slot.peer, slot.pid)
+        self.pool.finish(slot)
+        timing = Timing.of(message, execution.started_ns, now_ns)
+        units = sum([request.units for request in requests])
+        self._statistics.executed(execution.reason, units, timing, now_ns)
+        self.pace.observe(now_ns - execution.started_ns, len(requests))
+        replies = matched(requests, message.replies)
+        if replies is None:
+            self.misplaced += 1
+            logger.error("an instance returned a batch with answers that do not fit it")
+            replies = [[0, "INTERNAL", "internal error", b""]] * len(requests)
+        for request, (_, code, text, body) in zip(requests, replies, strict=True):
+            if request.state is State.EXECUTING:
+                self._answers.finish(request, Outcome(code, text, body, timing, worker), now_ns)
+            else:
+                if not code:
+                    self._answers.drop_outputs(request.client.pid, body, worker)
+                self._answers.close(request, now_ns)
+
+    def _distrust(self, slot: Slot, execution: Execution, now_ns: int) -> None:
+        """A worker that answers what it was not asked is in no state that we know."""
+        self.misplaced += 1
+        if slot.state is SlotState.BUSY:
+            self._doom(slot, "it returned a batch that it was not given")
+            for request in execution.requests:
+                if request.state is State.EXECUTING:
+                    self._fail_early(request, "internal error", now_ns)
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def exited(self, execution: Execution | None, reason: str, now_ns: int) -> None:
+        """A worker died with this batch: whoever was in it runs once more, alone."""
+        if execution is None:
+            return
+        self._statistics.workers_lost += 1
+        for request in execution.requests:
+            if request.state is not State.EXECUTING:
+                self._answers.close(request, now_ns)
+                continue
+            request.deaths += 1
+            if request.deaths == 1:
+                self._statistics.retried += 1
+                self._backlog.retry(request)
+            else:
+                text = "the model's worker died while running this request"
+                if reason:
+                    text += f" ({reason})"
+                self._answers.finish(request, Outcome("INTERNAL", text, b"", None, None), now_ns)
+
+    def overrun(self, slot: Slot, now_ns: int) -> None:
+        """A batch passed the limit: its worker is killed, and a request that was alone in it fails.
+
+        Members of a larger batch wait for the end of the worker, which still uses their memory, and
+        run again alone.
+        """
+        assert slot.execution is not None
+        self._statistics.overruns += 1
+        limit = f"exceeded the limit of {self._limit_s:g} seconds"
+        requests = slot.execution.requests
+        self._doom(slot, f"an execution of {len(requests)} requests {limit}")
+        if len(requests) == 1 and requests[0].state is State.EXECUTING:
+            self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
+
+    def _doom(self, slot: Slot, reason: str) -> None:
+        self.pool.doom(slot)
+        self._control.post(KillInstance(slot.index, reason))
+
+    def _fail_early(self, request: Request, text: str, now_ns: int) -> None:
+        self._answers.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)
+
+
+def matched(requests: list[Request], replies: list[list[Any]]) -> list[list[Any]] | None:
+    """The replies [key, code, message, body] in the order of `requests`, or None: not one each."""
+    if len(replies) != len(requests):
+        return None
+    for reply in replies:
+        if list(map(type, reply)) != _REPLY:
+            return None
+    if all(request.key == reply[0] for request, reply in zip(requests, replies, strict=True)):
+        return replies
+    by_key = {reply[0]: reply for reply in replies}
+    if any(request.key not in by_key for request in requests):
+        return None
+    return [by_key[request.key] for request in requests]
+
+
+_REPLY = [int, str, str, bytes]

@@ -1,0 +1,53 @@
+"""Entry point of a scheduler process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from shmserve import logs
+from shmserve.ipc import endpoints, processes
+from shmserve.ipc.channels import Dealer, Router
+from shmserve.ipc.messages import SchedulerReady
+from shmserve.scheduler.core import Scheduler
+from shmserve.scheduler.loop import Loop
+from shmserve.scheduler.settings import Settings
+
+_PARTING_MS = 300  # for the last answers to leave
+
+
+def run(args: dict[str, Any]) -> None:
+    """Schedule one model version until told to stop.
+
+    `args`: number (of this scheduler), version, config (normalised), run_dir, settings
+    (execution_timeout_s, max_queue_size, delay_scheduler, verbose).
+    """
+    server = args["settings"]
+    settings = Settings.read(args["config"], args["version"], server)
+    logs.configure(f"scheduler {settings.name}", int(server.get("verbose") or 0))
+    processes.name_process(f"scheduler {settings.name}")
+    # When it ends is the supervisor's decision: a terminal's Ctrl-C reaches every process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.exact_timers()
+
+    number, run_dir = args["number"], Path(args["run_dir"])
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    clients = Router(context, endpoints.scheduler(run_dir, number))
+    workers = Router(context, endpoints.instances(run_dir, number))
+    control = Dealer(context, endpoints.control(run_dir), f"scheduler.{number}.{os.getpid()}")
+    control.send(SchedulerReady(os.getpid()))
+    scheduler = Scheduler(settings, clients, workers, control, time.time_ns)
+    gc.freeze()  # what is here now stays: no collection needs to look at it
+    try:
+        Loop(scheduler, control, workers, clients).run()
+    finally:
+        for link in (clients, workers, control):
+            link.socket.close(_PARTING_MS)
+        context.term()

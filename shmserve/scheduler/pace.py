@@ -1,0 +1,46 @@
+"""How long executions take lately: when to come back, when to start to be done in time (pure)."""
+
+from __future__ import annotations
+
+_NS_PER_S = 1_000_000_000
+_FIRST_GUESS_NS = 10_000_000
+_MARGIN_NS = 1_000_000  # timers and messages on the way
+_LONGEST_RETRY_S = 60
+
+
+class Pace:
+    """Moving averages, as TCP keeps them of round trips (RFC 6298): mean and mean deviation."""
+
+    __slots__ = ("_deviation_ns", "_mean_ns", "_requests")
+
+    def __init__(self) -> None:
+        self._mean_ns = 0.0
+        self._deviation_ns = 0.0
+        self._requests = 0.0
+
+    def observe(self, duration_ns: int, requests: int) -> None:
+        """An execution of `requests` requests took this long, from dispatch to return."""
+        if self._requests:
+            error = duration_ns - self._mean_ns
+            self._mean_ns += error / 8
+            self._deviation_ns += (abs(error) - self._deviation_ns) / 4
+            self._requests += (requests - self._requests) / 8
+        else:
+            self._mean_ns = duration_ns
+            self._deviation_ns = duration_ns / 2
+            self._requests = requests
+
+    @property
+    def reserve_ns(self) -> int:
+        """How long before a deadline an execution must start to be done in time."""
+        if not self._requests:
+            return _FIRST_GUESS_NS
+        return int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
+
+    def drain_s(self, waiting: int, instances: int) -> int:
+        """Whole seconds, at least 1, until `waiting` requests are through `instances` instances."""
+        if not self._requests:
+            return 1
+        executions = waiting / self._requests / max(instances, 1)
+        seconds = executions * self._mean_ns / _NS_PER_S
+        return max(1, min(_LONGEST_RETRY_S, int(seconds + 0.999)))

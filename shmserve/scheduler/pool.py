@@ -1,0 +1,242 @@
+"""The model's instances as slots: who is there, who is free, what each one runs (pure).
+
+    GONE -> EXPECTED -> IDLE <-> BUSY -> DOOMED -> GONE     (an exit leads to GONE from everywhere)
+
+The supervisor announces (`InstanceExpected`) and reports ends (`InstanceExited`, `ProcessExited`);
+a worker offers itself (`InstanceReady`). These come on two sockets, in any order: an offer that is
+ahead of the announcement is kept until then.
+
+An instance has one credit: it gets a batch when it has returned the last one. A second credit would
+hide the message's way between two batches, but a batch sent ahead could not grow any more, and its
+requests would wait behind one worker while another is free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shmserve.scheduler.dynamic import Closed
+from shmserve.scheduler.requests import NEVER, Request
+
+
+class SlotState(StrEnum):
+    """Where an instance is."""
+
+    GONE = "gone"
+    EXPECTED = "expected"
+    IDLE = "idle"
+    BUSY = "busy"
+    DOOMED = "doomed"  # its end was asked for
+
+
+SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
+    SlotState.GONE: {"expect": SlotState.EXPECTED, "exit": SlotState.GONE},
+    SlotState.EXPECTED: {
+        "expect": SlotState.EXPECTED,
+        "offer": SlotState.IDLE,
+        "exit": SlotState.GONE,
+    },
+    SlotState.IDLE: {
+        "expect": SlotState.IDLE,
+        "assign": SlotState.BUSY,
+        "exit": SlotState.GONE,
+    },
+    SlotState.BUSY: {
+        "expect": SlotState.BUSY,
+        "finish": SlotState.IDLE,
+        "doom": SlotState.DOOMED,
+        "exit": SlotState.GONE,
+    },
+    SlotState.DOOMED: {
+        "expect": SlotState.DOOMED,
+        "finish": SlotState.DOOMED,
+        "exit": SlotState.GONE,
+    },
+}
+
+
+@dataclass(slots=True, eq=False)
+class Execution:
+    """A batch on its way through a worker."""
+
+    id: int
+    requests: list[Request]
+    reason: Closed
+    started_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """An instance by its index; `peer` and `pid` are the worker's while there is one."""
+
+    index: int
+    state: SlotState = SlotState.GONE
+    peer: bytes = b""
+    pid: int = 0
+    execution: Execution | None = None
+    offer: tuple[bytes, int] | None = None
+
+    def meet(self, event: str) -> None:
+        """Move to the next state; raises KeyError where there is none."""
+        self.state = SLOT[self.state][event]
+
+
+class Pool:
+    """All slots of a model version."""
+
+    def __init__(self, execution_limit_ns: int) -> None:
+        self._limit_ns = execution_limit_ns
+        self._slots: dict[int, Slot] = {}
+        self._by_peer: dict[bytes, Slot] = {}
+        self._free: deque[Slot] = deque()
+        self._failure = ""
+
+    # --- coming and going -------------------------------------------------------------------------
+
+    def expect(self, index: int) -> None:
+        """An instance is loading; requests wait for it."""
+        slot = self._slot(index)
+        slot.meet("expect")
+        if slot.state is SlotState.EXPECTED:
+            self._take_offer(slot)
+
+    def offer(self, index: int, peer: bytes, pid: int) -> None:
+        """A worker is ready for batches; it counts once the supervisor's word of it is here."""
+        slot = self._slot(index)
+        if slot.pid != pid:
+            slot.offer = (peer, pid)
+            if slot.state is SlotState.EXPECTED:
+                self._take_offer(slot)
+
+    def exit(self, index: int) -> Execution | None:
+        """The instance's process is gone; returns what it was running."""
+        return self._leave(self._slot(index))
+
+    def exit_process(self, pid: int) -> Execution | None:
+        """Some process is gone; returns what it was running if it was an instance."""
+        for slot in self._slots.values():
+            if slot.offer is not None and slot.offer[1] == pid:
+                slot.offer = None
+            if slot.pid == pid:
+                return self._leave(slot)
+        return None
+
+    def fail(self, reason: str) -> None:
+        """No instance will come back, until one does."""
+        self._failure = reason
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can run and nothing is worth waiting for; empty while something may."""
+        return "" if self._by_peer else self._failure
+
+    def _slot(self, index: int) -> Slot:
+        slot = self._slots.get(index)
+        if slot is None:
+            slot = self._slots[index] = Slot(index)
+        return slot
+
+    def _take_offer(self, slot: Slot) -> None:
+        if slot.offer is None:
+            return
+        slot.meet("offer")
+        slot.peer, slot.pid = slot.offer
+        slot.offer = None
+        self._by_peer[slot.peer] = slot
+        self._free.append(slot)
+        self._failure = ""
+
+    def _leave(self, slot: Slot) -> Execution | None:
+        slot.meet("exit")
+        lost, slot.execution = slot.execution, None
+        self._by_peer.pop(slot.peer, None)
+        if slot in self._free:
+            self._free.remove(slot)
+        slot.peer, slot.pid = b"", 0
+        return lost
+
+    # --- work -------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> bool:
+        """Whether an instance can take a batch."""
+        return bool(self._free)
+
+    def assign(self, execution: Execution) -> Slot:
+        """Give a batch to the instance that has been free for longest."""
+        slot = self._free.popleft()
+        slot.meet("assign")
+        slot.execution = execution
+        return slot
+
+    def finish(self, slot: Slot) -> None:
+        """The instance has returned its batch."""
+        slot.meet("finish")
+        slot.execution = None
+        if slot.state is SlotState.IDLE:
+            self._free.append(slot)
+
+    def doom(self, slot: Slot) -> None:
+        """The instance's end was asked for: it keeps its batch and gets no other."""
+        slot.meet("doom")
+
+    def by_peer(self, peer: bytes) -> Slot | None:
+        """The instance that speaks from this address."""
+        return self._by_peer.get(peer)
+
+    def by_pid(self, pid: int) -> Slot | None:
+        """The instance that is this process."""
+        return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
+
+    def running(self, request: Request) -> Slot | None:
+        """The instance that has this request."""
+        for slot in self._by_peer.values():
+            if slot.execution is not None and request in slot.execution.requests:
+                return slot
+        return None
+
+    # --- time and counts --------------------------------------------------------------------------
+
+    def next_limit_ns(self) -> int:
+        """When `overdue` may have something, or NEVER."""
+        if not self._limit_ns:
+            return NEVER
+        starts = [
+            slot.execution.started_ns
+            for slot in self._by_peer.values()
+            if slot.state is SlotState.BUSY and slot.execution is not None
+        ]
+        return min(starts) + self._limit_ns if starts else NEVER
+
+    def overdue(self, now_ns: int) -> list[Slot]:
+        """Instances that run their batch for the execution limit or longer."""
+        if not self._limit_ns:
+            return []
+        return [
+            slot
+            for slot in self._by_peer.values()
+            if slot.state is SlotState.BUSY
+            and slot.execution is not None
+            and now_ns - slot.execution.started_ns >= self._limit_ns
+        ]
+
+    @property
+    def ready_count(self) -> int:
+        """Instances that run batches or could."""
+        return len(self._by_peer)
+
+    @property
+    def executing(self) -> int:
+        """Requests that instances have now."""
+        running = (slot.execution for slot in self._by_peer.values())
+        return sum(len(execution.requests) for execution in running if execution is not None)
+
+    def counts(self) -> dict[str, int]:
+        """How many instances are in each state."""
+        counted = dict.fromkeys(map(str, SlotState), 0)
+        for slot in self._slots.values():
+            counted[slot.state] += 1
+        return counted

@@ -1,0 +1,216 @@
+"""A model version's counters, updated with a few additions a request (pure).
+
+`Statistics.report` gives the entry of GET /v2/models/NAME/stats, field by field as Triton shows it:
+
+    name, version, last_inference, inference_count, execution_count, inference_stats,
+    response_stats, batch_stats, memory_usage
+
+and one key more, for metrics:
+
+    shmserve
+        failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
+        pending         requests in the queue now
+        executing       requests at workers now
+        batches_closed  {reason of dynamic.Closed: executions}
+        histograms      {"request_seconds" | "queue_seconds" (one observation a request) |
+                        "compute_seconds" | "batch_size" (one an execution):
+                        {"buckets": upper bounds, "counts": observations per bucket, not
+                        cumulative, one more than bounds (+Inf), "sum", "count"}}
+        instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
+        workers_lost    instances that died or were killed while they were in use
+        retried         requests that ran again, alone, after that
+        overruns        executions that passed the limit
+        malformed       frames and messages that were dropped
+
+A request counts when its answer is known, before the answer is sent: who asks after its own answer
+sees itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from shmserve.ipc.messages import BatchFinished
+from shmserve.scheduler.dynamic import Closed
+from shmserve.scheduler.requests import Request
+
+_NS_PER_S = 1_000_000_000
+_SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Reason(StrEnum):
+    """Why a request failed, as the failure counter's label says it."""
+
+    REJECTED = "REJECTED"  # not admitted, or its time was over in the queue
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"  # the model or its process
+    OTHER = "OTHER"
+
+
+class Timing(NamedTuple):
+    """The phases of an execution: when it began (monotonic ns) and how long each took (ns)."""
+
+    compute_start_ns: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
+
+    @classmethod
+    def of(cls, message: BatchFinished, started_ns: int, now_ns: int) -> Timing:
+        """From what a worker says, as far as it can be true."""
+        start = min(max(message.compute_start_ns, started_ns), now_ns)
+        input_end = min(max(message.input_end_ns, start), now_ns)
+        output_start = min(max(message.output_start_ns, input_end), now_ns)
+        end = min(max(message.compute_end_ns, output_start), now_ns)
+        return cls(start, input_end - start, output_start - input_end, end - output_start)
+
+
+class Histogram:
+    """Observations in fixed buckets; reported bounds and sum are observations / `scale`."""
+
+    __slots__ = ("_bounds", "_counts", "_scale", "_shown", "_sum")
+
+    def __init__(self, shown: Sequence[float], scale: int = 1) -> None:
+        self._shown = list(shown)
+        self._scale = scale
+        self._bounds = [round(bound * scale) for bound in shown]
+        self._counts = [0] * (len(shown) + 1)
+        self._sum = 0
+
+    def observe(self, value: int) -> None:
+        """Count one observation; a value equal to a bound lies within it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def report(self) -> dict[str, Any]:
+        """As the module says."""
+        return {
+            "buckets": self._shown,
+            "counts": list(self._counts),
+            "sum": self._sum / self._scale if self._scale != 1 else self._sum,
+            "count": sum(self._counts),
+        }
+
+
+class Statistics:
+    """All counters since the version was loaded; times in ns."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self._name = name
+        self._version = version
+        self._last_execution_ns = 0
+        self._executions = 0
+        self._inferences = 0
+        self._succeeded = 0
+        self._success_ns = 0
+        self._queue_ns = 0
+        self._input_ns = 0
+        self._infer_ns = 0
+        self._output_ns = 0
+        self._failed = 0
+        self._fail_ns = 0
+        self._failures = dict.fromkeys(Reason, 0)
+        self._by_size: dict[int, list[int]] = {}
+        self._closed = dict.fromkeys(Closed, 0)
+        self._request_times = Histogram(_SECONDS, _NS_PER_S)
+        self._queue_times = Histogram(_SECONDS, _NS_PER_S)
+        self._compute_times = Histogram(_SECONDS, _NS_PER_S)
+        self._sizes = Histogram(_SIZES)
+        self.workers_lost = 0
+        self.retried = 0
+        self.overruns = 0
+
+    def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
+        """An execution of requests that sum up to `units` came back."""
+        self._executions += 1
+        self._last_execution_ns = now_ns
+        self._closed[reason] += 1
+        _, input_ns, infer_ns, output_ns = timing
+        row = self._by_size.get(units)
+        if row is None:
+            row = self._by_size[units] = [0, 0, 0, 0]
+        row[0] += 1
+        row[1] += input_ns
+        row[2] += infer_ns
+        row[3] += output_ns
+        self._compute_times.observe(input_ns + infer_ns + output_ns)
+        self._sizes.observe(units)
+
+    def succeeded(self, request: Request, timing: Timing, now_ns: int) -> None:
+        """A request is answered with its result."""
+        start_ns, input_ns, infer_ns, output_ns = timing
+        total = now_ns - request.arrived_ns
+        queued = start_ns - request.enqueued_ns
+        self._succeeded += 1
+        self._inferences += request.units
+        self._success_ns += total
+        self._queue_ns += queued
+        self._input_ns += input_ns
+        self._infer_ns += infer_ns
+        self._output_ns += output_ns
+        self._request_times.observe(total)
+        self._queue_times.observe(queued)
+
+    def failed(self, arrived_ns: int, reason: Reason, now_ns: int) -> None:
+        """A request is answered with an error."""
+        self._failed += 1
+        self._fail_ns += max(now_ns - arrived_ns, 0)
+        self._failures[reason] += 1
+
+    def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
+        """Everything as the module says; `gauges` are the `shmserve` keys that others know."""
+        last = self._last_execution_ns
+        count = self._succeeded
+        return {
+            "name": self._name,
+            "version": self._version,
+            "last_inference": (wall_ns - (now_ns - last)) // 1_000_000 if last else 0,
+            "inference_count": self._inferences,
+            "execution_count": self._executions,
+            "inference_stats": {
+                "success": _duration(count, self._success_ns),
+                "fail": _duration(self._failed, self._fail_ns),
+                "queue": _duration(count, self._queue_ns),
+                "compute_input": _duration(count, self._input_ns),
+                "compute_infer": _duration(count, self._infer_ns),
+                "compute_output": _duration(count, self._output_ns),
+                "cache_hit": _duration(0, 0),
+                "cache_miss": _duration(0, 0),
+            },
+            "response_stats": {},
+            "batch_stats": [
+                {
+                    "batch_size": size,
+                    "compute_input": _duration(row[0], row[1]),
+                    "compute_infer": _duration(row[0], row[2]),
+                    "compute_output": _duration(row[0], row[3]),
+                }
+                for size, row in sorted(self._by_size.items())
+            ],
+            "memory_usage": [],
+            "shmserve": {
+                "failures": {str(reason): n for reason, n in self._failures.items()},
+                "batches_closed": {str(reason): n for reason, n in self._closed.items()},
+                "histograms": {
+                    "request_seconds": self._request_times.report(),
+                    "queue_seconds": self._queue_times.report(),
+                    "compute_seconds": self._compute_times.report(),
+                    "batch_size": self._sizes.report(),
+                },
+                "workers_lost": self.workers_lost,
+                "retried": self.retried,
+                "overruns": self.overruns,
+                **gauges,
+            },
+        }
+
+
+def _duration(count: int, ns: int) -> dict[str, int]:
+    return {"count": count, "ns": ns}

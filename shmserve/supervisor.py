@@ -1,0 +1,308 @@
+"""The supervisor: one event loop that starts every process, hears of every death, and ends in
+order.
+
+run directory, listening sockets -> zygotes -> gateways, models -> "ready" -> ... -> drain -> stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from shmserve import devices, logs
+from shmserve.children import Child, Children, Zygote
+from shmserve.config import ServerConfig
+from shmserve.control import Control
+from shmserve.doors import Doors, listen
+from shmserve.errors import Internal, ShmserveError
+from shmserve.host import Host
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.processes import name_process
+from shmserve.models import Models
+from shmserve.progress import Progress, model_table
+from shmserve.regions import Registrar
+from shmserve.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+_FRONT = ("shmserve.gateway.main", "shmserve.scheduler.main")
+_MAKERS = ("torch", "shmserve.workers.main")
+_EXPORTED = "shmserve.workers.preload_exported"
+
+
+def serve(config: ServerConfig) -> int:
+    """Run a server until SIGTERM or SIGINT; returns the exit status: 0 after a drain, 1 when it
+    could not start.
+
+    Raises InvalidArgument for an address or a run directory that cannot be used.
+    """
+    logs.configure("supervisor", config.log_verbose)
+    name_process("supervisor")
+    _raise_descriptor_limit()
+    http = listen(config.http_address, config.http_port, "--http-address")
+    metrics = (
+        listen(config.metrics_address, config.metrics_port, "--metrics-address")
+        if config.allow_metrics
+        else []
+    )
+    run_dir = RunDirectory(config.run_dir)
+    try:
+        return asyncio.run(Supervisor(config, run_dir, http, metrics).run())
+    finally:
+        run_dir.remove()
+
+
+def _raise_descriptor_limit() -> None:
+    # Each region, connection and model takes descriptors; the soft limit of 1024 is for programs
+    # that use select on all of them.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Supervisor:
+    """Owns the process tree. `run` is the whole life."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        run_dir: RunDirectory,
+        http: list[socket.socket],
+        metrics: list[socket.socket],
+    ) -> None:
+        self.config = config
+        self._run_dir = run_dir
+        self._http = http
+        self._metrics = metrics
+        self._signals: asyncio.Queue[int] = asyncio.Queue()
+        self._health = m.HealthChanged(live=True, ready=False, exiting=False)
+        self._started = False
+        self._exiting = False
+
+    async def run(self) -> int:
+        """Start, serve, drain, stop; the exit status."""
+        began = time.monotonic()
+        self.open()
+        work = asyncio.ensure_future(self._start(began))
+        stop = asyncio.ensure_future(self._signals.get())
+        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        status = 0
+        if work.done():
+            status = self._outcome(work)
+            if status == 0:
+                await stop
+        else:
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+        stop.cancel()
+        await self.end(status)
+        return status
+
+    @staticmethod
+    def _outcome(work: asyncio.Future[int]) -> int:
+        error = work.exception()
+        if error is None:
+            return work.result()
+        shown = error.message if isinstance(error, ShmserveError) else "internal error"
+        logger.error("the server cannot start: %s", shown, exc_info=error)
+        return 1
+
+    def open(self) -> None:
+        """Start the zygotes and everything that listens; nothing is loaded yet."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        if self.config.without_effect:
+            logger.warning("without effect here: %s", ", ".join(self.config.without_effect))
+        children = Children(self._process_exited)
+        control = Control(
+            endpoints.control(self._run_dir.path),
+            lambda pid: self.host.knows(pid),
+            lambda pid, message: self.host.dispatch(pid, message),
+        )
+        # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
+        single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        front = Zygote(children, self._run_dir, "front zygote", _FRONT, single)
+        makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), os.environ)
+        self.host = Host(self.config, self._run_dir.path, children, control, front, makers)
+        makers.start()  # first: torch takes longest
+        front.start()
+        self.doors = Doors(self.host, self._http, self._metrics, self._snapshot, self._asked)
+        self.regions = Registrar(
+            self.doors.publish, self.doors.pids, lambda msg: self.host.broadcast(msg, "worker")
+        )
+        self.models = Models(
+            self.host,
+            self.doors,
+            devices.accelerators(visible=self.config.visible_devices),
+            self._asked,
+            self._update_health,
+        )
+
+    def _preloads(self) -> tuple[str, ...]:
+        # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
+        roots = self.config.model_repositories
+        exported = any(any(root.glob("*/*/*.pt2")) for root in roots)
+        return (*_MAKERS, _EXPORTED) if exported else _MAKERS
+
+    async def _start(self, began: float) -> int:
+        doors = self.host.background(self.doors.start())
+        with Progress() as progress:
+            loaded = await self.models.start(progress)
+        await doors
+        for line in model_table(self.models.index(ready=False)):
+            logger.info("%s", line)
+        if not loaded and self.config.exit_on_error:
+            logger.error(
+                "a model could not be loaded; the server ends (--exit-on-error=false keeps it up)"
+            )
+            return 1
+        self._started = True
+        self._update_health()
+        self._log_addresses(time.monotonic() - began)
+        _give_memory_back()
+        if self.config.model_control_mode == "poll":
+            self.host.background(self.models.poll_forever())
+        return 0
+
+    def _log_addresses(self, seconds: float) -> None:
+        for name, sockets, path in (
+            ("HTTP", self._http, ""),
+            ("metrics", self._metrics, "/metrics"),
+        ):
+            for sock in sockets:
+                host, port = sock.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                logger.info("%s service at http://%s:%d%s", name, shown, port, path)
+        logger.info("the server is ready after %.2f s", seconds)
+
+    # --- events
+
+    def _process_exited(self, child: Child) -> None:
+        self.host.dismiss(child.pid)
+        self.host.acknowledgements.exited(child.pid)
+        self.regions.gateway_exited(child.pid)
+        self.doors.process_exited(child)
+        self.models.process_exited(child)
+        self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker")
+
+    def _update_health(self) -> None:
+        ready = self._started and not self._exiting and self._models_ready()
+        health = m.HealthChanged(live=True, ready=ready, exiting=self._exiting)
+        if health != self._health:
+            self._health = health
+            self.doors.tell(health)
+
+    def _models_ready(self) -> bool:
+        return not self.config.strict_readiness or self.models.all_ready()
+
+    def _snapshot(self) -> Iterator[Any]:
+        yield from self.models.published()
+        for region in self.regions.active():
+            yield region.published(0)
+        yield self._health
+
+    def _asked(self, pid: int, message: Any) -> None:
+        """A gateway, or a model, wants something of the control plane."""
+        match message:
+            case m.RegionReleased(memory_id):
+                self.regions.released(pid, memory_id)
+            case m.RegisterRegion(id=number, name=name, key=key, offset=offset, byte_size=size):
+                self._answer(pid, number, self.regions.register(name, key, offset, size))
+            case m.UnregisterRegion(id=number, name=name):
+                self._answer(pid, number, self.regions.unregister(name))
+            case m.LoadModel(id=number, name=name, config=config, files=files):
+                self._answer(pid, number, self.models.load_on_request(name, config, files))
+            case m.UnloadModel(id=number, name=name, unload_dependents=dependents):
+                self._answer(pid, number, self.models.unload_on_request(name, dependents))
+            case m.IndexRepository(id=number, ready=only_ready):
+                self._answer(pid, number, self._index(only_ready))
+            case m.FindModel(id=number, name=name, version=version):
+                self._answer(pid, number, self.models.find(name, version))
+            case _:
+                logger.warning("dropped a %s", type(message).__name__)
+
+    async def _index(self, only_ready: bool) -> dict[str, Any]:
+        return {"models": self.models.index(only_ready)}
+
+    def _answer(self, pid: int, number: int, work: Any) -> None:
+        async def answer() -> None:
+            try:
+                payload = await work
+            except ShmserveError as error:
+                self.host.control.send(pid, m.Refused(number, error.code, error.message))
+            except Exception:
+                logger.exception("a request to the control plane failed")
+                failure = Internal("internal error")
+                self.host.control.send(pid, m.Refused(number, failure.code, failure.message))
+            else:
+                self.host.control.send(pid, m.Answered(number, payload or {}))
+
+        self.host.background(answer())
+
+    # --- end
+
+    async def end(self, status: int) -> None:
+        """Drain for at most `exit_timeout_s`, or until a second signal; then stop everything."""
+        self._exiting = True
+        self.doors.stopping = True
+        logger.info(
+            "stopping: finishing what is in flight, for at most %d s", self.config.exit_timeout_s
+        )
+        self._update_health()
+        if status == 0:
+            drained = asyncio.ensure_future(self._drain())
+            again = asyncio.ensure_future(self._signals.get())
+            limit_s = self.config.exit_timeout_s
+            await asyncio.wait(
+                {drained, again},
+                timeout=limit_s - min(1.0, limit_s / 10),  # the rest is for ending what is left
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not drained.done():
+                logger.warning("not everything in flight was finished")
+            for task in (drained, again):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ShmserveError):
+                    await task
+        for task in list(self.host.tasks):
+            task.cancel()
+        await asyncio.gather(*self.host.tasks, return_exceptions=True)
+        await self._kill_rest()
+        self.regions.close()
+        self.host.control.close()
+        self.host.children.close()
+        logger.info("the server has ended")
+
+    async def _drain(self) -> None:
+        await self.doors.drain()
+        await self.models.stop()
+        await self.doors.stop()
+
+    async def _kill_rest(self) -> None:
+        for sock in (*self._http, *self._metrics):
+            sock.close()
+        self.host.front.stop()
+        self.host.makers.stop()
+        rest = self.host.children.all()
+        for child in rest:
+            if not child.title.endswith("zygote"):
+                child.kill()
+        await asyncio.gather(*(self.host.end(child, 1.0) for child in rest))
+
+
+def _give_memory_back() -> None:
+    """Return what starting up took and freed: an idle server should be small."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,137 @@
+"""A process that has its imports done and forks the server's others from itself: milliseconds
+instead of a second.
+
+    supervisor ── request (args in a memfd, descriptors) ──> zygote ─ fork ─> A ─ fork ─> B
+        ^                                                                     │           the new
+        ├───────────── [number, pid of B], then A exits ──────────────────────┘           process
+        └── parent of B, because the supervisor adopts orphans
+
+The double fork makes the supervisor the true parent: it reaps B, sees it stop, and B dies with it,
+whatever becomes of the zygote. A zygote has started no thread and touched no device. It outlives
+the supervisor for a moment: the end of its socket tells it that the supervisor is gone, and it
+removes the run directory that nobody else could.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import msgpack
+
+from shmserve.ipc.processes import die_with_parent, name_process, signal_at_parents_death
+
+BOOT_FAILED = 3  # exit status of a process whose entry point raised
+
+
+def encode_request(number: int, entry: str, args: dict[str, Any]) -> int:
+    """A memfd that holds a request; the caller closes it."""
+    fd = os.memfd_create("shmserve-spawn", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(msgpack.packb([number, entry, args]))
+    return fd
+
+
+def main(argv: list[str]) -> int:
+    """SOCKET_FD LOCK_FD SUPERVISOR_PID RUN_DIR TITLE MODULE...: import the modules, then fork on
+    request."""
+    link = socket.socket(fileno=int(argv[0]))
+    # Held, so that nobody else starts on the run directory before it is removed; not for what
+    # models start.
+    for fd in map(int, argv[:2]):
+        os.set_inheritable(fd, False)
+    supervisor_pid, run_dir, title = int(argv[2]), argv[3], argv[4]
+
+    def supervisor_ended(*_: object) -> None:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        os._exit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # Reading the link tells it too, but not in the middle of the imports.
+    signal.signal(signal.SIGHUP, supervisor_ended)
+    signal_at_parents_death(signal.SIGHUP)
+    if os.getppid() != supervisor_pid:
+        supervisor_ended()
+    name_process(title)
+    for module in argv[5:]:
+        importlib.import_module(module)
+    link.send(msgpack.packb([0, os.getpid()]))
+    while True:
+        data, fds, _, _ = socket.recv_fds(link, 16, 16)
+        if not data:
+            supervisor_ended()
+        _fork(link, supervisor_pid, fds)
+
+
+def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
+    with open(fds[0], "rb") as file:
+        file.seek(0)
+        number, entry, args = msgpack.unpackb(file.read())
+    between = os.fork()
+    if between:
+        for fd in fds[1:]:
+            os.close(fd)
+        os.waitpid(between, 0)
+        return
+    parent = os.getpid()
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child:
+        with contextlib.suppress(OSError):
+            link.send(msgpack.packb([number, child]))
+            os.write(write_end, b"1")
+        os._exit(0)
+    link.close()
+    os.close(write_end)
+    # Whoever the supervisor has not heard of must not run: it starts another one in its place.
+    if not os.read(read_end, 1):
+        os._exit(BOOT_FAILED)
+    os.close(read_end)
+    _become_child_of(supervisor_pid, parent)
+    os._exit(_run(entry, {**args, "fds": fds[1:]}))
+
+
+def _become_child_of(supervisor_pid: int, between: int) -> None:
+    # A pidfd is readable once its process has ended, and by then its children have their new
+    # parent.
+    try:
+        pidfd = os.pidfd_open(between)
+    except ProcessLookupError:
+        pass
+    else:
+        select.select([pidfd], [], [])
+        os.close(pidfd)
+    die_with_parent(supervisor_pid)
+
+
+def _reseed() -> None:
+    # Forked twins would draw the same random numbers.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].seed()
+
+
+def _run(entry: str, args: dict[str, Any]) -> int:
+    try:
+        _reseed()
+        module, _, function = entry.partition(":")
+        getattr(importlib.import_module(module), function)(args)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        return BOOT_FAILED
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0

@@ -1,0 +1,51 @@
+"""What all tests share: the leak guard around each, and the logs of servers in the report of one
+that fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import gevent
+import pytest
+
+# The tests' own helpers are imported as tests.NAME from wherever pytest is started.
+if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
+    sys.path.insert(0, root)
+
+from tests import leaks, servers
+
+_LOG_END = 12_000
+
+
+@functools.cache
+def _start_what_stays() -> None:
+    """tritonclient's event loop and the standard library's tracker: made once, kept for good."""
+    gevent.get_hub().loop  # noqa: B018
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test of a server: no object, process, descriptor or socket more than before it."""
+    if "unit" in request.path.parts:
+        yield
+        return
+    _start_what_stays()
+    before = leaks.Snapshot.take()
+    yield
+    before.assert_restored()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Add the logs of the servers that live to the report of a failure."""
+    report: pytest.TestReport = yield  # type: ignore[assignment]
+    if report.failed:
+        for server in servers.RUNNING:
+            report.sections.append((f"log of server {server.pid}", server.log()[-_LOG_END:]))
+    return report  # type: ignore[return-value]

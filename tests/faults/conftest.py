@@ -1,0 +1,64 @@
+"""Servers for crimes: one for those that leave the server's own processes alone, others for one
+crime each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import repositories
+from tests.faults.scene import State
+from tests.load import Load
+from tests.servers import Server, running
+
+MODELS = ("simple", "identity", "crimes", "gated")
+
+
+def make_repository(folder: Path) -> Path:
+    """What every scene's server serves."""
+    repository = folder / "models"
+    repository.mkdir()
+    repositories.add(repository, *MODELS)
+    return repository
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository of all scenes."""
+    return make_repository(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Server]:
+    """A server that sees one crime after the other."""
+    with running(repository, "--gateways=2", "--execution-timeout-secs=1") as started:
+        with Load(started):
+            pass  # what the first requests take for good is not a leak
+        yield started
+
+
+@pytest.fixture(scope="module")
+def beginning(server: Server) -> State:
+    """What the server was before the first crime."""
+    return State.of(server)
+
+
+@pytest.fixture
+def serve(repository: Path) -> Iterator[Callable[..., Server]]:
+    """A server for one crime: `serve("--flag=value")`."""
+    started: list[Server] = []
+
+    def start(*flags: str, **options: Any) -> Server:
+        started.append(Server([repository], flags, **options))
+        return started[-1].wait_ready()
+
+    yield start
+    for server in reversed(started):
+        if server.process.poll() is None:
+            server.stop()
+        else:
+            server.discard()

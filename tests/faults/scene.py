@@ -1,0 +1,139 @@
+"""The scene of a crime: a server, clients that keep asking, and what both must look like
+afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+
+from tests.crowd import Crowd, crowd
+from tests.leaks import resident_bytes, server_descriptors, unix_sockets
+from tests.load import Load
+from tests.raw_http import Http, Reply, json_input
+from tests.servers import Server
+from tests.waiting import until
+
+# Whatever happened, every client has a right answer again within this time, without help.
+RECOVERY_S = 1.0
+# A process that is stopped (SIGSTOP) is given this long to be continued before it counts as dead.
+STOP_GRACE_S = 0.5
+_SETTLE_S = 5.0
+_MORE_MEMORY = 48 << 20
+# A worker keeps what it has mapped of a gateway: two descriptors for each of two.
+_MORE_DESCRIPTORS = 4
+
+VALUES = np.array([[1, 2, 3, 4]], np.int32)
+
+
+def crime(command: str) -> dict:
+    """A request for the model "crimes"."""
+    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
+    return {"inputs": [given, json_input("INPUT0", VALUES)]}
+
+
+def is_right(reply: Reply) -> bool:
+    """Whether the model "crimes" answered as if nothing had happened."""
+    return reply.status == 200 and bool((reply.tensors()["OUTPUT0"] == VALUES).all())
+
+
+@dataclass(frozen=True)
+class State:
+    """What a server is made of, to be compared before and after."""
+
+    titles: Counter[str]
+    descriptors: dict[str, int]
+    sockets: int
+    resident: int
+
+    @staticmethod
+    def of(server: Server) -> State:
+        """Now."""
+        return State(
+            server.titles(),
+            server_descriptors(server),
+            unix_sockets(server.run_dir),
+            resident_bytes(server),
+        )
+
+    def differences(self, now: State, more_memory: int) -> list[str]:
+        """What is not as it was; `more_memory` bytes more are."""
+        found = []
+        if now.titles != self.titles:
+            found.append(f"processes: {dict(self.titles)} became {dict(now.titles)}")
+        for title, count in now.descriptors.items():
+            before = self.descriptors.get(title, 0)
+            if count > before + _MORE_DESCRIPTORS:
+                found.append(f"descriptors of {title}: {before} became {count}")
+        if now.sockets > self.sockets + _MORE_DESCRIPTORS:
+            found.append(f"unix sockets: {self.sockets} became {now.sockets}")
+        if now.resident > self.resident + _MORE_MEMORY + more_memory:
+            found.append(f"memory: {self.resident >> 20} MiB became {now.resident >> 20} MiB")
+        return found
+
+
+@dataclass
+class Scene:
+    """What a crime gets to see."""
+
+    server: Server
+    people: Crowd
+    load: Load
+    http: Http
+
+    def process(self, title: str) -> psutil.Process:
+        """The process with this title."""
+        return self.server.one(title)
+
+    def replaced(self, old: psutil.Process, title: str) -> None:
+        """Wait until another process has the title."""
+        wait_replaced(self.server, old, title)
+
+
+def wait_replaced(
+    server: Server, old: psutil.Process, title: str, within_s: float = RECOVERY_S + STOP_GRACE_S
+) -> None:
+    """Wait until another process than `old` has the title."""
+    until(
+        f"{title} is replaced",
+        lambda: any(process.pid != old.pid for process in server.find(title)),
+        within_s,
+    )
+
+
+@contextlib.contextmanager
+def scene(server: Server, more_memory: int = 0, regions: int = 1) -> Iterator[Scene]:
+    """Clients ask while the block runs; afterwards the server must be what it was.
+
+    `more_memory`: bytes that it may have taken for good; `regions`: how many of the clients pass
+    tensors through shared memory.
+    """
+    before = State.of(server)
+    with crowd(server) as people, Load(server, memory=regions) as load, server.http() as http:
+        yield Scene(server, people, load, http)
+    until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
+
+    differences: list[str] = []
+
+    def as_before() -> bool:
+        differences[:] = before.differences(State.of(server), more_memory)
+        return not differences
+
+    try:
+        until("the server is what it was", as_before, _SETTLE_S)
+    except AssertionError:
+        raise AssertionError("; ".join(differences)) from None
+
+
+def assert_recovers(stage: Scene, since: float, within_s: float = RECOVERY_S) -> None:
+    """Every client has a right answer to a question asked after `since`, in time; and none was
+    ever answered wrong.
+    """
+    took = stage.load.wait_answered(since, max(0.01, since + within_s - time.monotonic()))
+    assert took <= within_s, f"took {took:.2f} s"

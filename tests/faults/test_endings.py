@@ -1,0 +1,141 @@
+"""The end of the supervisor, run directories that are used again, and servers beside each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.crowd import crowd
+from tests.faults.scene import wait_replaced
+from tests.leaks import unix_sockets
+from tests.load import Load
+from tests.servers import Server, running
+from tests.waiting import until
+
+_ORPHANS_S = 1.0
+
+
+def assert_nothing_is_left(server: Server, members: list[psutil.Process]) -> None:
+    """The children of a killed supervisor die with it, and clear up."""
+    _, alive = psutil.wait_procs(members, timeout=_ORPHANS_S)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    until("the run directory is gone", lambda: not server.run_dir.exists(), _ORPHANS_S)
+    assert unix_sockets(server.run_dir) == 0
+
+
+def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
+    server = serve("--gateways=2")
+    members = server.tree()
+    before = set(os.listdir("/dev/shm"))
+    with Load(server, simple=2, memory=0) as load:
+        server.kill()
+        assert_nothing_is_left(server, members)
+    assert set(os.listdir("/dev/shm")) <= before
+    assert all(answer.lost for answer in load.troubles())
+
+
+def test_kill_the_supervisor_while_a_model_runs(serve: Callable[..., Server]) -> None:
+    server = serve()
+    members = server.tree()
+    with crowd(server) as people:
+        asked = people.number("gated", 1)
+        server.gate.next()
+        server.kill()
+        assert_nothing_is_left(server, members)
+        assert isinstance(asked.exception(), OSError | Exception)
+
+
+def test_kill_the_supervisor_while_a_worker_is_stopped(serve: Callable[..., Server]) -> None:
+    server = serve()
+    members = server.tree()
+    server.one("worker simple.0").suspend()
+    server.kill()
+    assert_nothing_is_left(server, members)
+
+
+def test_kill_the_supervisor_while_loading(repository: Path, tmp_path: Path) -> None:
+    server = Server([repository])
+    try:
+        server.wait_log("loading")
+        members = server.tree()
+        server.kill()
+        assert_nothing_is_left(server, members)
+    finally:
+        server.discard()
+
+
+def test_stop_the_supervisor_and_continue(serve: Callable[..., Server]) -> None:
+    """A supervisor that sleeps is not needed for inference, and wakes up as it was."""
+    server = serve()
+    with Load(server) as load:
+        os.kill(server.pid, signal.SIGSTOP)
+        load.wait_answered(load.answers[-1].ended, 1.0)
+        victim = server.one("worker simple.0")
+        victim.kill()
+        os.kill(server.pid, signal.SIGCONT)
+        wait_replaced(server, victim, "worker simple.0")
+    assert load.troubles() == []
+
+
+def test_a_run_directory_that_a_killed_server_left(
+    repository: Path, serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    """All of a server killed at once: nobody could clear up. The next one starts in its place, on
+    its ports.
+    """
+    first = serve("--gateways=2")
+    members = first.tree()
+    for process in members:
+        process.suspend()
+    for process in reversed(members):
+        process.kill()
+    psutil.wait_procs(members, timeout=5)
+    first.process.wait()
+    leftovers = (
+        sorted(path.name for path in first.run_dir.iterdir()) if first.run_dir.exists() else []
+    )
+    second = serve(run_dir=first.run_dir, ports=(first.http_port, first.metrics_port))
+    with Load(second) as load:
+        pass
+    assert load.troubles() == []
+    second.stop()
+    assert not first.run_dir.exists(), leftovers
+
+
+@pytest.mark.parametrize("again", range(3))
+def test_restart_at_once_after_a_kill(serve: Callable[..., Server], again: int) -> None:
+    """The next server on the same run directory and ports waits for the children of the killed one
+    to end.
+    """
+    first = serve()
+    first.kill()
+    second = serve(run_dir=first.run_dir, ports=(first.http_port, first.metrics_port))
+    with Load(second, simple=1, memory=0) as load:
+        pass
+    assert load.troubles() == []
+
+
+def test_two_servers_side_by_side(repository: Path) -> None:
+    with running(repository) as one, running(repository) as other:
+        assert one.run_dir != other.run_dir
+        with Load(one) as load, Load(other) as other_load:
+            for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
+                victim = one.one(title)
+                victim.kill()
+                wait_replaced(one, victim, title)
+        assert other_load.troubles() == []
+        assert [answer for answer in load.troubles() if not answer.lost] == []
+
+
+def test_one_of_two_servers_is_killed(repository: Path, serve: Callable[..., Server]) -> None:
+    with running(repository) as other, Load(other) as load:
+        server = serve()
+        members = server.tree()
+        server.kill()
+        assert_nothing_is_left(server, members)
+    assert load.troubles() == []

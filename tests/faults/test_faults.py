@@ -1,0 +1,398 @@
+"""Crimes against a running server, one after the other; after each the others were served right
+and all is as before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.faults.scene import (
+    RECOVERY_S,
+    STOP_GRACE_S,
+    Scene,
+    State,
+    assert_recovers,
+    crime,
+    is_right,
+    scene,
+    wait_replaced,
+)
+from tests.raw_http import in_region, raw_connection, shm_input
+from tests.regions import SharedObject
+from tests.servers import Server, wait_gone
+
+# The workers share torch's pages with the zygote they come from: not with the one that follows it.
+TORCH_BYTES = 256 << 20
+
+# A process keeps so much of what large tensors took, for the next ones.
+ARENA_BYTES = 64 << 20
+
+NUMBERS = np.arange(65536, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Crime:
+    """What is done, and whom it may cost an answer: with `connections`, clients of a killed
+    gateway lose theirs.
+    """
+
+    commit: Callable[[Scene], None]
+    within_s: float = RECOVERY_S
+    connections: bool = False
+    more_memory: int = 0
+
+
+# --- processes that are killed or stopped ---
+
+
+def kill(title: str) -> Callable[[Scene], None]:
+    """SIGKILL to the process with this title."""
+
+    def commit(stage: Scene) -> None:
+        victim = stage.process(title)
+        victim.kill()
+        stage.replaced(victim, title)
+
+    return commit
+
+
+def stop(title: str) -> Callable[[Scene], None]:
+    """SIGSTOP to the process with this title, for good."""
+
+    def commit(stage: Scene) -> None:
+        victim = stage.process(title)
+        victim.suspend()
+        assert wait_gone(victim, STOP_GRACE_S + RECOVERY_S), "a stopped process was left alone"
+        stage.replaced(victim, title)
+
+    return commit
+
+
+def stop_briefly(title: str) -> Callable[[Scene], None]:
+    """SIGSTOP and soon SIGCONT: no reason to kill it."""
+
+    def commit(stage: Scene) -> None:
+        victim = stage.process(title)
+        victim.suspend()
+        time.sleep(STOP_GRACE_S / 5)
+        victim.resume()
+        assert not wait_gone(victim, STOP_GRACE_S)
+
+    return commit
+
+
+def kill_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
+    """What starts the others dies, and then one of those: who is next starts when it is back."""
+
+    def commit(stage: Scene) -> None:
+        kill(zygote)(stage)
+        victim = stage.process(child)
+        victim.kill()
+        wait_replaced(stage.server, victim, child, within_s=10.0)
+
+    return commit
+
+
+def kill_repeatedly(stage: Scene) -> None:
+    """The same worker three times, each time as soon as it is back."""
+    for _ in range(3):
+        kill("worker simple.0")(stage)
+
+
+def kill_all_but_the_supervisor(stage: Scene) -> None:
+    """Every child at once."""
+    victims = [process for process in stage.server.tree() if process.pid != stage.server.pid]
+    for victim in victims:
+        victim.kill()
+    psutil.wait_procs(victims, timeout=RECOVERY_S)
+
+
+def kill_with_requests_inside(stage: Scene) -> None:
+    """A worker that dies with a batch: the batch is run again, nobody loses anything."""
+    asked = stage.people.number("gated", 1)
+    visit = stage.server.gate.next()
+    os.kill(visit.pid, signal.SIGKILL)
+    again = stage.server.gate.next()
+    assert again.pid != visit.pid
+    again.release()
+    assert asked.result().tensors()["OUTPUT0"].tolist() == [[1]]
+
+
+def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
+    """A scheduler that dies with a queue and a batch: both are submitted again."""
+    running = stage.people.number("gated", 1)
+    visit = stage.server.gate.next()
+    waiting = stage.people.number("gated", 2)
+    stage.server.wait_pending("gated", 1)
+    victim = stage.process("scheduler gated")
+    victim.kill()
+    stage.replaced(victim, "scheduler gated")
+    visit.release()
+    while not (running.done() and waiting.done()):
+        stage.server.gate.let_through(0.05)
+    assert running.result().tensors()["OUTPUT0"].tolist() == [[1]]
+    assert waiting.result().tensors()["OUTPUT0"].tolist() == [[2]]
+
+
+# --- models that misbehave ---
+
+
+def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
+    """One request of a batch makes the model do this; its batch mates are answered right all the
+    same.
+    """
+
+    def commit(stage: Scene) -> None:
+        holder = stage.people.infer("crimes", crime("gate"))
+        visit = stage.server.gate.next()
+        asked = []
+        for count, word in enumerate(("ok", command, "ok"), 1):
+            asked.append(stage.people.infer("crimes", crime(word)))
+            stage.server.wait_pending("crimes", count)
+        visit.release()
+        assert is_right(holder.result())
+        good, bad, fine = (answer.result() for answer in asked)
+        assert is_right(good), good
+        assert is_right(fine), fine
+        assert bad.status in (500, 503), bad
+        assert error in bad.error
+        assert_text_is_for_clients(bad.error, stage.server)
+        since = time.monotonic()
+        assert is_right(stage.http.infer("crimes", crime("ok")))
+        assert time.monotonic() - since < RECOVERY_S
+
+    return commit
+
+
+def assert_text_is_for_clients(text: str, server: Server) -> None:
+    """No path, pid or endpoint of the server in what a client reads."""
+    assert str(server.run_dir) not in text
+    assert "ipc://" not in text
+    assert "Traceback" not in text
+    for process in server.tree():
+        assert f"pid {process.pid}" not in text
+
+
+# --- clients that misbehave ---
+
+
+def infer_head(model: str, length: int, *lines: str) -> bytes:
+    """The head of a request with a body of `length` bytes."""
+    first = f"POST /v2/models/{model}/infer HTTP/1.1"
+    return "\r\n".join((first, "Host: x", f"Content-Length: {length}", *lines, "", "")).encode()
+
+
+def infer_text(model: str, request: dict) -> bytes:
+    """A whole request as it goes over the wire."""
+    body = json.dumps(request).encode()
+    return infer_head(model, len(body)) + body
+
+
+def hang_up_at_every_byte(stage: Scene) -> None:
+    """Clients that leave in the middle of their request, or while it is executed."""
+    text = infer_text("crimes", crime("ok"))
+    for cut in range(1, len(text), 17):
+        with raw_connection(stage.server.http_port) as connection:
+            connection.sendall(text[:cut])
+    for _ in range(20):
+        with raw_connection(stage.server.http_port) as connection:
+            connection.sendall(text)
+
+
+def hang_up_in_a_batch(stage: Scene) -> None:
+    """One of a batch leaves while it runs; the others get their answers."""
+    holder = stage.people.infer("crimes", crime("gate"))
+    visit = stage.server.gate.next()
+    stays = [stage.people.infer("crimes", crime("ok"))]
+    stage.server.wait_pending("crimes", 1)
+    with raw_connection(stage.server.http_port) as connection:
+        connection.sendall(infer_text("crimes", crime("gate")))
+        stage.server.wait_pending("crimes", 2)
+        stays.append(stage.people.infer("crimes", crime("ok")))
+        stage.server.wait_pending("crimes", 3)
+        visit.release()
+        visit = stage.server.gate.next()
+    visit.release()
+    assert is_right(holder.result())
+    assert all(is_right(answer.result()) for answer in stays)
+
+
+def hang_up_instead_of_reading(stage: Scene) -> None:
+    """Ask for much, read a little, leave."""
+    values = np.zeros(4_000_000, np.float32).tobytes()
+    header = json.dumps(
+        {
+            "inputs": [
+                {
+                    "name": "INPUT0",
+                    "datatype": "FP32",
+                    "shape": [4_000_000],
+                    "parameters": {"binary_data_size": len(values)},
+                }
+            ],
+            "outputs": [{"name": "OUTPUT0", "parameters": {"binary_data": True}}],
+        }
+    ).encode()
+    head = infer_head(
+        "identity", len(header) + len(values), f"Inference-Header-Content-Length: {len(header)}"
+    )
+    for _ in range(3):
+        with raw_connection(stage.server.http_port) as connection:
+            connection.sendall(head + header + values)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+# --- regions that are not what they were ---
+
+
+def through(name: str, count: int = len(NUMBERS)) -> dict:
+    """Identity from the first half of a region into its second."""
+    return {
+        "inputs": [shm_input("INPUT0", "FP32", [count], name, 4 * count)],
+        "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, 4 * count, 4 * count)}],
+    }
+
+
+def truncate(to: int) -> Callable[[Scene], None]:
+    """A region is cut after it was registered: that client gets an error, and only that client."""
+
+    def commit(stage: Scene) -> None:
+        with SharedObject(2 * NUMBERS.nbytes) as made:
+            made.write(NUMBERS)
+            stage.http.register("cut", made.key, 2 * NUMBERS.nbytes).ok()
+            assert stage.http.infer("identity", through("cut")).status == 200
+            made.truncate(to)
+            for _ in range(3):
+                reply = stage.http.infer("identity", through("cut"))
+                assert reply.status in (400, 500, 503)
+                assert_text_is_for_clients(reply.error, stage.server)
+            stage.http.unregister("cut").ok()
+            made.truncate(2 * NUMBERS.nbytes)
+
+    return commit
+
+
+def truncate_while_executing(stage: Scene) -> None:
+    """The region shrinks between the worker's check and its write."""
+    with SharedObject(2 * 4096) as made:
+        stage.http.register("cut", made.key, 2 * 4096).ok()
+        request = {
+            "inputs": [shm_input("INPUT0", "INT32", [1, 1024], "cut", 4096)],
+            "outputs": [{"name": "OUTPUT0", "parameters": in_region("cut", 4096, 4096)}],
+        }
+        asked = stage.people.infer("gated", request)
+        visit = stage.server.gate.next()
+        made.truncate(0)
+        visit.release()
+        while not asked.done():
+            stage.server.gate.let_through(0.05)
+        reply = asked.result()
+        assert reply.status in (400, 500, 503), reply
+        stage.http.unregister("cut").ok()
+
+
+def unlink_while_used(stage: Scene) -> None:
+    """The name goes; the object is what was registered, also for a worker that starts later."""
+    with SharedObject(2 * NUMBERS.nbytes) as made:
+        made.write(NUMBERS)
+        stage.http.register("gone", made.key, 2 * NUMBERS.nbytes).ok()
+        made.path.unlink()
+        for again in range(2):
+            made.write(NUMBERS + again)
+            stage.http.infer("identity", through("gone")).ok()
+            assert (made.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + again).all()
+            if not again:
+                kill("worker identity.0")(stage)
+        stage.http.unregister("gone").ok()
+
+
+def unregister_while_used(stage: Scene) -> None:
+    """Unregister answers at once, new requests get 404, the one that runs is answered right."""
+    with SharedObject(2 * 4096) as made, SharedObject(2 * 4096) as other:
+        made.write(np.full(1024, 5, np.int32))
+        stage.http.register("r", made.key, 2 * 4096).ok()
+        request = {
+            "inputs": [shm_input("INPUT0", "INT32", [1, 1024], "r", 4096)],
+            "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 4096, 4096)}],
+        }
+        asked = stage.people.infer("gated", request)
+        visit = stage.server.gate.next()
+        stage.http.unregister("r").ok()
+        refused = stage.http.infer("gated", request)
+        assert refused.status == 404
+        assert refused.error.startswith("Unable to find shared memory region: 'r'")
+        stage.http.register("r", other.key, 2 * 4096).ok()
+        visit.release()
+        assert asked.result().status == 200
+        assert (made.read(np.int32, 1024, 4096) == 5).all()
+        assert not other.read(np.int32, 2048).any()
+        stage.http.unregister("r").ok()
+
+
+CRIMES: dict[str, Crime] = {
+    "kill a worker": Crime(kill("worker simple.0")),
+    "kill a worker again and again": Crime(kill_repeatedly),
+    "kill a worker with a batch": Crime(kill_with_requests_inside),
+    "kill a scheduler": Crime(kill("scheduler simple")),
+    "kill a scheduler with a queue": Crime(kill_a_scheduler_with_requests_inside),
+    "kill a gateway": Crime(kill("gateway http 0"), connections=True),
+    "kill the zygote of the workers": Crime(
+        kill_a_zygote("worker zygote", "worker gated.0"), more_memory=TORCH_BYTES
+    ),
+    "kill the zygote of the others": Crime(kill_a_zygote("front zygote", "scheduler gated")),
+    "kill everyone but the supervisor": Crime(
+        kill_all_but_the_supervisor, within_s=10.0, connections=True
+    ),
+    "stop a worker": Crime(stop("worker simple.0"), within_s=STOP_GRACE_S + RECOVERY_S),
+    "stop a scheduler": Crime(stop("scheduler simple"), within_s=STOP_GRACE_S + RECOVERY_S),
+    "stop a gateway": Crime(
+        stop("gateway http 0"), within_s=STOP_GRACE_S + RECOVERY_S, connections=True
+    ),
+    "stop a worker for a moment": Crime(stop_briefly("worker simple.0")),
+    "an error for one of a batch": Crime(model_does("error", "as you wished")),
+    "an exception": Crime(model_does("raise", "raised as you wished")),
+    "the wrong count": Crime(model_does("wrong_count")),
+    "no list": Crime(model_does("not_a_list", "Expected a list in the execute return")),
+    "no response": Crime(model_does("not_a_response", "Expected an 'InferenceResponse' object")),
+    "a hang": Crime(model_does("hang")),
+    "os._exit": Crime(model_does("exit")),
+    "a segmentation fault": Crime(model_does("segfault")),
+    "a model that stops itself": Crime(model_does("stop")),
+    "clients that hang up while they ask": Crime(hang_up_at_every_byte),
+    "a client that hangs up in a batch": Crime(hang_up_in_a_batch),
+    "clients that hang up instead of reading": Crime(
+        hang_up_instead_of_reading, more_memory=3 * ARENA_BYTES
+    ),
+    "a region cut to nothing": Crime(truncate(0)),
+    "a region cut in its output": Crime(truncate(NUMBERS.nbytes + 4096)),
+    "a region cut while executing": Crime(truncate_while_executing),
+    "a region unlinked while used": Crime(unlink_while_used),
+    "a region unregistered while used": Crime(unregister_while_used),
+}
+
+
+@pytest.mark.parametrize("name", CRIMES)
+@pytest.mark.usefixtures("beginning")
+def test_crime(server: Server, name: str) -> None:
+    crime = CRIMES[name]
+    with scene(server, crime.more_memory) as stage:
+        crime.commit(stage)
+        assert_recovers(stage, time.monotonic(), crime.within_s)
+        lost = [
+            answer for answer in stage.load.troubles() if not (crime.connections and answer.lost)
+        ]
+        assert lost == []
+
+
+def test_after_all_crimes(server: Server, beginning: State) -> None:
+    """What each of them may have left has not added up."""
+    assert beginning.differences(State.of(server), TORCH_BYTES + 3 * ARENA_BYTES) == []

@@ -1,0 +1,121 @@
+"""Readiness tells the truth: a model is ready when, and only when, a request would be answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import repositories
+from tests.crowd import crowd, values
+from tests.faults.scene import RECOVERY_S
+from tests.servers import Server
+from tests.waiting import until
+
+# The model "gated", whose loading, too, waits at the gate.
+SLOW_LOAD = """
+    def initialize(self, args):
+        self.wait({"batch": ["load"], "rows": [], "pid": os.getpid()})
+
+    def execute("""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server that is still loading."""
+    repository = tmp_path / "models"
+    repository.mkdir()
+    folder = repositories.add_as(repository, "gated", "gated")
+    repositories.add(repository, "simple")
+    code = folder / "1" / "model.py"
+    code.write_text(code.read_text().replace("    def execute(", SLOW_LOAD.lstrip("\n"), 1))
+    started = Server([repository])
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
+    loading = server.gate.next()
+    assert loading.batch == ["load"]
+    assert not server.answers("/v2/health/ready")
+    loading.release()
+    server.wait_ready()
+    victim = server.one("worker gated.0")
+    victim.kill()
+    loading = server.gate.next(within_s=RECOVERY_S)
+    assert loading.pid != victim.pid
+    with server.http() as http, crowd(server) as people:
+        assert http.get("/v2/health/live").status == 200
+        assert http.get("/v2/health/ready").status == 400
+        assert http.get("/v2/models/gated/ready").status == 400
+        assert http.get("/v2/models/simple/ready").status == 200
+        # It is coming back, so who asks now waits for it.
+        asked = people.number("gated", 7)
+        server.wait_pending("gated", 1)
+        loading.release()
+        server.gate.next().release()
+        assert values(asked.result()) == [7]
+        until("it is ready again", lambda: http.get("/v2/health/ready").status == 200, RECOVERY_S)
+
+
+def test_a_crash_loop_fails_the_model_and_not_the_server(
+    serve_repository: Callable[..., Server], tmp_path: Path
+) -> None:
+    """A model that can be loaded once only: its requests are refused, the others' are answered."""
+    repository = tmp_path / "models"
+    repository.mkdir()
+    folder = repositories.add_as(repository, "once", "gated")
+    repositories.add(repository, "simple")
+    code = folder / "1" / "model.py"
+    mark = tmp_path / "loaded"
+    once = f"""
+    def initialize(self, args):
+        if os.path.exists({str(mark)!r}):
+            os._exit(9)
+        open({str(mark)!r}, "w").close()
+
+    def execute("""
+    code.write_text(code.read_text().replace("    def execute(", once.lstrip("\n"), 1))
+    server = serve_repository(repository)
+    server.gate.close()
+    with server.http() as http, crowd(server) as people:
+        waiting = people.number("once", 1)
+        assert values(waiting.result()) == [1]
+        server.one("worker once.0").kill()
+        until("it has failed", lambda: people.number("once", 1).result().status == 503, 20)
+        assert http.get("/v2/health/live").status == 200
+        assert http.get("/v2/health/ready").status == 400
+        assert http.get("/v2/models/once/ready").status == 400
+        row = {
+            "name": "",
+            "datatype": "INT32",
+            "shape": [1, 16],
+            "data": np.zeros(16, int).tolist(),
+        }
+        request = {"inputs": [{**row, "name": "INPUT0"}, {**row, "name": "INPUT1"}]}
+        assert http.infer("simple", request).status == 200
+        states = {item["name"]: item for item in http.post("/v2/repository/index").json()}
+        assert states["once"]["state"] == "UNAVAILABLE"
+        assert states["once"]["reason"]
+        began = time.monotonic()
+        assert people.number("once", 1).result().status == 503
+        assert time.monotonic() - began < RECOVERY_S
+
+
+@pytest.fixture
+def serve_repository() -> Iterator[Callable[..., Server]]:
+    """Start a server of a repository of the test's own."""
+    started: list[Server] = []
+
+    def start(repository: Path, *flags: str) -> Server:
+        started.append(Server([repository], flags))
+        return started[-1].wait_ready()
+
+    yield start
+    for server in started:
+        server.stop()

@@ -1,0 +1,69 @@
+"""One server for all tests that only ask, and a way to start one for those that need their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import repositories
+from tests.raw_http import Http
+from tests.servers import Server, running
+
+SHARED = (
+    "simple",
+    "identity",
+    "types",
+    "text",
+    "echo_request",
+    "caller",
+    "async_caller",
+    "completed",
+)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that tests share: they may ask it anything, and must leave it as it was."""
+    repository = tmp_path_factory.mktemp("shared") / "models"
+    repository.mkdir()
+    repositories.add(repository, *SHARED)
+    # "simple" in three versions of the same code, of which two are served.
+    for version in ("2", "3"):
+        (repository / "simple" / version).mkdir()
+        model = (repository / "simple" / "1" / "model.py").read_text()
+        (repository / "simple" / version / "model.py").write_text(model)
+    with (repository / "simple" / "config.pbtxt").open("a") as config:
+        config.write("version_policy: { latest { num_versions: 2 } }\n")
+    with running(repository, "--id=shared", "--http-max-input-size=8388608") as started:
+        yield started
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[Http]:
+    """A connection to the shared server."""
+    with server.http() as connection:
+        yield connection
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """An empty model repository."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Start servers that live as long as the test: `serve(repository, *flags, environment={...})`,
+    ready on return.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(repository: Path, *flags: str, **options: dict[str, str]) -> Server:
+            return stack.enter_context(running(repository, *flags, **options))
+
+        yield start

@@ -1,0 +1,188 @@
+"""Statistics and metrics: after a known set of requests, every counter has a known value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import repositories
+from tests.crowd import crowd
+from tests.load import ask_simple
+from tests.raw_http import Http, json_input
+from tests.servers import Server
+from tests.waiting import until
+
+COUNTERS = (
+    "nv_inference_request_success",
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "nv_inference_request_duration_us",
+    "nv_inference_queue_duration_us",
+    "nv_inference_compute_input_duration_us",
+    "nv_inference_compute_infer_duration_us",
+    "nv_inference_compute_output_duration_us",
+)
+REASONS = {"REJECTED", "CANCELED", "BACKEND", "OTHER"}
+
+
+@pytest.fixture
+def counted(repository: Path, serve: Callable[..., Server]) -> Server:
+    """A fresh server of "simple" and "crimes"."""
+    repositories.add(repository, "simple", "crimes")
+    return serve(repository)
+
+
+def stats(http: Http, model: str) -> dict:
+    (found,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+    return dict(found)
+
+
+def test_everything_exists_at_zero(counted: Server) -> None:
+    for name in COUNTERS:
+        samples = counted.samples(name)
+        assert [labels["model"] for labels, _ in samples].count("simple") == 1, name
+        assert all(value == 0 for _, value in samples), name
+        assert all(labels["version"] == "1" for labels, _ in samples), name
+    failures = counted.samples("nv_inference_request_failure")
+    assert {labels["reason"] for labels, _ in failures if labels["model"] == "simple"} == REASONS
+    assert counted.metric("nv_inference_pending_request_count", model="simple") == 0
+    assert counted.metric("nv_model_load_duration_secs", model="simple") > 0
+    for name in ("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"):
+        assert len(counted.samples(name)) == 1, name
+
+
+def test_counts(counted: Server) -> None:
+    two = np.zeros((2, 16), np.int32)
+    with counted.http() as http:
+        for number in range(5):
+            assert ask_simple(http, number) == ""
+        http.infer(
+            "simple", {"inputs": [json_input("INPUT0", two), json_input("INPUT1", two)]}
+        ).ok()
+        http.infer("simple", {"inputs": []})
+        until("all is counted", lambda: stats(http, "simple")["inference_count"] == 7)
+        found = stats(http, "simple")
+        assert found["name"] == "simple"
+        assert found["version"] == "1"
+        assert found["execution_count"] == 6
+        assert found["last_inference"] > 1_600_000_000_000
+        inference = found["inference_stats"]
+        for part in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
+            assert inference[part]["count"] == 6, part
+            assert inference[part]["ns"] > 0, part
+        assert inference["fail"] == {"count": 0, "ns": 0}
+        parts = sum(
+            inference[part]["ns"]
+            for part in ("queue", "compute_input", "compute_infer", "compute_output")
+        )
+        assert parts <= inference["success"]["ns"]
+        assert [
+            (batch["batch_size"], batch["compute_infer"]["count"]) for batch in found["batch_stats"]
+        ] == [
+            (1, 5),
+            (2, 1),
+        ]
+        everything = http.get("/v2/models/stats").ok().json()["model_stats"]
+        assert sorted(item["name"] for item in everything) == ["crimes", "simple"]
+    assert counted.metric("nv_inference_request_success", model="simple") == 6
+    assert counted.metric("nv_inference_count", model="simple") == 7
+    assert counted.metric("nv_inference_exec_count", model="simple") == 6
+    assert counted.metric("nv_inference_request_duration_us", model="simple") > 0
+    assert counted.metric("nv_inference_count", model="crimes") == 0
+
+
+def test_failures_are_counted_by_reason(counted: Server) -> None:
+    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": ["error"]}
+    with counted.http() as http:
+        reply = http.infer(
+            "crimes", {"inputs": [given, json_input("INPUT0", np.zeros((1, 4), np.int32))]}
+        )
+        assert reply.status == 500
+        until(
+            "the failure is counted",
+            lambda: stats(http, "crimes")["inference_stats"]["fail"]["count"] == 1,
+        )
+    assert counted.metric("nv_inference_request_failure", model="crimes", reason="BACKEND") == 1
+    assert counted.metric("nv_inference_request_failure", model="crimes") == 1
+
+
+def test_histograms_and_why_batches_closed(counted: Server) -> None:
+    with counted.http() as http:
+        for number in range(4):
+            assert ask_simple(http, number) == ""
+    page = counted.metrics()
+    families = {
+        line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")
+    }
+    histograms = [name for name, kind in families.items() if kind == "histogram"]
+    for word in ("request", "queue", "compute", "batch_size"):
+        assert any(word in name for name in histograms), (word, histograms)
+    closed = [
+        (labels, value)
+        for name in families
+        if "batch" in name and "clos" in name
+        for labels, value in counted.samples(name)
+        if labels.get("model") == "simple"
+    ]
+    assert {labels["reason"].lower() for labels, _ in closed} >= {
+        "full",
+        "preferred",
+        "delay",
+        "shape",
+        "deadline",
+    }
+    assert sum(value for _, value in closed) == 4
+
+
+def test_metrics_are_on_their_port_alone(counted: Server) -> None:
+    with counted.http() as http, closing(Http(counted.metrics_port)) as metrics:
+        assert http.get("/metrics").status == 404
+        reply = metrics.get("/metrics").ok()
+        assert reply.headers["Content-Type"].startswith("text/plain")
+        assert metrics.get("/v2/health/live").status in (200, 404)
+        assert metrics.get("/v2/health/live").body in (b"", b'{"error":"Not Found"}')
+
+
+def test_unloading_removes_a_models_metrics(repository: Path, serve: Callable[..., Server]) -> None:
+    repositories.add(repository, "simple", "constant")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
+    with server.http() as http:
+        assert server.samples("nv_inference_count")
+        http.post("/v2/repository/models/constant/unload").ok()
+
+        def models() -> set[str]:
+            return {labels["model"] for labels, _ in server.samples("nv_inference_count")}
+
+        until("only one is left", lambda: models() == {"simple"})
+
+
+def test_counters_survive_gateways_and_workers(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    repositories.add(repository, "simple")
+    server = serve(repository, "--gateways=2")
+    with crowd(server, 8) as people:
+        asked = [people.do(lambda http: http.get("/v2/health/live")) for _ in range(8)]
+        assert all(answer.result().status == 200 for answer in asked)
+        for _ in range(40):
+            row = np.zeros((1, 16), np.int32)
+            people.infer(
+                "simple", {"inputs": [json_input("INPUT0", row), json_input("INPUT1", row)]}
+            )
+    until("all is counted", lambda: server.metric("nv_inference_count", model="simple") == 40)
+    for process in (server.one("worker simple.0"), server.find("gateway")[0]):
+        process.kill()
+        process.wait(5)
+        until("it is ready again", lambda: server.answers("/v2/health/ready"))
+        assert server.metric("nv_inference_count", model="simple") == 40
+
+
+def test_no_metrics(repository: Path, serve: Callable[..., Server]) -> None:
+    repositories.add(repository, "constant")
+    server = serve(repository, "--allow-metrics=false")
+    with pytest.raises(ConnectionRefusedError), closing(Http(server.metrics_port)) as metrics:
+        metrics.get("/metrics")

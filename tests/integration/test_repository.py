@@ -1,0 +1,402 @@
+"""Model control: which models are served, in which mode, and how one is replaced while clients
+ask.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from tests import repositories
+from tests.crowd import crowd
+from tests.load import Load
+from tests.raw_http import Http, Reply, json_input
+from tests.servers import Server, running
+from tests.waiting import until
+
+ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+BROKEN = "raise RuntimeError('broken on purpose')\n"
+
+Serve = Callable[..., Server]
+
+
+def source(answer: int) -> str:
+    """The code of a model that answers this."""
+    text = (repositories.MODELS / "constant" / "1" / "model.py").read_text()
+    return text.replace("ANSWER = 1", f"ANSWER = {answer}")
+
+
+def rewrite(repository: Path, text: str, version: int = 1, name: str = "constant") -> None:
+    """Replace the code of a version."""
+    folder = repository / name / str(version)
+    folder.mkdir(exist_ok=True)
+    fresh = folder / "model.py.new"
+    fresh.write_text(text)
+    fresh.rename(folder / "model.py")
+
+
+def answer(http: Http, model: str = "constant") -> int:
+    """What the model answers."""
+    return int(http.infer(model, ASK).tensors()["OUTPUT0"][0])
+
+
+def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
+    """(name, version) -> (state, reason)."""
+    listed = http.post("/v2/repository/index", body or None).ok().json()
+    return {
+        (item["name"], item.get("version", "")): (item.get("state", ""), item.get("reason", ""))
+        for item in listed
+    }
+
+
+def load(http: Http, name: str, **parameters: Any) -> Reply:
+    return http.post(
+        f"/v2/repository/models/{name}/load", {"parameters": parameters} if parameters else None
+    )
+
+
+def unload(http: Http, name: str) -> Reply:
+    return http.post(f"/v2/repository/models/{name}/unload")
+
+
+# --- mode none ---
+
+
+def test_mode_none_serves_everything_and_refuses_control(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant", "identity")
+    server = serve(repository)
+    with server.http() as http:
+        assert index(http) == {("constant", "1"): ("READY", ""), ("identity", "1"): ("READY", "")}
+        for reply in (load(http, "constant"), unload(http, "constant")):
+            assert reply.status == 503
+            assert (
+                reply.error == "explicit model load / unload is not allowed if polling is enabled"
+            )
+
+
+def test_two_repositories(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+    repositories.add(one, "constant")
+    repositories.add(two, "identity")
+    with running([one, two]) as server, server.http() as http:
+        assert set(index(http)) == {("constant", "1"), ("identity", "1")}
+        assert answer(http) == 1
+
+
+def test_a_model_in_two_repositories(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        repositories.add(folder, "constant")
+    repositories.add(one, "identity")
+    flags = ("--exit-on-error=false", "--strict-readiness=false")
+    with running([one, two], *flags) as server, server.http() as http:
+        states = index(http)
+        assert states[("identity", "1")] == ("READY", "")
+        state, reason = states[("constant", "")]
+        assert state == "UNAVAILABLE"
+        assert reason.endswith("model appears in two or more repositories")
+        assert http.infer("constant", ASK).status in (404, 503)
+
+
+def test_a_broken_model_ends_the_server(repository: Path) -> None:
+    repositories.add(repository, "constant", "identity")
+    rewrite(repository, BROKEN)
+    server = Server([repository])
+    try:
+        assert server.wait_exit(30) not in (0, None)
+        assert "broken on purpose" in server.log()
+        server.assert_gone([])
+    finally:
+        server.discard()
+
+
+def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> None:
+    repositories.add(repository, "constant", "identity")
+    rewrite(repository, BROKEN)
+    server = Server([repository], ["--exit-on-error=false"])
+    try:
+        server.wait_ready("/v2/models/identity/ready")
+        until("the broken one has failed", lambda: "broken on purpose" in server.log())
+        with server.http() as http:
+            assert http.get("/v2/health/live").status == 200
+            assert http.get("/v2/health/ready").status == 400
+            state, reason = index(http)[("constant", "1")]
+            assert state == "UNAVAILABLE"
+            assert "broken on purpose" in reason
+            reply = http.infer("constant", ASK)
+            assert reply.status == 404
+            assert reply.error == "Request for unknown model: 'constant' has no available versions"
+            reply = http.infer("constant/versions/1", ASK)
+            assert reply.status == 503
+            assert (
+                reply.error
+                == "Request for unknown model: 'constant' version 1 is not at ready state"
+            )
+    finally:
+        server.stop()
+
+
+# --- mode explicit ---
+
+
+def test_explicit_mode(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant", "identity", "simple")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=identity")
+    with server.http() as http:
+        assert http.get("/v2/health/ready").status == 200
+        assert index(http) == {
+            ("constant", ""): ("", ""),
+            ("identity", "1"): ("READY", ""),
+            ("simple", ""): ("", ""),
+        }
+        assert set(index(http, ready=True)) == {("identity", "1")}
+        reply = load(http, "constant")
+        assert (reply.status, reply.body) == (200, b"")
+        assert answer(http) == 1
+        reply = unload(http, "constant")
+        assert (reply.status, reply.body) == (200, b"")
+        until(
+            "it is unloaded", lambda: index(http)[("constant", "1")] == ("UNAVAILABLE", "unloaded")
+        )
+        reply = http.infer("constant", ASK)
+        assert reply.status == 404
+        assert reply.error == "Request for unknown model: 'constant' has no available versions"
+        assert http.infer("constant/versions/1", ASK).status == 503
+        assert http.get("/v2/models/constant/ready").status == 400
+        assert http.get("/v2/health/ready").status == 200
+        assert unload(http, "constant").status == 200
+        assert unload(http, "nothing").status == 200
+        assert load(http, "constant").status == 200
+        assert answer(http) == 1
+
+
+def test_explicit_mode_with_a_star_loads_all(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant", "identity")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
+    with server.http() as http:
+        assert set(index(http, ready=True)) == {("constant", "1"), ("identity", "1")}
+
+
+def test_unloading_ends_the_processes(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant")
+    server = serve(repository, "--model-control-mode=explicit")
+    before = server.titles()
+    with server.http() as http:
+        for _ in range(3):
+            load(http, "constant").ok()
+            assert len(server.find("worker constant.0")) == 1
+            assert len(server.find("scheduler constant")) == 1
+            unload(http, "constant").ok()
+            until("its processes have ended", lambda: server.titles() == before)
+
+
+@pytest.mark.parametrize("name", ["nothing", "..%2Fescape", "%2E%2E", "a%2Fb"])
+def test_loading_what_is_not_there(repository: Path, serve: Serve, name: str) -> None:
+    repositories.add(repository, "constant")
+    server = serve(repository, "--model-control-mode=explicit")
+    with server.http() as http:
+        reply = load(http, name)
+        assert reply.status in (400, 404, 500)
+        if name == "nothing":
+            assert reply.status == 500
+            assert reply.error.startswith(
+                "failed to load 'nothing', failed to poll from model repository"
+            )
+
+
+def test_load_rules(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant")
+    rewrite(repository, BROKEN)
+    server = serve(repository, "--model-control-mode=explicit")
+    with server.http() as http:
+        reply = load(http, "constant")
+        assert reply.status == 400
+        assert reply.error.startswith(
+            "load failed for model 'constant': version 1 is at UNAVAILABLE state: Internal: "
+        )
+        assert "broken on purpose" in reply.error
+        assert reply.error.endswith(";\n")
+        rewrite(repository, source(4))
+        load(http, "constant").ok()
+        assert answer(http) == 4
+        reply = load(http, "constant", unknown="x")
+        assert (reply.status, reply.error) == (500, "unexpected error on creating Triton parameter")
+        reply = http.post("/v2/repository/other/models/constant/load")
+        assert (reply.status, reply.error) == (
+            501,
+            "'repository_name' specification is not supported",
+        )
+        reply = http.post("/v2/repository/index", {"ready": "yes"})
+        assert (reply.status, reply.error) == (400, "Invalid value for 'ready': expected a boolean")
+        shutil.rmtree(repository / "constant" / "1")
+        reply = load(http, "constant")
+        assert reply.status in (400, 500)
+        assert answer(http) == 4
+
+
+def test_config_and_file_overrides(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant")
+    server = serve(repository, "--model-control-mode=explicit")
+    with server.http() as http, triton.InferenceServerClient(server.url) as client:
+        client.load_model("constant")
+        config = http.get("/v2/models/constant/config").json()
+        config["instance_group"][0]["count"] = 2
+        load(http, "constant", config=json.dumps(config)).ok()
+        until("two instances are left", lambda: len(server.find("worker constant")) == 2)
+        assert http.get("/v2/models/constant/config").json()["instance_group"][0]["count"] == 2
+        files = {"file:1/model.py": source(9).encode()}
+        client.load_model("constant", config=json.dumps(config), files=files)
+        assert answer(http) == 9
+        assert (repository / "constant" / "1" / "model.py").read_text() == source(1)
+        load(http, "constant").ok()
+        assert answer(http) == 1
+        until("one instance is left", lambda: len(server.find("worker constant")) == 1)
+        with pytest.raises(InferenceServerException):
+            client.load_model("constant", files=files)
+        assert answer(http) == 1
+        encoded = base64.b64encode(source(5).encode()).decode()
+        for escape in ("file:../../x", "file:/x", "file:1/../../x"):
+            parameters = {"config": json.dumps(config), escape: encoded}
+            assert load(http, "constant", **parameters).status in (400, 500)
+        assert not (repository / "x").exists()
+        assert answer(http) == 1
+
+
+def test_a_model_that_is_only_in_the_request(repository: Path, serve: Serve) -> None:
+    server = serve(repository, "--model-control-mode=explicit")
+    config = {
+        "name": "given",
+        "backend": "python",
+        "input": [{"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [1]}],
+        "output": [{"name": "OUTPUT0", "data_type": "TYPE_INT32", "dims": [1]}],
+    }
+    with server.http() as http, triton.InferenceServerClient(server.url) as client:
+        client.load_model(
+            "given", config=json.dumps(config), files={"file:1/model.py": source(6).encode()}
+        )
+        assert answer(http, "given") == 6
+
+
+def test_a_reload_loses_no_request(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "simple", "identity")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
+    with Load(server) as asking, server.http() as http:
+        for _ in range(3):
+            load(http, "simple").ok()
+            load(http, "identity").ok()
+    assert asking.troubles() == []
+
+
+def test_a_failed_reload_keeps_the_old_one(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant", "simple", "identity")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
+    with Load(server) as asking, server.http() as http:
+        rewrite(repository, BROKEN)
+        reply = load(http, "constant")
+        assert reply.status == 400
+        assert answer(http) == 1
+        assert http.get("/v2/health/ready").status == 200
+        assert http.get("/v2/models/constant/ready").status == 200
+        config = repository / "constant" / "config.pbtxt"
+        good = config.read_text()
+        config.write_text(good + "\nnonsense: 7\n")
+        assert load(http, "constant").status in (400, 500)
+        assert answer(http) == 1
+        config.write_text(good)
+        rewrite(repository, source(2))
+        load(http, "constant").ok()
+        assert answer(http) == 2
+    assert asking.troubles() == []
+
+
+def test_requests_in_flight_finish_on_the_model_they_began_with(
+    repository: Path, serve: Serve
+) -> None:
+    repositories.add(repository, "gated")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=gated")
+    with crowd(server) as people, server.http() as http:
+        old = people.number("gated", 1)
+        visit = server.gate.next()
+        load(http, "gated").ok()
+        new = people.number("gated", 2)
+        other = server.gate.next()
+        assert other.pid != visit.pid
+        other.release()
+        assert new.result().status == 200
+        assert not old.done()
+        unload(http, "gated").ok()
+        visit.release()
+        assert old.result().status == 200
+
+
+def test_unload_lets_what_runs_finish(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "gated")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=gated")
+    with crowd(server) as people, server.http() as http:
+        running = people.number("gated", 1)
+        visit = server.gate.next()
+        unload(http, "gated").ok()
+        assert http.infer("gated", ASK).status in (404, 503)
+        visit.release()
+        assert running.result().status == 200
+        until("it is unloaded", lambda: index(http)[("gated", "1")] == ("UNAVAILABLE", "unloaded"))
+
+
+def test_version_policies(repository: Path, serve: Serve) -> None:
+    for name, policy in (
+        ("all", "version_policy: { all {} }"),
+        ("some", "version_policy: { specific { versions: [ 1, 3, 9 ] } }"),
+        ("latest", ""),
+    ):
+        folder = repositories.add_as(repository, name, "constant", policy)
+        for version in (2, 3, 10):
+            rewrite(repository, source(version), version, name)
+        (folder / "notes").mkdir()
+        (folder / "007").mkdir()
+    server = serve(repository)
+    with server.http() as http:
+        versions = {
+            name: http.get(f"/v2/models/{name}").json()["versions"]
+            for name in ("all", "some", "latest")
+        }
+        assert versions == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
+        assert answer(http, "all") == 10
+        assert answer(http, "all/versions/2") == 2
+        assert answer(http, "some") == 3
+
+
+# --- mode poll ---
+
+
+def test_poll_mode(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant", "simple", "identity")
+    server = serve(repository, "--model-control-mode=poll", "--repository-poll-secs=1")
+    with server.http() as http:
+        with Load(server) as asking:
+            assert answer(http) == 1
+            rewrite(repository, source(2))
+            until("the new code answers", lambda: answer(http) == 2, 10)
+            rewrite(repository, BROKEN)
+            server.wait_log("broken on purpose")
+            assert answer(http) == 2
+            rewrite(repository, source(3), version=2)
+            until("the new version answers", lambda: answer(http) == 3, 10)
+            repositories.add_as(repository, "added", "constant")
+            until("the new model is served", lambda: http.infer("added", ASK).status == 200, 10)
+            shutil.rmtree(repository / "added")
+            until("the removed model is not", lambda: http.infer("added", ASK).status != 200, 10)
+            assert http.get("/v2/health/ready").status == 200
+        assert asking.troubles() == []
+        assert load(http, "constant").status == 503

@@ -1,0 +1,37 @@
+"""OUTPUT0 = (INPUT0 + INPUT1) + (INPUT0 - INPUT1), by calls of another model that run at the same
+time.
+"""
+
+import asyncio
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """One response a request, in order."""
+
+    async def execute(self, requests):
+        """Answer all requests at once."""
+        return list(await asyncio.gather(*(self.answer(request) for request in requests)))
+
+    async def answer(self, request):
+        """The response to one request."""
+        target = pb_utils.get_input_tensor_by_name(request, "TARGET").as_numpy().flat[0].decode()
+        first = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
+        second = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()
+        calls = [
+            pb_utils.InferenceRequest(
+                model_name=target,
+                requested_output_names=[output],
+                inputs=[pb_utils.Tensor("INPUT0", first), pb_utils.Tensor("INPUT1", second)],
+            ).async_exec()
+            for output in ("OUTPUT0", "OUTPUT1")
+        ]
+        replies = await asyncio.gather(*calls)
+        for reply in replies:
+            if reply.has_error():
+                return pb_utils.InferenceResponse(
+                    [], error=pb_utils.TritonError(reply.error().message())
+                )
+        parts = [reply.output_tensors()[0].as_numpy() for reply in replies]
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", parts[0] + parts[1])])

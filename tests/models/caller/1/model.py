@@ -1,0 +1,33 @@
+"""OUTPUT0 = ((INPUT0 + INPUT1) - INPUT1), each step computed by another model."""
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """One response a request, in order."""
+
+    def execute(self, requests):
+        """Call the model that the request names, twice."""
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        """The response to one request; what the other model reports is passed on."""
+        target = pb_utils.get_input_tensor_by_name(request, "TARGET").as_numpy().flat[0].decode()
+        first = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
+        second = pb_utils.get_input_tensor_by_name(request, "INPUT1").as_numpy()
+        reply = self.call(target, first, second, "OUTPUT0")
+        if reply.has_error():
+            return pb_utils.InferenceResponse([], error=reply.error())
+        total = pb_utils.get_output_tensor_by_name(reply, "OUTPUT0").as_numpy()
+        reply = self.call(target, total, second, "OUTPUT1")
+        result = pb_utils.get_output_tensor_by_name(reply, "OUTPUT1").as_numpy()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", result)])
+
+    @staticmethod
+    def call(target, first, second, output):
+        """One inference of another model."""
+        return pb_utils.InferenceRequest(
+            model_name=target,
+            requested_output_names=[output],
+            inputs=[pb_utils.Tensor("INPUT0", first), pb_utils.Tensor("INPUT1", second)],
+        ).exec()

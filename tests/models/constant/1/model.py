@@ -1,0 +1,15 @@
+"""OUTPUT0 = 1, whatever comes: tests write other numbers to see which code runs."""
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+ANSWER = 1
+
+
+class TritonPythonModel:
+    """One response a request, in order."""
+
+    def execute(self, requests):
+        """The answer."""
+        tensor = np.array([ANSWER], dtype=np.int32)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", tensor)]) for _ in requests]

@@ -1,0 +1,76 @@
+"""OUTPUT0 = INPUT0, unless a request's COMMAND says to do something terrible."""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import threading
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """Commands: ok, gate, error, raise, wrong_count, not_a_list, not_a_response,
+    hang, exit, segfault, stop.
+    """
+
+    def execute(self, requests):
+        """Obey."""
+        commands = [self.command(request) for request in requests]
+        responses = [
+            self.respond(request, command)
+            for request, command in zip(requests, commands, strict=True)
+        ]
+        for command in commands:
+            self.obey(command)
+        if "wrong_count" in commands:
+            return responses[:-1]
+        if "not_a_list" in commands:
+            return 7
+        if "not_a_response" in commands:
+            return [
+                None if c == "not_a_response" else r
+                for c, r in zip(commands, responses, strict=True)
+            ]
+        return responses
+
+    @staticmethod
+    def command(request):
+        """What this request wants."""
+        return pb_utils.get_input_tensor_by_name(request, "COMMAND").as_numpy().flat[0].decode()
+
+    @staticmethod
+    def respond(request, command):
+        """Its own response."""
+        if command == "error":
+            return pb_utils.InferenceResponse([], error=pb_utils.TritonError("as you wished"))
+        values = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", values)])
+
+    def obey(self, command):
+        """What one request does to all."""
+        if command == "raise":
+            raise ValueError("raised as you wished")
+        if command == "gate":
+            self.wait()
+        if command == "hang":
+            threading.Event().wait()
+        if command == "exit":
+            os._exit(3)
+        if command == "segfault":
+            ctypes.string_at(0)
+        if command == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    @staticmethod
+    def wait():
+        """Stand before the gate; an open one does not listen."""
+        with socket.socket(socket.AF_UNIX) as gate:
+            try:
+                gate.connect(os.environ["GATE"])
+            except OSError:
+                return
+            told = {"batch": [], "rows": [], "pid": os.getpid()}
+            gate.sendall(json.dumps(told).encode() + b"\n")
+            gate.recv(1)

@@ -1,0 +1,36 @@
+"""Tells, as JSON, what a model can see of its request and of itself."""
+
+import json
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """One response a request, in order."""
+
+    def initialize(self, args):
+        """Keep what it was started with."""
+        assert all(isinstance(value, str) for value in args.values())
+        self.args = {key: value for key, value in args.items() if key != "model_config"}
+        config = json.loads(args["model_config"])
+        self.args["greeting"] = config["parameters"]["greeting"]["string_value"]
+
+    def execute(self, requests):
+        """Describe each request."""
+        responses = []
+        for request in requests:
+            told = {
+                "args": self.args,
+                "id": request.request_id(),
+                "correlation_id": request.correlation_id(),
+                "flags": request.flags(),
+                "timeout": request.timeout(),
+                "parameters": json.loads(request.parameters()),
+                "outputs": sorted(request.requested_output_names()),
+                "cancelled": request.is_cancelled(),
+            }
+            tensor = pb_utils.Tensor("OUTPUT0", np.array([json.dumps(told).encode()], dtype=object))
+            pb_utils.Logger.log_info("described a request")
+            responses.append(pb_utils.InferenceResponse([tensor], parameters={"answered": True}))
+        return responses

@@ -1,0 +1,228 @@
+"""A keep-alive HTTP connection that hides nothing: tests see what tritonclient smooths over."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_NUMPY = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+}
+_DATATYPE = {dtype: name for name, dtype in _NUMPY.items()}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response, whole."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    def json(self) -> Any:
+        """The body, which must be JSON."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        """The text of an error response."""
+        assert self.status != 200, self.body
+        answer = self.json()
+        assert list(answer) == ["error"], answer
+        return str(answer["error"])
+
+    def ok(self) -> Reply:
+        """Itself, if the status is 200."""
+        assert self.status == 200, (self.status, self.body)
+        return self
+
+    def tensors(self) -> dict[str, Any]:
+        """The outputs by name: numpy arrays, or lists of bytes for BYTES; those in regions are
+        None.
+        """
+        assert self.status == 200, (self.status, self.body)
+        size = self.headers.get("Inference-Header-Content-Length")
+        cut = len(self.body) if size is None else int(size)
+        rest = self.body[cut:]
+        found = {}
+        for output in json.loads(self.body[:cut])["outputs"]:
+            parameters = output.get("parameters", {})
+            if "binary_data_size" in parameters:
+                raw, rest = (
+                    rest[: parameters["binary_data_size"]],
+                    rest[parameters["binary_data_size"] :],
+                )
+                found[output["name"]] = _from_binary(output, raw)
+            elif "data" in output:
+                found[output["name"]] = _from_json(output)
+            else:
+                found[output["name"]] = None
+        assert not rest
+        return found
+
+
+def _from_binary(output: Mapping[str, Any], raw: bytes) -> Any:
+    if output["datatype"] == "BYTES":
+        return split_bytes(raw)
+    if output["datatype"] == "BF16":
+        return np.frombuffer(raw, np.uint16).reshape(output["shape"])
+    return np.frombuffer(raw, _NUMPY[output["datatype"]]).reshape(output["shape"])
+
+
+def _from_json(output: Mapping[str, Any]) -> Any:
+    if output["datatype"] == "BYTES":
+        return [element.encode() for element in output["data"]]
+    return np.array(output["data"], _NUMPY[output["datatype"]]).reshape(output["shape"])
+
+
+def join_bytes(elements: Sequence[bytes]) -> bytes:
+    """BYTES on the wire: each element after its length, four bytes little-endian."""
+    return b"".join(len(element).to_bytes(4, "little") + element for element in elements)
+
+
+def split_bytes(raw: bytes) -> list[bytes]:
+    """The elements of a BYTES tensor on the wire."""
+    found = []
+    while raw:
+        size = int.from_bytes(raw[:4], "little")
+        found.append(raw[4 : 4 + size])
+        raw = raw[4 + size :]
+    return found
+
+
+def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
+    """An input whose data is in the JSON."""
+    return {
+        "name": name,
+        "datatype": _DATATYPE[array.dtype],
+        "shape": [*array.shape],
+        "data": array.tolist(),
+    }
+
+
+def shm_input(
+    name: str, datatype: str, shape: Sequence[int], region: str, byte_size: int, offset: int = 0
+) -> dict[str, Any]:
+    """An input whose data is in a region."""
+    return {
+        "name": name,
+        "datatype": datatype,
+        "shape": [*shape],
+        "parameters": in_region(region, byte_size, offset),
+    }
+
+
+def in_region(region: str, byte_size: int, offset: int = 0) -> dict[str, Any]:
+    """The parameters of a tensor in a region."""
+    found: dict[str, Any] = {"shared_memory_region": region, "shared_memory_byte_size": byte_size}
+    if offset:
+        found["shared_memory_offset"] = offset
+    return found
+
+
+def binary_request(
+    inputs: Sequence[tuple[str, str, Sequence[int], bytes]], **members: Any
+) -> tuple[bytes, dict[str, str]]:
+    """Body and headers of a request with binary tensors (name, datatype, shape, data); `members`
+    go into the JSON.
+    """
+    described = [
+        {
+            "name": name,
+            "datatype": datatype,
+            "shape": [*shape],
+            "parameters": {"binary_data_size": len(data)},
+        }
+        for name, datatype, shape, data in inputs
+    ]
+    header = json.dumps({"inputs": described, **members}).encode()
+    body = header + b"".join(data for _, _, _, data in inputs)
+    return body, {"Inference-Header-Content-Length": str(len(header))}
+
+
+class Http:
+    """One connection to a server, opened on first use and again after it was closed."""
+
+    def __init__(self, port: int, timeout_s: float = 30.0) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+
+    def call(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> Reply:
+        """Send a request and read the response; a dict or list body is sent as JSON."""
+        if isinstance(body, dict | list):
+            body = json.dumps(body).encode()
+        try:
+            self._connection.request(method, path, body, dict(headers or {}))
+            response = self._connection.getresponse()
+            return Reply(response.status, response.headers, response.read())
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> Reply:
+        """GET."""
+        return self.call("GET", path, None, headers)
+
+    def post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Reply:
+        """POST."""
+        return self.call("POST", path, body, headers)
+
+    def infer(self, model: str, request: Any, headers: Mapping[str, str] | None = None) -> Reply:
+        """POST to a model's infer; `model` may carry a version as NAME/versions/V."""
+        return self.post(f"/v2/models/{model}/infer", request, headers)
+
+    def infer_binary(
+        self, model: str, inputs: Sequence[tuple[str, str, Sequence[int], bytes]], **members: Any
+    ) -> Reply:
+        """Infer with binary inputs (name, datatype, shape, data)."""
+        return self.infer(model, *binary_request(inputs, **members))
+
+    def register(self, name: str, key: str, byte_size: Any, offset: Any = 0) -> Reply:
+        """Register a system shared memory region."""
+        body = {"key": key, "offset": offset, "byte_size": byte_size}
+        return self.post(f"/v2/systemsharedmemory/region/{name}/register", body)
+
+    def unregister(self, name: str = "") -> Reply:
+        """Unregister one region, or all."""
+        return self.post(f"/v2/systemsharedmemory{'/region/' + name if name else ''}/unregister")
+
+    def regions(self, name: str = "") -> Reply:
+        """The status of one region, or all."""
+        return self.get(f"/v2/systemsharedmemory{'/region/' + name if name else ''}/status")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def raw_connection(port: int, timeout_s: float = 30.0) -> Iterator[socket.socket]:
+    """A plain TCP connection, for requests that no client library would send."""
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
+        yield connection
+
+
+def read_reply(connection: socket.socket) -> Reply:
+    """The next response on a plain connection."""
+    with contextlib.closing(http.client.HTTPResponse(connection)) as response:
+        response.begin()
+        return Reply(response.status, response.headers, response.read())

@@ -1,0 +1,67 @@
+"""POSIX shared memory objects as a client has them, with nothing between it and the test."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+_FOLDER = Path("/dev/shm")
+_numbers = itertools.count()
+
+
+class SharedObject:
+    """An object of `byte_size` bytes, removed at the end of the with block; `key` is what a server
+    opens.
+    """
+
+    def __init__(self, byte_size: int) -> None:
+        self.name = f"test-{os.getpid()}-{next(_numbers)}"
+        self.byte_size = byte_size
+        self.path = _FOLDER / self.name
+        self.fd = -1
+
+    @property
+    def key(self) -> str:
+        """The name to register it by."""
+        return "/" + self.name
+
+    def __enter__(self) -> SharedObject:
+        self.create()
+        return self
+
+    def create(self) -> None:
+        """Make the object (again, after `unlink`: then it is another one)."""
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self.fd, self.byte_size)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.unlink()
+
+    def unlink(self) -> None:
+        """Remove its name and close it."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def truncate(self, byte_size: int) -> None:
+        """Cut it."""
+        os.ftruncate(self.fd, byte_size)
+
+    def write(self, array: np.ndarray | bytes, offset: int = 0) -> None:
+        """Copy an array (or bytes) into it, through a mapping as clients have it."""
+        data = array if isinstance(array, bytes) else array.tobytes()
+        with mmap.mmap(self.fd, self.byte_size) as mapped:
+            mapped[offset : offset + len(data)] = data
+
+    def read(self, dtype: type | np.dtype, count: int, offset: int = 0) -> np.ndarray:
+        """A copy of `count` elements at `offset`."""
+        with mmap.mmap(self.fd, self.byte_size) as mapped:
+            size = count * np.dtype(dtype).itemsize
+            return np.frombuffer(mapped[offset : offset + size], dtype)

@@ -1,0 +1,151 @@
+"""The benchmark's arithmetic: reports, medians and ratios, verdicts, comparisons, processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench import perf, processes, report
+from bench.cases import Figure, Target
+from bench.results import MACHINE, NotRun, Results, Row, load, spread
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+REPORT = """Concurrency,Inferences/Second,Client Send,p50 latency,p99 latency,Avg latency
+16,7552.42,45,2004,3819,
+"""
+
+
+def _figure(better: str = "higher", target: Target | None = None) -> Figure:
+    ratio = Target("ratio", 0.8, 1.2) if better == "higher" else Target("ratio", 1.2, 0.8)
+    return Figure("case", "a case", "x/s", better, target or ratio)  # type: ignore[arg-type]
+
+
+def _row(ours: list[float], theirs: list[float], figure: Figure | None = None) -> Row:
+    return Row(figure or _figure(), {"shmserve": ours, "triton": theirs})
+
+
+def _results(*rows: Row) -> Results:
+    machine: dict[str, str | float] = {
+        "processor": "P", "cores": 2, "memory_gib": 1.0, "system": "S", "load_before": 0.0,
+    }  # fmt: skip
+    return Results("2026-01-01", machine, {"python": "3"}, {"repeats": 3, "seconds": 5}, list(rows))
+
+
+def test_a_report_of_perf_analyzer_is_read_by_column() -> None:
+    found = perf.parse(REPORT)
+    assert found[perf.THROUGHPUT] == 7552.42
+    assert found[perf.P50] == 2004
+    assert "Avg latency" not in found
+
+
+@pytest.mark.parametrize("text", ["", "Concurrency\n1\n", REPORT + "1,2,3,4,5,6\n", "a,b\n1,2\n"])
+def test_anything_else_is_not_a_report(text: str) -> None:
+    with pytest.raises(perf.LoadFailed):
+        perf.parse(text)
+
+
+def test_spread_is_the_median_between_the_extremes() -> None:
+    found = spread([3.0, 1.0, 10.0])
+    assert found is not None
+    assert (found.median, found.low, found.high) == (3.0, 1.0, 10.0)
+    assert spread([]) is None
+
+
+def test_ratio_is_of_medians_with_the_extremes_of_the_pairs() -> None:
+    ratio = _row([10, 20, 30], [10, 10, 60]).ratio()
+    assert ratio is not None
+    assert (ratio.median, ratio.low, ratio.high) == (2.0, 0.5, 2.0)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])])
+def test_without_both_there_is_no_ratio_and_no_verdict(
+    ours: list[float], theirs: list[float]
+) -> None:
+    row = _row(ours, theirs)
+    assert row.ratio() is None
+    assert row.verdict() == ""
+
+
+@pytest.mark.parametrize(
+    ("better", "ours", "verdict"),
+    [
+        ("higher", 12.0, "aim"),
+        ("higher", 8.0, "must"),
+        ("higher", 7.9, "BELOW"),
+        ("lower", 8.0, "aim"),
+        ("lower", 12.0, "must"),
+        ("lower", 12.1, "BELOW"),
+    ],
+)
+def test_verdict_on_a_ratio(better: str, ours: float, verdict: str) -> None:
+    assert _row([ours], [10.0], _figure(better)).verdict() == verdict
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(3.0, "must"), (3.1, "BELOW")])
+def test_verdict_on_a_value_needs_no_peer(value: float, verdict: str) -> None:
+    figure = _figure("lower", Target("value", 3.0))
+    assert Row(figure, {"shmserve": [value]}).verdict() == verdict
+
+
+def test_results_survive_their_file(tmp_path: Path) -> None:
+    results = _results(_row([1.0], [2.0]))
+    results.not_run.append(NotRun("json, triton", "it died", failed=True))
+    results.save(tmp_path / "new" / "r.json")
+    assert load(tmp_path / "new" / "r.json") == results
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [], "not_run": []}', "\x00"])
+def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"other\.json is not a result"):
+        load(path)
+
+
+def test_the_report_names_what_could_not_be_measured() -> None:
+    results = _results(_row([12.0], [10.0]), Row(_figure(), {MACHINE: [1.0]}))
+    results.not_run.append(NotRun("Triton", "not there", failed=False))
+    results.raw_delays_us["shmserve"] = [110.0, 130.0, 5000.0]
+    text = report.render(results)
+    assert "1.20 [1.20 .. 1.20]" in text
+    assert "aim" in text
+    assert "Triton: not there" in text
+    assert "100 to 120 µs   33.3 %" in text
+    assert "2000 and more µs   33.3 %" in text
+
+
+def test_a_report_of_nothing_is_still_a_report() -> None:
+    assert "median" in report.render(_results())
+
+
+def test_compare_calls_better_only_what_no_sample_contradicts() -> None:
+    before = _results(_row([10, 11], [10, 10]))
+    assert "better" in report.compare(before, _results(_row([12, 13], [10, 10])))
+    assert "worse" in report.compare(before, _results(_row([8, 9], [10, 10])))
+    overlapping = report.compare(before, _results(_row([11, 13], [10, 10])))
+    assert "better" not in overlapping
+    assert "1.14" in overlapping
+
+
+def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    try:
+        while len(members := processes.tree(child.pid)) < 2:
+            assert child.poll() is None
+        assert {p.pid for p in members} >= {child.pid}
+        assert os.getpid() not in {p.pid for p in members}
+        assert 1 < processes.pss_mb(child.pid) < 1000
+        assert processes.cpu_s(child.pid) >= 0
+        assert len(processes.living(members)) == 2
+        assert not processes.wait_gone(members, 0.02)
+    finally:
+        child.communicate(b"\n")
+    assert processes.wait_gone(members, 5)
+    assert processes.signal_all(members, 9) == []

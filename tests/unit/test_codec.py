@@ -1,0 +1,536 @@
+"""The v2 protocol's JSON and binary tensors: what is taken, what is refused, what survives."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
+from shmserve.gateway import bigjson, jsontensors
+from shmserve.gateway.answers import response_json
+from shmserve.gateway.assembly import check_room, raw_request
+from shmserve.gateway.codec import parse_request
+from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding, deflated
+from shmserve.gateway.intake import header_size
+from shmserve.gateway.values import JsonFault, loads
+from shmserve.ipc.signature import Signature
+from shmserve.ipc.tensors import NUMPY, Inferred, decode_bytes, element_count
+from tests.gateway_rig import SIMPLE, identity_config
+
+NUMERIC = [name for name in NUMPY if name not in ("BYTES", "FP16", "BOOL")]
+LIMIT = 1 << 20
+
+
+def one_input(**members: Any) -> dict[str, Any]:
+    given = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
+    return {"inputs": [{key: value for key, value in given.items() if value is not None}]}
+
+
+# --- parsing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [b"NaN", b"[Infinity, -Infinity, Inf, -Inf]", b'["Inf", NaN]'])
+def test_what_is_not_finite_is_a_number(text: bytes) -> None:
+    plain = text.replace(b"Inf,", b"Infinity,").replace(b"Inf]", b"Infinity]")
+    assert repr(loads(text)) == repr(json.loads(plain))
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    assert loads(b"\xef\xbb\xbf[1]") == [1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{", b"[1,]", b"nul", b"{} {}", b'{"a":1}\0', b'"\xff"', b"1e400", b"[NaN, 1e400]"),
+        *(b'["\\ud83d", NaN]', b"[NaN", b"]NaN["),
+    ],
+)
+def test_what_is_not_json_is_a_fault(text: bytes) -> None:
+    with pytest.raises(JsonFault, match=r"failed to parse the request JSON buffer: .* at [0-9]+"):
+        loads(text)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"[":', "}]")])
+def test_nesting_has_a_limit(opening: str, closing: str) -> None:
+    levels = 50 if opening.startswith("[{") else 100
+    assert loads(f"{opening * levels}1{closing * levels}".encode())
+    for depth in (levels + 1, 1500, 100_000):
+        with pytest.raises(InvalidArgument, match=r"maximum allowed limit \(100\)"):
+            loads(f"{opening * depth}1{closing * depth}".encode())
+
+
+def test_brackets_in_strings_are_not_nesting() -> None:
+    assert loads(orjson.dumps(["[" * 500, "]{" * 500])) == ["[" * 500, "]{" * 500]
+
+
+@given(
+    st.binary(max_size=200)
+    | st.text('[]{},:"\\0123456789.eE-+ aNInfity', max_size=80).map(str.encode)
+)
+def test_any_bytes_parse_or_are_refused(raw: bytes) -> None:
+    with contextlib.suppress(InvalidArgument, JsonFault):
+        loads(raw)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=20,
+    )
+)
+def test_any_request_is_understood_or_refused(header: Any) -> None:
+    for candidate in (
+        header,
+        {"inputs": header},
+        {"inputs": [header]},
+        one_input(parameters=header),
+    ):
+        with contextlib.suppress(InvalidArgument, JsonFault, Unsupported):
+            parse_request(candidate, 0, "m", LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "text"),
+    [
+        (
+            {"shape": [2**63]},
+            InvalidArgument,
+            r"shape \[9223372036854775808\] contains one or more invalid",
+        ),
+        (
+            {"shape": [2**62, 2]},
+            InvalidArgument,
+            r"causes total element count to exceed maximum size of 9",
+        ),
+        ({"shape": [2**61]}, InvalidArgument, r"byte size overflow for input 'A': element count"),
+        ({"shape": [2**60, 0, 2**60], "data": []}, None, ""),
+        (
+            {"shape": [300_000]},
+            InvalidArgument,
+            r"JSON input 'A' has a byte_size \(1200000 bytes\)",
+        ),
+        (
+            {"shape": [-1]},
+            JsonFault,
+            "Unable to parse 'shape': attempt to access JSON non-unsigned",
+        ),
+        ({"shape": [True]}, JsonFault, "Unable to parse 'shape'"),
+        ({"shape": [2.0]}, JsonFault, "Unable to parse 'shape'"),
+        ({"shape": None}, JsonFault, "non-existing object member 'shape'"),
+        ({"datatype": "INT33"}, InvalidArgument, "invalid datatype for input A"),
+        ({"name": 3}, JsonFault, "Unable to parse 'name': attempt to access JSON non-string"),
+        ({"data": None}, InvalidArgument, "But no field is set"),
+    ],
+)
+def test_an_input_is_checked(
+    members: dict[str, Any], error: type[Exception] | None, text: str
+) -> None:
+    if error is None:
+        assert parse_request(one_input(**members), 0, "m", LIMIT).inputs[0].count == 0
+        return
+    with pytest.raises(error, match=text):
+        parse_request(one_input(**members), 0, "m", LIMIT)
+
+
+def test_parameters_go_where_they_belong() -> None:
+    header = one_input() | {
+        "id": "7",
+        "parameters": {
+            "sequence_id": "s",
+            "sequence_start": True,
+            "sequence_end": True,
+            "priority": 2,
+            "timeout": 9,
+            "binary_data_output": True,
+            "a": 1,
+            "b": "x",
+            "c": False,
+            "d": 0.5,
+        },
+        "outputs": [{"name": "Y"}, {"name": "Z", "parameters": {"binary_data": True}}],
+    }
+    request = parse_request(header, 0, "m", LIMIT)
+    assert (request.id, request.correlation_id, request.flags) == ("7", "s", 3)
+    assert (request.priority, request.timeout_us, request.binary) == (2, 9, True)
+    assert request.parameters == {"a": 1, "b": "x", "c": False, "d": 0.5}
+    assert [(output.name, output.binary) for output in request.outputs] == [
+        ("Y", False),
+        ("Z", True),
+    ]
+
+
+@pytest.mark.parametrize("key", ["triton_x", "triton_enable_empty_final_response"])
+def test_reserved_parameters_are_refused(key: str) -> None:
+    with pytest.raises(InvalidArgument, match="reserved for Triton usage"):
+        parse_request(one_input() | {"parameters": {key: 1}}, 0, "m", LIMIT)
+
+
+def test_classification_says_that_it_is_not_there() -> None:
+    header = one_input() | {"outputs": [{"name": "Y", "parameters": {"classification": 2}}]}
+    with pytest.raises(Unsupported, match="'classification' parameter of output 'Y'"):
+        parse_request(header, 0, "m", LIMIT)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "1e3", "+1", " 1", "1 ", "1.0", "0x10", "abc", "\u0661", "1_0", "--1", "9" * 400]
+)
+def test_a_header_size_is_a_number(said: str) -> None:
+    with pytest.raises(InvalidArgument, match="Unable to parse Inference-Header-Content-Length, "):
+        header_size(said, 100)
+
+
+@pytest.mark.parametrize("said", ["-1", "101", "2147483647"])
+def test_a_header_size_lies_in_the_body(said: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"in range \(0, 100\), got: {said}"):
+        header_size(said, 100)
+    assert [header_size(text, 100) for text in ("0", "100", "007")] == [0, 100, 7]
+
+
+# --- JSON tensors -----------------------------------------------------------------------------
+
+
+def values_of(datatype: str) -> st.SearchStrategy[list[Any]]:
+    if datatype == "BYTES":
+        return st.lists(st.text(), max_size=20)
+    if datatype == "BOOL":
+        return st.lists(st.booleans(), max_size=40)
+    dtype = NUMPY[datatype]
+    if datatype == "FP32":
+        return st.lists(st.floats(width=32), max_size=40)
+    if datatype == "FP64":
+        return st.lists(st.floats(), max_size=40)
+    info = np.iinfo(dtype)
+    return st.lists(st.integers(int(info.min), int(info.max)), max_size=40)
+
+
+@given(st.data(), st.sampled_from([*NUMERIC, "BOOL", "BYTES"]))
+def test_json_data_survives(data: st.DataObject, datatype: str) -> None:
+    values = data.draw(values_of(datatype))
+    raw = jsontensors.decode(values, datatype, len(values), "A")
+    if datatype == "BYTES":
+        assert [item.decode() for item in decode_bytes(raw, (len(values),), "A", "m")] == values
+    else:
+        assert np.array_equal(
+            np.frombuffer(raw, NUMPY[datatype]),
+            np.array(values, NUMPY[datatype]),
+            equal_nan=datatype in ("FP32", "FP64"),
+        )
+    text = jsontensors.encode(raw, datatype, (len(values),), "A")
+    assert repr(json.loads(text)) == repr(values)
+    assert repr(loads(text)) == repr(values)
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=10),
+    st.sampled_from(["INT8", "INT16", "INT32"]),
+)
+def test_wide_integers_wrap(values: list[int], datatype: str) -> None:
+    raw = jsontensors.decode(values, datatype, len(values), "A")
+    assert np.array_equal(
+        np.frombuffer(raw, NUMPY[datatype]), np.array(values, np.int64).astype(NUMPY[datatype])
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "datatype", "text"),
+    [
+        ([1, True], "INT32", "non-signed-integer as signed-integer"),
+        ([1.0], "INT64", "non-signed-integer as signed-integer"),
+        (["1"], "UINT8", "non-unsigned-integer as unsigned-integer"),
+        ([-1], "UINT8", "non-unsigned-integer as unsigned-integer"),
+        ([2**63], "INT8", "non-signed-integer as signed-integer"),
+        ([300, 2**64], "UINT8", "non-unsigned-integer as unsigned-integer"),
+        ([1, True], "FP32", "non-number as double"),
+        ([None], "FP64", "non-number as double"),
+        ([1, 0], "BOOL", "non-boolean as boolean"),
+        ([{}], "INT32", "non-signed-integer as signed-integer"),
+        (["a", 1], "BYTES", "Unable to parse JSON bytes array: attempt to access JSON non-string"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(values: list[Any], datatype: str, text: str) -> None:
+    with pytest.raises(JsonFault, match=text):
+        jsontensors.decode(values, datatype, len(values), "A")
+
+
+@pytest.mark.parametrize(
+    "nested", [[1, 2, 3, 4], [[1, 2], [3, 4]], [1, [2, [[3]], []], 4], [[[[1, 2, 3, 4]]]]]
+)
+def test_lists_nest_in_any_way(nested: list[Any]) -> None:
+    assert jsontensors.flat(nested) == [1, 2, 3, 4]
+    with pytest.raises(JsonFault, match="Unable to parse 'data': Shape does not match true shape"):
+        jsontensors.decode(nested, "INT32", 3, "A")
+    with pytest.raises(JsonFault, match="Failed to parse 'data' field: shape does not match"):
+        jsontensors.decode(nested, "INT32", 5, "A")
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+def test_halves_have_no_json_form(datatype: str) -> None:
+    with pytest.raises(
+        InvalidArgument, match=f"receiving {datatype} data via JSON is not supported"
+    ):
+        jsontensors.decode([1.0], datatype, 1, "A")
+    with pytest.raises(InvalidArgument, match=f"sending {datatype} data via JSON is not supported"):
+        jsontensors.encode(b"\0\0", datatype, (1,), "A")
+
+
+def test_single_precision_is_written_as_the_double_it_equals() -> None:
+    values = np.array([0.1, 123456789, np.nan, -np.inf, np.inf, 3], np.float32)
+    text = jsontensors.encode(values.tobytes(), "FP32", (6,), "A")
+    assert text == b"[0.10000000149011612,123456792.0,NaN,-Infinity,Infinity,3.0]"
+
+
+def test_bytes_that_are_not_text_have_no_json_form() -> None:
+    with pytest.raises(InvalidArgument, match="output 'A' holds bytes that are not UTF-8"):
+        jsontensors.encode(b"\x01\0\0\0\xff", "BYTES", (1,), "A")
+    with pytest.raises(Internal, match="internal error"):
+        jsontensors.encode(b"\x05\0\0\0\xff", "BYTES", (1,), "A")
+
+
+@pytest.mark.parametrize("datatype", [*NUMERIC, "BOOL"])
+def test_long_tensors_are_written_in_parts(datatype: str) -> None:
+    values = (np.arange(100_000) % 2).astype(NUMPY[datatype])
+    raw = values.tobytes()
+    parts = list(jsontensors.encode_parts(memoryview(raw), datatype, values.shape, "A"))
+    assert len(parts) > 3
+    assert b"".join(parts) == jsontensors.encode(raw, datatype, values.shape, "A")
+
+
+# --- large JSON -------------------------------------------------------------------------------
+
+numbers = st.recursive(
+    st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False, width=16),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@pytest.fixture
+def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bigjson, "_SLICE", 3)
+    monkeypatch.setattr(bigjson, "_WORTH_CUTTING", 1)
+
+
+def read_back(data: Any) -> list[Any]:
+    parts = data.parts() if isinstance(data, bigjson.Numbers) else [data]
+    return [value for part in parts for value in jsontensors.flat(part)]
+
+
+@pytest.mark.usefixtures("tiny_slices")
+@settings(max_examples=300)
+@given(st.lists(numbers, min_size=1, max_size=8), st.sampled_from([None, 1, 3]))
+def test_slices_come_to_the_same_values(values: list[Any], indent: int | None) -> None:
+    tensor = {"name": "data", "data": values, "datatype": '"data":[', "shape": []}
+    body = json.dumps({"id": "x", "inputs": [tensor, {"data": values}]}, indent=indent).encode()
+    header = bigjson.loads_large(body)
+    assert isinstance(header["inputs"][1]["data"], bigjson.Numbers)
+    for found in header["inputs"]:
+        assert read_back(found["data"]) == jsontensors.flat(values)
+        found["data"] = values
+    assert header == json.loads(body)
+
+
+@pytest.mark.usefixtures("tiny_slices")
+@settings(max_examples=500)
+@given(st.lists(numbers, min_size=1, max_size=6), st.data())
+def test_what_is_not_json_is_found_in_slices_too(values: list[Any], data: st.DataObject) -> None:
+    text = bytearray(json.dumps({"inputs": [{"data": values}]}).encode())
+    at = data.draw(st.integers(0, len(text) - 1))
+    text[at : at + data.draw(st.integers(0, 2))] = data.draw(
+        st.sampled_from([b"", b",", b"]", b"[", b"}", b" ", b"1", b'"'])
+    )
+    body = bytes(text)
+    try:
+        expected = read_back(loads(body)["inputs"][0]["data"])
+    except (ShmserveError, LookupError, TypeError):
+        expected = None
+    try:
+        found = read_back(bigjson.loads_large(body)["inputs"][0]["data"])
+    except (ShmserveError, LookupError, TypeError):
+        found = None
+    assert found == expected
+
+
+@pytest.mark.usefixtures("tiny_slices")
+def test_only_data_of_inputs_is_cut() -> None:
+    with pytest.raises(JsonFault, match="outside of 'inputs'"):
+        bigjson.loads_large(b'{"parameters": {"data": [1, 2, 3, 4]}, "inputs": []}')
+    strings = b'{"inputs": [{"data": ["a", "b,", "c"]}], "x": "\\"data\\": [1, 2, 3, 4]"}'
+    assert bigjson.loads_large(strings) == json.loads(strings)
+
+
+# --- binary ---------------------------------------------------------------------------------
+
+
+def test_binary_sizes_must_add_up() -> None:
+    def header(*sizes: Any) -> dict[str, Any]:
+        return {
+            "inputs": [
+                {
+                    "name": f"I{i}",
+                    "datatype": "INT8",
+                    "shape": [4],
+                    "parameters": {"binary_data_size": size},
+                }
+                for i, size in enumerate(sizes)
+            ]
+        }
+
+    assert [t.binary_size for t in parse_request(header(4, 0, 4), 8, "m", LIMIT).inputs] == [
+        4,
+        0,
+        4,
+    ]
+    with pytest.raises(
+        InvalidArgument,
+        match="unexpected size for input 'I1', expecting 3 additional bytes for model 'm'",
+    ):
+        parse_request(header(4, 4), 5, "m", LIMIT)
+    with pytest.raises(InvalidArgument, match="unexpected additional input data for model 'm'"):
+        parse_request(header(4, 4), 9, "m", LIMIT)
+    for size in (-1, 2**64, "4", 4.0, True, None):
+        with pytest.raises(JsonFault, match="Unable to parse 'binary_data_size'"):
+            parse_request(header(size), 4, "m", LIMIT)
+
+
+def test_a_raw_request_takes_its_shape_from_its_size() -> None:
+    request, body = raw_request(
+        Signature(identity_config("m", "FP32", [-1, 2], batch=4), "1"), b"\0" * 24
+    )
+    assert (request.inputs[0].name, request.inputs[0].shape, len(body)) == ("IN", (1, 3, 2), 24)
+    assert request.binary
+    request, body = raw_request(Signature(identity_config("m", "BYTES", [1]), "1"), b"abc")
+    assert (request.inputs[0].shape, body) == ((1,), b"\x03\0\0\0abc")
+
+
+def test_the_response_has_its_keys_in_order() -> None:
+    answer = Inferred((), {"p": 1})
+    text = response_json("7", "m", "1", answer, [{"name": "Y"}])
+    assert list(json.loads(text)) == ["id", "model_name", "model_version", "parameters", "outputs"]
+    assert list(json.loads(response_json("", "m", "1", Inferred(()), []))) == [
+        "model_name",
+        "model_version",
+        "outputs",
+    ]
+
+
+def test_an_output_must_have_room_in_its_region() -> None:
+    signature = Signature(SIMPLE, "1")
+    check_room(signature, "OUTPUT0", 128, 2)
+    with pytest.raises(
+        Internal, match=r"output 'OUTPUT0' \(127 bytes\) should be at least 128 bytes"
+    ):
+        check_room(signature, "OUTPUT0", 127, 2)
+    check_room(Signature(identity_config("m", "FP32", [-1]), "1"), "OUT", 0, 0)
+    check_room(Signature(identity_config("m", "BYTES", [4]), "1"), "OUT", 0, 0)
+
+
+# --- compression ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "chosen"),
+    [
+        *(
+            ("gzip", "gzip"),
+            ("deflate", "deflate"),
+            ("gzip, deflate", "gzip"),
+            ("deflate,gzip", "deflate"),
+        ),
+        *(
+            ("identity, gzip", "identity"),
+            ("gzip;q=0.5, deflate;q=0.8", "deflate"),
+            ("gzip;q=0", "identity"),
+        ),
+        *(
+            ("*", "identity"),
+            ("br", "identity"),
+            ("gzip;q=abc", "identity"),
+            ("GZIP", "identity"),
+            ("", "identity"),
+        ),
+        *(
+            ("identity;q=0.5, gzip;q=0.1", "identity"),
+            ("gzip;level=9", "identity"),
+            (";q=1,,", "identity"),
+        ),
+    ],
+)
+def test_the_heaviest_encoding_wins(header: str, chosen: str) -> None:
+    assert accepted_encoding(header) == chosen
+
+
+def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
+    inflater = Inflater(limit)
+    pieces = [p for at in range(0, len(raw), step) for p in inflater.feed(raw[at : at + step])]
+    inflater.finish()
+    return b"".join(pieces)
+
+
+@given(st.binary(max_size=3000), st.integers(1, 4000), st.sampled_from(["gzip", "deflate"]))
+def test_compressed_bodies_survive(raw: bytes, step: int, encoding: str) -> None:
+    packed = b"".join(deflated([raw[:100], memoryview(raw)[100:]], encoding))
+    assert inflated(packed, step=step) == raw
+    assert (gzip if encoding == "gzip" else zlib).decompress(packed) == raw
+
+
+def test_members_follow_each_other() -> None:
+    assert inflated(gzip.compress(b"a") + gzip.compress(b"b")) == b"ab"
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_inflate_or_are_refused(raw: bytes) -> None:
+    for body in (raw, gzip.compress(b"x" * 50)[: len(raw)], gzip.compress(b"x") + raw):
+        with contextlib.suppress(InvalidArgument):
+            inflated(body)
+
+
+def test_a_bomb_stops_at_the_ceiling() -> None:
+    bomb = zlib.compress(bytes(200 * 1024 * 1024), 9)
+    pieces = Inflater(LIMIT).feed(bomb)
+    assert sum(len(next(pieces)) for _ in range(4)) == LIMIT
+    with pytest.raises(
+        InvalidArgument, match=f"exceeds the maximum allowed value of {LIMIT} bytes"
+    ):
+        next(pieces)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"", "nothing to be decompressed"),
+        (gzip.compress(b"x" * 99)[:-6], "truncated"),
+        (b"nope", "failed to decompress"),
+    ],
+)
+def test_what_is_not_compressed_is_refused(raw: bytes, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        inflated(raw)
+
+
+def test_encodings_by_name() -> None:
+    assert [check_encoding(name) for name in ("gzip", "GZip", "deflate", "identity")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    for name in ("br", "", "gzip, deflate"):
+        with pytest.raises(Unsupported, match="Unsupported compression type"):
+            check_encoding(name)
+
+
+def test_the_wire_form_is_little_endian() -> None:
+    assert jsontensors.decode([1, -2], "INT16", 2, "A") == struct.pack("<hh", 1, -2)
+    assert element_count((2, 3)) == 6

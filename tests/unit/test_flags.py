@@ -1,0 +1,232 @@
+"""The table of flags, the parser that reads a command line by it, and the settings it makes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve import cli, config, flags
+from shmserve.errors import InvalidArgument
+from shmserve.model_config import ModelDefaults
+
+ROOT = Path(__file__).resolve().parents[2]
+ANY_FLAG = st.sampled_from(sorted(flags.FLAGS))
+
+
+def settings(*arguments: str, **environment: str) -> config.ServerConfig:
+    """The settings that a command line gives; the repository is a folder that is there."""
+    return config.from_flags(flags.parse([f"--model-repository={ROOT}", *arguments]), environment)
+
+
+def refusal(*arguments: str, **environment: str) -> str:
+    """The error that a command line gives."""
+    with pytest.raises(InvalidArgument) as caught:
+        config.from_flags(flags.parse(arguments), environment)
+    return caught.value.message
+
+
+def a_value(flag: flags.Flag) -> str:
+    """A value that the flag takes."""
+    if flag.choices:
+        return flag.choices[-1]
+    return {bool: "false", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]
+
+
+def test_defaults_are_tritons_or_safe() -> None:
+    found = settings()
+    assert (found.http_address, found.http_port, found.metrics_port) == ("127.0.0.1", 8000, 8002)
+    assert found.metrics_address == found.http_address
+    assert (found.model_control_mode, found.repository_poll_s) == ("none", 15)
+    assert found.http_max_input_size == 1 << 26
+    assert (found.exit_timeout_s, found.exit_on_error, found.strict_readiness) == (30, True, True)
+    assert (found.request_timeout_us, found.execution_timeout_s) == (0, 300.0)
+    assert (found.max_queue_size, found.arena_byte_size) == (4096, 1 << 30)
+    assert found.model_defaults == ModelDefaults(False, None, None)
+    assert (found.run_dir, found.server_id, found.gateways) == (None, "triton", 1)
+    assert found.without_effect == ()
+
+
+@pytest.mark.parametrize("name", sorted(flags.FLAGS))
+def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
+    value = a_value(flags.FLAGS[name])
+    joined = flags.parse([f"--{name}={value}", "folder"])
+    assert joined == flags.parse([f"--{name}", value, "folder"])
+    assert joined.positional == ["folder"]
+    assert joined.without_effect == ([] if flags.FLAGS[name].effect else [f"--{name}"])
+
+
+def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
+    assert settings("--dynamic-batching").model_defaults.dynamic_batching
+    assert settings("--dynamic-batching", "--gateways=2").model_defaults.dynamic_batching
+    assert flags.parse(["--dynamic-batching", "folder"]).positional == ["folder"]
+    for text in ("false", "FALSE", "0", "off"):
+        assert not settings("--exit-on-error", text).exit_on_error
+        assert not settings(f"--exit-on-error={text}").exit_on_error
+    for text in ("true", "True", "1", "on"):
+        assert settings("--exit-on-error=false", "--exit-on-error", text).exit_on_error
+
+
+def test_the_flags_of_tritonserver_are_all_known() -> None:
+    # The flags of `tritonserver --help`, and of newer versions, that a command line is likely to
+    # have; those acted on here are in the list too.
+    known = """
+    id exit-timeout-secs log-verbose log-info log-warning log-error log-format log-file model-store
+    model-repository exit-on-error disable-auto-complete-config strict-readiness model-control-mode
+    repository-poll-secs load-model model-config-name model-load-thread-count allow-http
+    model-load-retry-count model-namespacing enable-peer-access http-address http-port
+    reuse-http-port http-header-forward-pattern http-thread-count http-restricted-api allow-grpc
+    grpc-address grpc-port grpc-use-ssl grpc-infer-response-compression-level grpc-keepalive-time
+    grpc-restricted-protocol grpc-max-response-pool-size allow-sagemaker allow-vertex-ai
+    allow-metrics allow-gpu-metrics allow-cpu-metrics metrics-address metrics-port
+    metrics-interval-ms metrics-config trace-config backend-directory backend-config
+    repoagent-directory cache-config cache-directory rate-limit rate-limit-resource
+    pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size
+    min-supported-compute-capability buffer-manager-thread-count host-policy model-load-gpu-limit
+    strict-model-config response-cache-byte-size allow-client-shm http-max-input-size
+    """
+    assert set(known.split()) <= set(flags.FLAGS)
+
+
+def test_flags_without_effect_are_named_once() -> None:
+    found = settings("--grpc-port=8001", "--rate-limit", "off", "--grpc-port", "9", "--allow-grpc")
+    assert found.without_effect == ("--grpc-port", "--rate-limit", "--allow-grpc")
+
+
+def test_what_repeats_and_what_the_last_one_decides() -> None:
+    found = settings(
+        "--model-control-mode=explicit",
+        "--load-model=a",
+        "--load-model",
+        "b",
+        "--backend-config=python,shm-default-byte-size=1=2",
+        "--backend-config=auto-complete-config=false",
+        "--http-port=1",
+        "--http-port=2",
+    )
+    assert found.load_models == ("a", "b")
+    assert found.http_port == 2
+    assert found.backend_settings("python") == {
+        "shm-default-byte-size": "1=2",
+        "auto-complete-config": "false",
+    }
+    assert found.backend_settings("pytorch") == {"auto-complete-config": "false"}
+
+
+def test_models_are_folders_and_classes(tmp_path: Path) -> None:
+    found = config.from_flags(
+        flags.parse([str(tmp_path), "./model.py:Model", f"--model-store={ROOT}"]), {}
+    )
+    assert found.model_repositories == (ROOT, tmp_path)
+    assert found.model_files == ("./model.py:Model",)
+
+
+@pytest.mark.parametrize("arguments", [("",), ("--model-repository=",), ("--model-store", "")])
+def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...]) -> None:
+    assert refusal(*arguments) == "--model-repository: '' is not a folder"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--http-prot=1", "unknown flag --http-prot, did you mean --http-port?"),
+        ("--http_port", "unknown flag --http_port, did you mean --http-port?"),
+        ("-x", "unknown flag -x; see shmserve serve --help"),
+        ("--http-port", "--http-port: a value is missing"),
+        ("--http-port=", "--http-port: '' is not an integer"),
+        ("--http-port=1_0", "--http-port: '1_0' is not an integer"),
+        ("--http-port= 1", "--http-port: ' 1' is not an integer"),
+        ("--http-port=65536", "--http-port: 65536 is out of range (allowed: 0 to 65535)"),
+        (
+            "--arena-byte-size=1",
+            "--arena-byte-size: 1 is out of range (allowed: 1048576 to 1099511627776)",
+        ),
+        ("--execution-timeout-secs=nan", "--execution-timeout-secs: 'nan' is not a number"),
+        ("--strict-readiness=perhaps", "--strict-readiness: 'perhaps' is not a boolean"),
+        ("--model-control-mode=x", "'x' is not one of none, poll, explicit"),
+        ("--load-model=m", "--load-model: needs --model-control-mode=explicit"),
+        ("--backend-config=python", "--backend-config: 'python' is not BACKEND,SETTING=VALUE"),
+    ],
+)
+def test_an_error_names_the_flag_what_was_found_and_what_is_allowed(
+    argument: str, message: str
+) -> None:
+    assert message in refusal(str(ROOT), argument)
+
+
+def test_errors_of_the_whole_command_line() -> None:
+    assert "at least one is needed" in refusal()
+    assert "'/no/where' is not a folder" in refusal("/no/where")
+    mode = "--model-control-mode=explicit"
+    assert "must stand alone" in refusal(str(ROOT), mode, "--load-model=*", "--load-model=m")
+    assert settings(mode, "--load-model=*").load_models == ("*",)
+    assert "--http-port: a value is missing" in refusal("--http-port", "--gateways=2")
+
+
+def test_the_environment() -> None:
+    found = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
+    assert (found.delay_scheduler, found.visible_devices) == (3, "1")
+    assert settings(TRITONSERVER_DELAY_SCHEDULER="").delay_scheduler == 0
+    for text in ("x", "-1", "\N{SUPERSCRIPT TWO}"):
+        assert "TRITONSERVER_DELAY_SCHEDULER" in refusal(
+            str(ROOT), TRITONSERVER_DELAY_SCHEDULER=text
+        )
+
+
+@given(ANY_FLAG, st.text(max_size=200))
+def test_any_value_is_taken_or_refused_by_name(name: str, text: str) -> None:
+    flag = flags.FLAGS[name]
+    try:
+        value = flag.parse(text)
+    except InvalidArgument as error:
+        named = error.message
+    else:
+        named = f"--{flag.name}: "
+        assert type(value) is flag.kind
+        if isinstance(value, int | float) and flag.kind is not bool:
+            assert flag.low <= value <= flag.high
+    assert named.startswith(f"--{flag.name}: ")
+
+
+@given(st.lists(st.text(max_size=30), max_size=8))
+def test_no_command_line_breaks_the_parser(arguments: list[str]) -> None:
+    with contextlib.suppress(InvalidArgument):
+        flags.parse(arguments)
+
+
+def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert set(re.findall(r"--([a-z0-9-]+)", shown)) >= set(flags.FLAGS) - {"model-store"}
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("arguments", [[], ["bogus"], ["serve"], ["check"], ["client"]])
+def test_a_wrong_command_line_ends_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(("usage:", "shmserve: "))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--http-port=1\n2"], ["--a\nb"], ["--model-repository=a\nb"], ["\x1b[2J"]]
+)
+def test_an_error_is_one_line_whatever_the_arguments_hold(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("\n")
+    assert error[:-1].isprintable()
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"shmserve \d+\.\d+\.\d+\n", capsys.readouterr().out)

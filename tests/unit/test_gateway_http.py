@@ -1,0 +1,434 @@
+"""HTTP as hostile or clumsy clients speak it: framing, size, time, and what others notice."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.ipc.tensors import Inference, Inferred, TensorRef
+from tests.gateway_rig import (
+    SIMPLE,
+    Rig,
+    add_sub,
+    identity_config,
+    model_config,
+    rig,
+    tensor_config,
+)
+from tests.raw_http import Http, Reply, raw_connection, read_reply
+from tests.waiting import until
+
+MIB = 1024 * 1024
+SECONDS = 0.4
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    limits = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS, "max_input_size": 2 * MIB}
+    with rig(tmp_path_factory.mktemp("run"), max_connections=60, **limits) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
+        made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(one_byte))
+        made.open()
+        yield made
+
+
+def one_byte(request: Inference) -> Inferred:
+    return Inferred((TensorRef("OUT", "INT8", (1,), b"\x01"),))
+
+
+@pytest.fixture(autouse=True)
+def others_are_served(gateway: Rig) -> Iterator[None]:
+    yield
+    gateway.http.infer("simple", simple_body()).ok()
+    assert "Traceback" not in gateway.log
+
+
+def simple_body(**members: Any) -> bytes:
+    inputs = [
+        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
+        for name in ("INPUT0", "INPUT1")
+    ]
+    return json.dumps({"inputs": inputs, **members}).encode()
+
+
+def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:
+    first = f"{method} /v2/models/simple/infer HTTP/{version}"
+    return "\r\n".join([first, "Host: x", f"Content-Length: {size}", *lines, "", ""]).encode()
+
+
+def ask(gateway: Rig, *parts: bytes) -> Reply:
+    """The reply to bytes that are sent in parts."""
+    with raw_connection(gateway.port) as connection:
+        for part in parts:
+            connection.sendall(part)
+        return read_reply(connection)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+# --- framing
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"garbage\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /v2 HTTP/9.9\r\nHost: x\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: 1e3\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: \x0bchunked\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 20_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused_briefly(gateway: Rig, raw: bytes) -> None:
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(raw)
+        reply = read_reply(connection)
+        assert (reply.status, reply.error) == (400, "malformed HTTP request")
+        assert reply.headers["Connection"] == "close"
+        assert is_closed(connection)
+
+
+def test_a_request_may_come_byte_by_byte(gateway: Rig) -> None:
+    body = simple_body()
+    raw = head(len(body)) + body
+    reply = ask(gateway, *(raw[at : at + 1] for at in range(len(raw))))
+    assert reply.ok().tensors()["OUTPUT0"][0][0] == 2
+
+
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+def test_bodies_may_come_in_chunks(gateway: Rig, size: int) -> None:
+    body = simple_body()
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    ask(gateway, start, chunks, b"0\r\n\r\n").ok()
+
+
+def test_too_many_chunks_are_refused(gateway: Rig) -> None:
+    start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    reply = ask(gateway, start, b"1\r\n \r\n" * 70_000)
+    assert reply.status == 400
+    assert reply.error.startswith("Chunked request body exceeds maximum of 65536 non-empty chunks")
+
+
+def test_a_broken_chunk_is_refused(gateway: Rig) -> None:
+    start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(start + b"5\r\nabc")
+        time.sleep(0.05)
+        connection.sendall(b"\r\nxyz\r\n")
+        reply = read_reply(connection)
+        assert reply.status == 400
+        assert is_closed(connection)
+
+
+def test_the_client_may_ask_before_it_sends(gateway: Rig) -> None:
+    body = simple_body()
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(len(body), "Expect: 100-continue"))
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        read_reply(connection).ok()
+
+
+def test_a_client_that_asks_first_sends_nothing_in_vain(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(100 * MIB, "Expect: 100-continue"))
+        reply = read_reply(connection)
+    assert reply.status == 400
+    assert "Use --http-max-input-size" in reply.error
+
+
+def test_old_clients_are_answered(gateway: Rig) -> None:
+    body = simple_body()
+    with raw_connection(gateway.port) as connection:
+        for _ in range(2):
+            connection.sendall(head(len(body), "Connection: keep-alive", version="1.0") + body)
+            assert read_reply(connection).ok().headers["Connection"] == "keep-alive"
+        connection.sendall(head(len(body), version="1.0") + body)
+        assert read_reply(connection).ok().headers["Connection"] == "close"
+        assert is_closed(connection)
+
+
+def test_a_connection_ends_when_the_client_says_so(gateway: Rig) -> None:
+    body = simple_body()
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(len(body), "Connection: close") + body)
+        assert read_reply(connection).ok().headers["Connection"] == "close"
+        assert is_closed(connection)
+
+
+def test_an_upgrade_is_not_taken(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(
+            b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            b"Upgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
+        )
+        assert read_reply(connection).ok().json()["name"] == "triton"
+        assert is_closed(connection)
+
+
+def test_head_has_no_body(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(b"HEAD /v2 HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        received = b""
+        while received.count(b"\r\n\r\n") < 2:
+            received += connection.recv(1000)
+    assert received.count(b"HTTP/1.1 405 Method Not Allowed\r\n") == 2
+    assert b"{" not in received
+
+
+def test_a_body_that_nobody_reads_ends_the_connection(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        start = head(3 * MIB).replace(b"/v2/models/simple/infer", b"/nowhere")
+        connection.sendall(start + bytes(MIB))
+        reply = read_reply(connection)
+        assert (reply.status, reply.error) == (404, "Not Found")
+        assert reply.headers["Connection"] == "close"
+        connection.sendall(bytes(2 * MIB))
+        assert is_closed(connection)
+
+
+# --- time
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v2/mod", b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: x\r\nA:"]
+)
+def test_a_head_that_stops_ends_the_connection(gateway: Rig, sent: bytes) -> None:
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(sent)
+        connection.settimeout(2 * SECONDS)
+        if sent:
+            assert is_closed(connection)
+        else:  # who has said nothing yet may take its time
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+            body = simple_body()
+            connection.sendall(head(len(body)) + body)
+            read_reply(connection).ok()
+
+
+def test_a_head_that_drips_ends_the_connection(gateway: Rig) -> None:
+    began = time.monotonic()
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n")
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < 10 * SECONDS:
+                connection.sendall(b"A: b\r\n")
+                time.sleep(SECONDS / 8)
+    assert SECONDS < time.monotonic() - began < 5 * SECONDS
+
+
+@pytest.mark.parametrize("size", [500, 100_000, 1_500_000])
+@pytest.mark.parametrize("sent", [0, 100])
+def test_a_body_that_stops_is_given_up(gateway: Rig, size: int, sent: int) -> None:
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(size) + b" " * sent)
+        reply = read_reply(connection)
+        assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
+        assert is_closed(connection)
+
+
+def test_a_body_that_drips_is_given_up(gateway: Rig) -> None:
+    began = time.monotonic()
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(1_000_000))
+        connection.setblocking(False)
+        reply = b""
+        while not reply and time.monotonic() - began < 20 * SECONDS:
+            connection.sendall(b" ")
+            time.sleep(SECONDS / 8)
+            try:
+                reply = connection.recv(1000)
+            except BlockingIOError:
+                continue
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert time.monotonic() - began < 8 * SECONDS
+
+
+def test_a_client_that_does_not_read_is_cut_off(gateway: Rig, tmp_path: Path) -> None:
+    big = bytes(64 * MIB)
+    config = model_config(
+        "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
+    )
+    gateway.publish(
+        config, gateway.scheduler(lambda r: Inferred((TensorRef("OUT", "INT8", (len(big),), big),)))
+    )
+    inputs = [{"name": "IN", "datatype": "INT8", "shape": [1], "data": [0]}]
+    body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", gateway.port))
+        connection.sendall(head(len(body)).replace(b"/simple/", b"/big/") + body)
+        time.sleep(3 * SECONDS)
+        received = 0
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(MIB):
+                received += len(piece)
+    assert received < len(big)
+
+
+# --- size
+
+
+def test_json_has_a_limit(gateway: Rig) -> None:
+    for headers in ({}, {"Inference-Header-Content-Length": str(2 * MIB + 1)}):
+        reply = gateway.http.infer("simple", b" " * (2 * MIB + 1), headers)
+        assert reply.status == 400
+        assert reply.error == (
+            f"request JSON size of {2 * MIB + 1} bytes exceeds the maximum allowed input size of "
+            f"{2 * MIB} bytes. Use --http-max-input-size to increase the limit."
+        )
+
+
+def test_json_in_chunks_has_a_limit(gateway: Rig) -> None:
+    pieces = iter([b" " * MIB] * 3)
+    assert "exceeds the maximum allowed input size" in gateway.http.infer("simple", pieces).error
+
+
+def test_raw_input_has_a_limit(gateway: Rig) -> None:
+    headers = {"Inference-Header-Content-Length": "0"}
+    reply = gateway.http.infer("id", bytes(2 * MIB + 4), headers)
+    assert reply.error == (
+        f"Raw input has a byte_size ({2 * MIB + 4} bytes) that exceeds the maximum allowed value "
+        f"of {2 * MIB} bytes. Use --http-max-input-size to increase the limit."
+    )
+    gateway.http.infer("id", bytes(2 * MIB), headers).ok()
+
+
+def test_binary_tensors_have_none(gateway: Rig) -> None:
+    gateway.http.infer_binary("id", [("IN", "FP32", [2 * MIB], bytes(8 * MIB))]).ok()
+
+
+def memory_of(process: int) -> int:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+@pytest.mark.parametrize("name", ["gzip", "deflate"])
+def test_bombs_do_not_go_off(gateway: Rig, name: str) -> None:
+    plain = b" " * (200 * MIB)
+    bomb = gzip.compress(plain, 9) if name == "gzip" else zlib.compress(plain, 9)
+    before = memory_of(gateway.process.pid)
+    for _ in range(5):
+        reply = gateway.http.infer("simple", bomb, {"Content-Encoding": name})
+        assert reply.status == 400
+        assert reply.error.startswith("Decompressed data size exceeds the maximum allowed value")
+    assert memory_of(gateway.process.pid) - before < 20 * MIB
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900_000 + "]" * 900_000])
+def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
+    reply = gateway.http.infer("simple", text.encode())
+    assert (reply.status, reply.error) == (
+        400,
+        "JSON nesting depth exceeds maximum allowed limit (100)",
+    )
+
+
+def test_huge_numbers_of_strings_are_counted_first(gateway: Rig) -> None:
+    data = (2**31).to_bytes(4, "little")
+    reply = gateway.http.infer_binary("text", [("IN", "BYTES", [2**40], data)])
+    assert reply.status in (200, 400)  # the worker counts; nothing here is allocated for it
+    assert memory_of(gateway.process.pid) < 400 * MIB
+
+
+# --- others
+
+
+def test_health_answers_while_megabytes_of_json_are_read(tmp_path: Path) -> None:
+    values = np.random.default_rng(2).standard_normal(1_500_000)
+    data = values.tolist()
+    inputs = [{"name": "IN", "datatype": "FP32", "shape": [len(data)], "data": data}]
+    body = json.dumps({"inputs": inputs}).encode()
+    with rig(tmp_path) as gateway:
+        seen: list[Any] = []
+
+        def compute(request: Inference) -> Inferred:
+            seen.append(request.inputs[0].data)
+            return one_byte(request)
+
+        gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
+        gateway.open()
+        gateway.http.get("/v2/health/live").ok()
+        slowest: list[float] = []
+        done = threading.Event()
+
+        def probe() -> None:
+            http = Http(gateway.port)
+            while not done.is_set():
+                began = time.perf_counter()
+                http.get("/v2/health/live").ok()
+                slowest.append(time.perf_counter() - began)
+            http.close()
+
+        prober = threading.Thread(target=probe)
+        prober.start()
+        gateway.http.infer("id", body).ok()
+        done.set()
+        prober.join()
+        place = seen[0]
+        fd = os.open(f"/proc/{place.memory.pid}/fd/{place.memory.fd}", os.O_RDONLY)
+        raw = os.pread(fd, place.byte_size, place.offset)
+        os.close(fd)
+    assert np.array_equal(np.frombuffer(raw, np.float32), values.astype(np.float32))
+    assert len(body) > 25 * MIB
+    assert len(slowest) > 20
+    assert max(slowest) < 0.3  # in one piece it is several times that
+
+
+def test_connections_have_a_limit(gateway: Rig) -> None:
+    connections = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(70)]
+    try:
+        refused = []
+        for connection in connections:
+            connection.settimeout(0.2)
+            try:
+                connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                refused.append(connection.recv(100) == b"")
+            except ConnectionError:
+                refused.append(True)
+        assert 5 <= sum(refused) <= 15
+    finally:
+        for connection in connections:
+            connection.close()
+    until("there is room again", lambda: gateway.http.get("/v2/health/live").status == 200)
+
+
+def test_descriptors_come_back(gateway: Rig) -> None:
+    folder = Path(f"/proc/{gateway.process.pid}/fd")
+    gateway.http.get("/v2").ok()
+    before = len(list(folder.iterdir()))
+    for _ in range(50):
+        with raw_connection(gateway.port) as connection:
+            connection.sendall(head(1000) + b"{")
+    until("they are back", lambda: len(list(folder.iterdir())) <= before)

@@ -1,0 +1,112 @@
+"""Who may import whom: rooms depend on each other one way, and nothing heavy loads by accident."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# What of ours the files in a folder may import.
+LEAVES = ("shmserve.errors", "shmserve.logs")
+ROOMS = {
+    "ipc": (*LEAVES, "shmserve.ipc"),
+    # shmserve.model is the annotations that a user's model imports; it imports nothing of ours.
+    "workers": (*LEAVES, "shmserve.ipc", "shmserve.workers", "shmserve.model"),
+}
+# Unpickling runs code of whoever wrote the bytes; these hide a pickle inside.
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+PICKLING = {"multiprocessing", "concurrent.futures.process", "torch.multiprocessing"}
+
+
+def sources(folder: str) -> list[Path]:
+    """The Python files of a folder at the root; links to folders in it are not followed."""
+    return [
+        Path(path, name)
+        for path, _, names in os.walk(ROOT / folder)
+        for name in names
+        if name.endswith(".py")
+    ]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module or name that a file imports, as far as names can tell, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            assert node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, modules: tuple[str, ...] | set[str]) -> bool:
+    """Whether a dotted name is one of the modules or in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def test_there_are_files_to_look_at() -> None:
+    assert all(len(sources(room)) > 5 for room in ROOMS)
+    assert len(sources("shmserve")) > 20
+    assert set(imports(ROOT / "shmserve" / "__main__.py")) == {"shmserve.cli.main"}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_is_below_it(room: str) -> None:
+    wrong = [
+        (str(path.relative_to(ROOT)), name)
+        for path in sources(room)
+        for name in imports(path)
+        if within(name, {"shmserve", *ROOMS}) and not within(name, ROOMS[room])
+    ]
+    assert wrong == []
+
+
+def test_the_control_plane_does_not_import_workers() -> None:
+    wrong = [
+        (str(path.relative_to(ROOT)), name)
+        for path in sources("shmserve")
+        for name in imports(path)
+        if within(name, {"shmserve.workers", "torch", *ROOMS})
+    ]
+    assert wrong == []
+
+
+def test_what_all_rooms_may_import_imports_nothing_of_ours() -> None:
+    for leaf in (*LEAVES, "shmserve.model", "shmserve.__init__"):
+        found = set(imports(ROOT / f"{leaf.replace('.', '/')}.py"))
+        assert not [name for name in found if within(name, {"shmserve"})], leaf
+
+
+def test_nothing_pickles() -> None:
+    files = [*sources("shmserve"), *(path for room in ROOMS for path in sources(room))]
+    wrong = [
+        (str(path.relative_to(ROOT)), name)
+        for path in files
+        for name in imports(path)
+        if within(name, PICKLES | PICKLING)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "shmserve",
+        "shmserve.ipc.messages",
+        "shmserve.model",
+        "shmserve.client_cli",
+        "shmserve.cli",
+    ],
+)
+def test_importing_loads_neither_torch_nor_aiohttp(module: str) -> None:
+    program = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert not {"torch", "aiohttp"} & set(done.stdout.split())

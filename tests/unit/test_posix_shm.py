@@ -1,0 +1,82 @@
+"""Keys of clients' objects, and the objects themselves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import posix_ipc
+import pytest
+
+from shmserve.errors import Internal, InvalidArgument
+from shmserve.ipc import posix_shm
+
+KEY = f"/shmserve-test-{os.getpid()}"
+
+
+@pytest.fixture
+def sparse() -> Iterator[str]:
+    made = posix_ipc.SharedMemory(KEY, posix_ipc.O_CREX, size=1 << 20)
+    made.close_fd()
+    yield KEY
+    posix_ipc.unlink_shared_memory(KEY)
+
+
+@pytest.mark.parametrize("key", ["x", "/x", "//x"])
+def test_one_leading_slash(key: str) -> None:
+    assert posix_shm.normal_key("r", key) == "/x"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "/", "///", "/.", "/..", "/a/b", "/x\0y", "a b", "/" + "a" * 251, "/ünicode", "/../etc"],
+)
+def test_keys_that_could_name_something_else(key: str) -> None:
+    with pytest.raises(InvalidArgument, match="invalid shm key"):
+        posix_shm.normal_key("r", key)
+
+
+@pytest.mark.parametrize("key", ["/sem.x", "/nccl-1", "/triton_python_backend_shm_region_1"])
+def test_reserved_keys(key: str) -> None:
+    with pytest.raises(InvalidArgument, match="reserved prefix"):
+        posix_shm.normal_key("r", key)
+
+
+def test_pages_are_taken_at_registration(sparse: str) -> None:
+    shared = posix_shm.open_object(sparse)
+    try:
+        assert os.fstat(shared.fd).st_blocks == 0
+        posix_shm.reserve("r", shared, 4096, 8192)
+        assert os.fstat(shared.fd).st_blocks * 512 == 8192
+        assert os.fstat(shared.fd).st_size == 1 << 20
+    finally:
+        os.close(shared.fd)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, 0), (0, (1 << 20) + 1), (1 << 20, 1), (2**62, 2**62), (-1, 1)]
+)
+def test_ranges_outside_the_object(sparse: str, offset: int, size: int) -> None:
+    shared = posix_shm.open_object(sparse)
+    try:
+        with pytest.raises(InvalidArgument, match="invalid args"):
+            posix_shm.reserve("r", shared, offset, size)
+    finally:
+        os.close(shared.fd)
+
+
+def test_missing_and_wrong_objects_leave_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    link = f"/dev/shm{KEY}-link"
+    fifo = f"/dev/shm{KEY}-fifo"
+    os.symlink("/etc/passwd", link)
+    os.mkfifo(fifo)
+    try:
+        for _ in range(100):
+            for key in (KEY + "-none", KEY + "-link", KEY + "-fifo"):
+                with pytest.raises(Internal):
+                    posix_shm.open_object(key)
+    finally:
+        os.unlink(link)
+        os.unlink(fifo)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,120 @@
+"""The registrar of regions: names, generations, and when a mapping ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import posix_ipc
+import pytest
+
+from shmserve.errors import AlreadyExists, InvalidArgument
+from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
+from shmserve.regions import Registrar
+
+KEY = f"/shmserve-test-regions-{os.getpid()}"
+
+
+class Office:
+    """A registrar with one gateway, whose messages are written down."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.workers: list[Any] = []
+        self.registrar = Registrar(self.publish, lambda: [7], self.workers.append)
+
+    async def publish(self, make: Callable[[int], Any]) -> None:
+        self.told.append(make(1))
+
+
+def make_object(size: int = 8192) -> None:
+    posix_ipc.SharedMemory(KEY, posix_ipc.O_CREX, size=size).close_fd()
+
+
+@pytest.fixture
+def key() -> Iterator[str]:
+    make_object()
+    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    before = len(os.listdir("/proc/self/fd"))
+    yield KEY
+    posix_ipc.unlink_shared_memory(KEY)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_register_and_unregister(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        await office.registrar.register("r", key, 100, 1000)
+        (published,) = office.told
+        assert isinstance(published, RegionPublished)
+        assert (published.offset, published.byte_size, published.object_size) == (100, 1000, 1100)
+        await office.registrar.unregister("r")
+        withdrawn = office.told[-1]
+        assert withdrawn == RegionWithdrawn("r", published.memory_id, 1)
+        assert office.registrar.active() == []
+        assert office.workers == [], "a gateway may still have requests that use it"
+        office.registrar.released(7, published.memory_id)
+        assert office.workers == [MemoryDropped(published.memory_id)]
+
+    asyncio.run(steps())
+
+
+def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        await office.registrar.register("r", key, 0, 4096)
+        await office.registrar.register("r", key, 0, 4096)
+        assert len(office.told) == 1
+        for offset, size in ((0, 4095), (1, 4096)):
+            with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
+                await office.registrar.register("r", key, offset, size)
+        office.registrar.close()
+
+    asyncio.run(steps())
+
+
+def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        await office.registrar.register("r", key, 0, 4096)
+        posix_ipc.unlink_shared_memory(key)
+        make_object()
+        await office.registrar.register("r", key, 0, 8192)
+        kinds = [type(message) for message in office.told]
+        assert kinds == [RegionPublished, RegionWithdrawn, RegionPublished]
+        assert office.told[0].inode != office.told[2].inode
+        office.registrar.gateway_exited(7)
+        assert len(office.workers) == 1
+        office.registrar.close()
+
+    asyncio.run(steps())
+
+
+def test_a_key_made_again_while_its_object_lives_under_another_name(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        await office.registrar.register("r", key, 0, 4096)
+        os.link(f"/dev/shm{key}", f"/dev/shm{key}-kept")
+        try:
+            posix_ipc.unlink_shared_memory(key)
+            make_object()
+            with pytest.raises(AlreadyExists):
+                await office.registrar.register("r", key, 0, 4096)
+        finally:
+            os.unlink(f"/dev/shm{key}-kept")
+            office.registrar.close()
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 0), (0, 8193), (8192, 1), (2**62, 2**62)])
+def test_ranges_outside_the_object(key: str, offset: int, size: int) -> None:
+    with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
+        asyncio.run(Office().registrar.register("r", key, offset, size))
+
+
+def test_an_unknown_name_is_fine(key: str) -> None:
+    asyncio.run(Office().registrar.unregister("nobody"))

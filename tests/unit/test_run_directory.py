@@ -1,0 +1,54 @@
+"""Run directories that must be refused, and one that a killed server left."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.run_directory import RunDirectory
+
+
+def test_a_fresh_one_is_private_and_goes_away() -> None:
+    made = RunDirectory(None)
+    assert made.path.stat().st_mode & 0o777 == 0o700
+    made.remove()
+    os.close(made.lock_fd)
+    assert not made.path.exists()
+
+
+def test_what_a_killed_server_left_is_cleared(tmp_path: Path) -> None:
+    left = tmp_path / "run"
+    left.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(left / "control"))
+    made = RunDirectory(left)
+    assert [entry.name for entry in left.iterdir()] == ["lock"]
+    os.close(made.lock_fd)
+
+
+def test_one_server_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmserve.run_directory._LOCK_PATIENCE_S", 0.0)
+    first = RunDirectory(tmp_path / "run")
+    with pytest.raises(InvalidArgument, match="in use by another server"):
+        RunDirectory(tmp_path / "run")
+    os.close(first.lock_fd)
+
+
+def test_folders_that_are_not_private(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    link = tmp_path / "link"
+    link.symlink_to(shared)
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    with pytest.raises(InvalidArgument, match="mode 0755"):
+        RunDirectory(shared)
+    for bad in (link, plain):
+        with pytest.raises(InvalidArgument, match="not a directory"):
+            RunDirectory(bad)
+    with pytest.raises(InvalidArgument, match="longer than"):
+        RunDirectory(tmp_path / ("d" * 90))

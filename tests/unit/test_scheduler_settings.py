@@ -1,0 +1,69 @@
+"""What a configuration means for scheduling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.scheduler.settings import Batching, QueuePolicy, Settings
+
+
+def read(config: dict[str, Any], **server: Any) -> Settings:
+    """Decode a configuration with a name and a maximum of 8."""
+    return Settings.read({"name": "m", "max_batch_size": 8, **config}, "3", server)
+
+
+def test_without_a_batching_block_there_is_only_the_servers_bound() -> None:
+    settings = read({}, max_queue_size=100, delay_scheduler=4)
+    assert settings == Settings("m", "3", 8, None, QueuePolicy(100), False, 0, 0)
+
+
+def test_everything_is_read() -> None:
+    block = {
+        "preferred_batch_size": [4, 6],
+        "max_queue_delay_microseconds": 100,
+        "preserve_ordering": True,
+        "priority_levels": 2,
+        "default_priority_level": 1,
+        "default_queue_policy": {
+            "timeout_action": "DELAY",
+            "default_timeout_microseconds": 50,
+            "allow_timeout_override": True,
+            "max_queue_size": 10,
+        },
+        "priority_queue_policy": {"1": {"max_queue_size": 1}},
+    }
+    settings = read(
+        {
+            "dynamic_batching": block,
+            "parameters": {"execution_timeout_seconds": {"string_value": "0.25"}},
+        },
+        max_queue_size=100,
+        execution_timeout_s=60,
+        delay_scheduler=4,
+    )
+    assert settings.batching == Batching(8, frozenset({4, 6}), 100_000)
+    assert settings.policy == QueuePolicy(10, 50_000, True)
+    assert settings.preserve_ordering
+    assert settings.execution_limit_ns == 250_000_000
+    assert settings.hold_until == 4
+
+
+@pytest.mark.parametrize("preferred", [None, [], [0]])
+def test_the_default_preferred_size_is_the_maximum(preferred: list[int] | None) -> None:
+    config = {"max_batch_size": 0, "dynamic_batching": {"preferred_batch_size": preferred}}
+    assert read(config).batching == Batching(1, frozenset({1}), 0)
+    config["max_batch_size"] = 8
+    assert read(config).batching == Batching(8, frozenset({8}), 0)
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-1", "inf", "nan", None])
+def test_a_limit_that_is_no_number_leaves_the_servers(value: str | None) -> None:
+    config = {"parameters": {"execution_timeout_seconds": {"string_value": value}}}
+    assert read(config, execution_timeout_s=1.5).execution_limit_ns == 1_500_000_000
+
+
+def test_a_limit_of_zero_is_none() -> None:
+    config = {"parameters": {"execution_timeout_seconds": {"string_value": "0"}}}
+    assert read(config, execution_timeout_s=60).execution_limit_ns == 0

@@ -1,0 +1,83 @@
+"""A worker's link to the supervisor: questions from any thread, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from shmserve.errors import NotFound, Unavailable
+from shmserve.ipc import messages as m
+from shmserve.ipc.channels import Dealer, Router
+from shmserve.workers.control import Control, News
+
+NAME = b"worker.1.0.1"
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[Control, Router]]:
+    sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = Router(sockets, f"ipc://{tmp_path}/control")
+    control = Control(Dealer(sockets, f"ipc://{tmp_path}/control", NAME.decode()))
+    control.send(m.WorkerStarted(1))
+    assert router.socket.poll(5000)
+    list(router.receive())
+    yield control, router
+    control.close(0)
+    sockets.destroy(linger=0)
+
+
+def question(number: int) -> m.FindModel:
+    return m.FindModel(number, "other", "")
+
+
+def asked(router: Router) -> m.FindModel:
+    assert router.socket.poll(5000)
+    ((_, message),) = router.receive()
+    assert isinstance(message, m.FindModel)
+    return message
+
+
+def test_an_answer_and_a_refusal(ends: tuple[Control, Router]) -> None:
+    control, router = ends
+
+    def supervise() -> None:
+        router.post(NAME, m.Answered(asked(router).id, {"version": "1"}))
+        router.flush()
+        router.post(NAME, m.Refused(asked(router).id, "NOT_FOUND", "no such model"))
+        router.flush()
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    assert control.ask(question) == {"version": "1"}
+    with pytest.raises(NotFound, match="no such model"):
+        control.ask(question)
+    thread.join()
+
+
+def test_nobody_answers(ends: tuple[Control, Router]) -> None:
+    control, _ = ends
+    with pytest.raises(Unavailable):
+        control.ask(question, timeout_s=0.01)
+
+
+def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[Control, Router]) -> None:
+    """A model's own thread takes it from the socket; the loop, which waits, must still wake up."""
+    control, router = ends
+    heard: list[News] = []
+    control.on_models_changed = heard.append
+    news = m.ModelWithdrawn("other", "1", 0)
+    asking = threading.Thread(target=control.ask, args=(question,))
+    asking.start()
+    number = asked(router).id
+    control.pump()
+    for message in (m.MemoryDropped(7), news, m.Stop(), m.Answered(number, {})):
+        router.post(NAME, message)
+    router.flush()
+    asking.join()
+    assert heard == [news]
+    control.wait()
+    assert list(control.inbox) == [m.MemoryDropped(7), m.Stop()]

@@ -1,0 +1,19 @@
+"""Waiting for what has no event of its own, with a deadline and a reason."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_STEP_S = 0.005
+
+
+def until(what: str, holds: Callable[[], object], within_s: float = 5.0) -> None:
+    """Return as soon as `holds()` is true; raises AssertionError that names `what` after
+    `within_s` seconds.
+    """
+    deadline = time.monotonic() + within_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s} s: {what}")
+        time.sleep(_STEP_S)

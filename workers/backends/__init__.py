@@ -1,0 +1,150 @@
+"""What a backend is, and how one is found by its name."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.arena import Arena
+from shmserve.ipc.regions import Mappings
+from shmserve.workers.control import Control
+from shmserve.workers.requests import Answer, Input, Output, Request
+
+__all__ = ["Answer", "Backend", "Input", "ModelContext", "Output", "Request", "Stopwatch", "find"]
+
+GROUP = "shmserve.backends"
+# Known without a look at what is installed, which takes longer than the import.
+_BUILT_IN = {
+    "native": "shmserve.workers.backends.native:NativeBackend",
+    "python": "shmserve.workers.backends.python:PythonBackend",
+    "pytorch": "shmserve.workers.backends.pytorch:PytorchBackend",
+}
+# Triton's older `platform` field for the same.
+_PLATFORMS = {"pytorch_libtorch": "pytorch"}
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """The two moments of an execution that only a backend knows, monotonic ns; 0: not taken.
+
+    A backend that does not take them is measured around `execute`.
+    """
+
+    input_end_ns: int = 0
+    output_start_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """What an instance is: given to its backend once.
+
+    `repository` and `model_dir` (repository/model) hold the files, `version_dir` is
+    model_dir/version. `kind` is "CPU" or "GPU", `device` what torch calls it ("cpu", "cuda:0",
+    "npu:1"), `device_id` its number (0 on a CPU). `backend_config` is what --backend-config said
+    for this backend. `sockets` makes sockets, `control` asks the supervisor. `arena` and `mappings`
+    are this process's memory for tensors it makes and its views of others'.
+    """
+
+    model_name: str
+    version: str
+    repository: Path
+    model_dir: Path
+    version_dir: Path
+    instance_name: str
+    kind: str
+    device: str
+    device_id: int
+    backend_config: dict[str, str]
+    threads: int
+    run_dir: Path
+    sockets: zmq.Context[zmq.Socket[bytes]]
+    control: Control
+    arena: Arena
+    mappings: Mappings
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+
+class Backend(ABC):
+    """Runs one kind of model. One object an instance, used from one thread.
+
+    The order of calls is complete_config (perhaps), load, execute (many), unload. `config` is the
+    model's configuration as `GET /v2/models/NAME/config` shows it.
+
+    `strict_outputs`: an output must have the datatype and shape that the configuration says.
+    Triton's Python backend lets any pass to the client as it is, and so must whoever runs its
+    models.
+    """
+
+    strict_outputs = True
+
+    def __init__(self, context: ModelContext) -> None:
+        self.context = context
+
+    def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """`config`, completed with what the model's files say; may run the user's code.
+
+        Raises ShmserveError, or anything: the model fails to load with its text.
+        """
+        return config
+
+    @abstractmethod
+    def load(self, config: dict[str, Any]) -> None:
+        """Make the instance ready.
+
+        Raises ShmserveError, or anything: the model fails to load with its text.
+        """
+
+    @abstractmethod
+    def execute(self, requests: list[Request]) -> list[Answer]:
+        """Run one batch: one answer a request, in order. An error of one goes into its answer.
+
+        Let through what the model raises: the batch is then run again one by one, so that the
+        requests it is not about are answered, or with inputs that may be written, if that was it.
+        Outputs may be views of inputs or of the backend's own buffers: they are copied before the
+        next call.
+        """
+
+    def unload(self) -> None:  # noqa: B027 - most have nothing to do
+        """The instance ends: let the model clean up."""
+
+
+def backend_name(config: dict[str, Any]) -> str:
+    """The name of the backend that a model's configuration asks for; "" when it names none."""
+    name: str = config.get("backend") or _PLATFORMS.get(config.get("platform") or "", "")
+    return name
+
+
+def find(config: dict[str, Any]) -> type[Backend]:
+    """The backend class for a model's configuration.
+
+    Raises InvalidArgument when there is none of that name, or what provides it cannot be imported.
+    """
+    name = backend_name(config)
+    target = _BUILT_IN.get(name)
+    if target is not None:
+        module, _, attribute = target.partition(":")
+        return _checked(name, getattr(importlib.import_module(module), attribute))
+    for entry in entry_points(group=GROUP, name=name):
+        return _checked(name, entry.load())
+    raise InvalidArgument(
+        f"unable to find backend '{name}' for model '{config.get('name', '')}', "
+        f"known are {', '.join(sorted(names()))}"
+    )
+
+
+def names() -> set[str]:
+    """The names of all backends that can be asked for."""
+    return {entry.name for entry in entry_points(group=GROUP)} | set(_BUILT_IN)
+
+
+def _checked(name: str, found: Any) -> type[Backend]:
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise InvalidArgument(f"what is installed as backend '{name}' is no backend")
+    return found

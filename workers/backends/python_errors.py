@@ -1,0 +1,68 @@
+"""Errors as models of the Python backend know them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from shmserve.errors import ShmserveError, from_code
+
+
+class ErrorCode(IntEnum):
+    """The codes of an error, numbered as Triton numbers them."""
+
+    UNKNOWN = 0
+    INTERNAL = 1
+    NOT_FOUND = 2
+    INVALID_ARG = 3
+    UNAVAILABLE = 4
+    UNSUPPORTED = 5
+    ALREADY_EXISTS = 6
+    CANCELLED = 7
+
+
+class TritonModelException(Exception):
+    """Something that a model asked of `triton_python_backend_utils` went wrong."""
+
+
+class TritonError:
+    """An error of one request: a message for the client, and a code (TritonError.NOT_FOUND, ...).
+
+    Raises TypeError for a message that is no string or a code that is no code.
+    """
+
+    __slots__ = ("_code", "_message")
+
+    UNKNOWN = ErrorCode.UNKNOWN
+    INTERNAL = ErrorCode.INTERNAL
+    NOT_FOUND = ErrorCode.NOT_FOUND
+    INVALID_ARG = ErrorCode.INVALID_ARG
+    UNAVAILABLE = ErrorCode.UNAVAILABLE
+    UNSUPPORTED = ErrorCode.UNSUPPORTED
+    ALREADY_EXISTS = ErrorCode.ALREADY_EXISTS
+    CANCELLED = ErrorCode.CANCELLED
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+        if not isinstance(message, str):
+            raise TypeError(f"the message of a TritonError must be a str, not {type(message)}")
+        if not isinstance(code, ErrorCode):
+            raise TypeError(f"the code of a TritonError must be one of its codes, not {code!r}")
+        self._message = message
+        self._code = code
+
+    def code(self) -> ErrorCode:
+        """Its code."""
+        return self._code
+
+    def message(self) -> str:
+        """Its message."""
+        return self._message
+
+
+def to_server(error: TritonError) -> ShmserveError:
+    """A model's error as the server carries it."""
+    return from_code(error.code().name, error.message())
+
+
+def to_model(error: ShmserveError) -> TritonError:
+    """An error of the server, or of another model, as a model sees it."""
+    return TritonError(error.message, ErrorCode[error.code])

@@ -1,0 +1,162 @@
+"""Metrics of a model's own: families with labelled values, kept in this process.
+
+The values are this instance's; `collect` gives them to whoever shows them.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from shmserve.workers.backends.python_errors import TritonModelException
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+
+
+class MetricKind(IntEnum):
+    """What a family's values do."""
+
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True)
+class _Value:
+    buckets: tuple[float, ...] = ()
+    value: float = 0.0  # of a histogram: the sum
+    counts: list[int] = field(default_factory=list)  # a bucket each, and those above the last
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    name: str
+    description: str
+    kind: MetricKind
+    values: dict[Labels, _Value] = field(default_factory=dict)
+
+
+_lock = threading.Lock()
+_families: dict[str, _Family] = {}
+
+
+def collect() -> list[dict[str, Any]]:
+    """Every family: name, description, kind, and values with labels; counts only for histograms."""
+    with _lock:
+        return [
+            {
+                "name": family.name,
+                "description": family.description,
+                "kind": family.kind.name,
+                "values": [
+                    {
+                        "labels": dict(labels),
+                        "value": value.value,
+                        "buckets": list(value.buckets),
+                        "counts": list(value.counts),
+                    }
+                    for labels, value in family.values.items()
+                ],
+            }
+            for family in _families.values()
+        ]
+
+
+class MetricFamily:
+    """Values of one name, told apart by labels. Families of one name and kind are the same one.
+
+    Raises TritonModelException for a name that Prometheus does not allow, or one of another kind.
+    """
+
+    COUNTER = MetricKind.COUNTER
+    GAUGE = MetricKind.GAUGE
+    HISTOGRAM = MetricKind.HISTOGRAM
+
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        if not _NAME.fullmatch(name):
+            raise TritonModelException("Error when creating MetricFamily: Invalid metric name")
+        with _lock:
+            family = _families.setdefault(name, _Family(name, description, MetricKind(kind)))
+        if family.kind is not kind:
+            raise TritonModelException(
+                f"Error when creating MetricFamily: '{name}' is a {family.kind.name} already"
+            )
+        self._family = family
+
+    def Metric(
+        self, labels: dict[str, str] | None = None, buckets: Sequence[float] | None = None
+    ) -> Metric:
+        """The value with these labels; a histogram needs the upper bounds of its buckets.
+
+        Raises TritonModelException for labels or buckets that do not fit.
+        """
+        failed = "Failed to create metric. "
+        if labels is not None and not isinstance(labels, dict):
+            raise TritonModelException(failed + "Labels must be a dictionary.")
+        if buckets is not None and not isinstance(buckets, list):
+            raise TritonModelException(failed + "Buckets must be a list.")
+        histogram = self._family.kind is MetricKind.HISTOGRAM
+        if buckets is not None and not histogram:
+            raise TritonModelException(failed + "Unexpected buckets found.")
+        if buckets is None and histogram:
+            raise TritonModelException(failed + "Missing required buckets.")
+        bounds = tuple(map(float, buckets or ()))
+        if list(bounds) != sorted(set(bounds)):
+            raise TritonModelException(failed + "Buckets must be in ascending order.")
+        key = tuple(sorted((str(name), str(value)) for name, value in (labels or {}).items()))
+        with _lock:
+            fresh = _Value(bounds, counts=[0] * (len(bounds) + 1) if histogram else [])
+            value = self._family.values.setdefault(key, fresh)
+        return Metric(self._family.kind, value)
+
+
+class Metric:
+    """One value of a family. Raises TritonModelException for what its kind does not do."""
+
+    def __init__(self, kind: MetricKind, value: _Value) -> None:
+        self._kind = kind
+        self._value = value
+
+    def increment(self, value: float) -> None:
+        """Add to a counter (not less than 0) or a gauge."""
+        self._only("increment", "Increment", MetricKind.COUNTER, MetricKind.GAUGE)
+        if self._kind is MetricKind.COUNTER and value < 0:
+            raise TritonModelException(
+                "Failed to increment metric value: TRITONSERVER_METRIC_KIND_COUNTER can only be "
+                "incremented monotonically by non-negative values."
+            )
+        with _lock:
+            self._value.value += float(value)
+
+    def set(self, value: float) -> None:
+        """Set a gauge."""
+        self._only("set", "Set", MetricKind.GAUGE)
+        with _lock:
+            self._value.value = float(value)
+
+    def observe(self, value: float) -> None:
+        """Count a value in a histogram."""
+        self._only("observe", "Observe", MetricKind.HISTOGRAM)
+        with _lock:
+            self._value.value += float(value)
+            self._value.counts[bisect_left(self._value.buckets, float(value))] += 1
+
+    def value(self) -> float:
+        """The value of a counter or a gauge."""
+        self._only("get", "Value", MetricKind.COUNTER, MetricKind.GAUGE)
+        return self._value.value
+
+    def _only(self, verb: str, operation: str, *kinds: MetricKind) -> None:
+        if self._kind not in kinds:
+            raise TritonModelException(
+                f"Failed to {verb} metric value: TRITONSERVER_METRIC_KIND_{self._kind.name} does "
+                f"not support {operation}"
+            )

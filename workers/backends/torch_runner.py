@@ -1,0 +1,158 @@
+"""Requests to a callable that takes whole batches, and back: gather, put, fetch, split."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmserve.errors import Internal
+from shmserve.ipc.signature import Signature, shape_text
+from shmserve.ipc.tensors import NUMPY
+from shmserve.workers.backends import Answer, ModelContext, Output, Request
+from shmserve.workers.batch import Gatherer, gather_strings
+from shmserve.workers.device import Device
+from shmserve.workers.torch_types import PROTOCOL, as_torch
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Moves the tensors of one instance. `as_numpy`: the inputs that are wanted as numpy arrays.
+
+    torch knows no read-only tensors, and an input that is a view may be a client's own memory. So
+    the first batch is a copy, and views are handed out only to a model that left it as it was; a
+    model that later writes into one is noticed, and gets copies from then on.
+    """
+
+    def __init__(
+        self,
+        context: ModelContext,
+        signature: Signature,
+        device: Device,
+        as_numpy: frozenset[str] = frozenset(),
+    ) -> None:
+        self._context = context
+        self._signature = signature
+        self._device = device
+        self._as_numpy = as_numpy
+        self._batched = signature.max_batch_size > 0
+        self._gatherer = Gatherer(signature, context.mappings, device.host_buffer)
+        # What goes to a device is copied there anyway.
+        self._views = device.remote
+        self._learning = not device.remote
+        self._watched: list[tuple[torch.Tensor, int]] = []
+
+    def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Each input that the requests have (all have the same), whole batch, on the device.
+
+        Call it outside `inference_mode`: tensors made in that do not tell when they are written.
+        """
+        self._watched.clear()
+        made: dict[str, Any] = {}
+        for name, first in requests[0].inputs.items():
+            if first.datatype == "BYTES":
+                made[name] = gather_strings(name, requests)
+            elif name in self._as_numpy:
+                made[name] = self._numpy(name, first.datatype, requests)
+            else:
+                made[name] = self._tensor(name, first.datatype, requests)
+        self._context.stopwatch.input_end_ns = time.monotonic_ns()
+        return made
+
+    def _numpy(self, name: str, datatype: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
+        raw, shape, view = self._gatherer.gather(name, requests)
+        array: np.ndarray[Any, Any] = np.ndarray(shape, NUMPY.get(datatype, NUMPY["UINT16"]), raw)
+        if not array.flags.aligned:
+            return array.copy()
+        # The loop gives copies to a model that fails because it writes into its inputs.
+        array.flags.writeable = not view
+        return array
+
+    def _tensor(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
+        raw, shape, view = self._gatherer.gather(name, requests, own=not self._views)
+        tensor = as_torch(datatype, shape, raw)
+        if self._device.remote:
+            return self._device.put(tensor)
+        if view or self._learning:
+            self._watched.append((tensor, tensor._version))
+        return tensor
+
+    def watch(self) -> None:
+        """After the model ran: see whether it wrote into its inputs."""
+        wrote = any(tensor._version != version for tensor, version in self._watched)
+        if self._watched:
+            if wrote and (self._views or self._learning):
+                logger.warning(
+                    "model '%s' writes into its inputs, so each is copied for it",
+                    self._signature.name,
+                )
+            self._views = not wrote
+            self._learning = False
+        self._watched.clear()
+
+    def answers(self, requests: Sequence[Request], outputs: Mapping[str, Any]) -> list[Answer]:
+        """One answer a request, with its rows of each output that it wants.
+
+        Raises Internal when an output is no array or has not as many rows as the batch.
+        """
+        wanted = {name for request in requests for name in request.requested}
+        host: list[Output] = []
+        for name, value in outputs.items():
+            if name in wanted:
+                host.append(self._fetch(name, value))
+        if self._device.remote:
+            self._device.synchronize()
+        self._context.stopwatch.output_start_ns = time.monotonic_ns()
+        if len(requests) == 1:
+            return [Answer(host)]
+        return self._split(requests, host)
+
+    def _fetch(self, name: str, value: Any) -> Output:
+        if isinstance(value, torch.Tensor):
+            datatype = PROTOCOL.get(value.dtype)
+            if datatype is None:
+                raise Internal(
+                    f"inference output '{name}' has the datatype {value.dtype}, which no client "
+                    "can receive"
+                )
+            return Output(name, datatype, self._device.fetch(value))
+        datatype = self._signature.outputs[name].datatype
+        if datatype == "BYTES":
+            return Output(name, datatype, np.asarray(value, dtype=np.object_))
+        if isinstance(value, np.ndarray):
+            return Output(name, _datatype(value, datatype), value)
+        raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
+
+    def _split(self, requests: Sequence[Request], outputs: Sequence[Output]) -> list[Answer]:
+        total = sum(request.batch_size for request in requests)
+        for output in outputs:
+            shape = tuple(output.data.shape)
+            if not shape or shape[0] != total:
+                raise Internal(
+                    f"unexpected shape for inference output '{output.name}' for model "
+                    f"'{self._signature.name}'. Expected {total} rows, got {shape_text(shape)}."
+                )
+        answers = []
+        at = 0
+        for request in requests:
+            end = at + request.batch_size
+            answers.append(
+                Answer([Output(name, kind, data[at:end]) for name, kind, data in outputs])
+            )
+            at = end
+        return answers
+
+
+def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:
+    kind = array.dtype.newbyteorder("=")
+    if kind == NUMPY.get(expected, NUMPY["UINT16"]):
+        return expected
+    for datatype, own in NUMPY.items():
+        if own == kind:
+            return datatype
+    raise Internal(f"an inference output has the datatype {kind}, which no client can receive")

@@ -1,0 +1,183 @@
+"""Work from the wire -> requests with views of their inputs -> the batch of each input.
+
+rows next to each other in one memory, or a batch of one    a view: nothing is copied
+anything else                                               one copy into a buffer kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.regions import Mappings
+from shmserve.ipc.signature import Signature, TensorSpec
+from shmserve.ipc.tensors import (
+    ITEM_SIZE,
+    Place,
+    RequestedOutput,
+    TensorRef,
+    element_count,
+    unpack_inference,
+)
+from shmserve.workers.requests import Input, Request
+
+
+def reshape(
+    shape: tuple[int, ...], dims: tuple[int, ...], target: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """`shape`, which fits `dims`, as `target` has it: variable sizes are carried over in order.
+
+    >>> reshape((5, 7), (-1, 7), (7, -1))
+    (7, 5)
+    """
+    if target is None:
+        return shape
+    sizes = iter([size for size, dim in zip(shape, dims, strict=True) if dim == -1])
+    return tuple(next(sizes) if dim == -1 else dim for dim in target)
+
+
+class Unpacker:
+    """Makes `Request`s of packed `Inference`s for one model."""
+
+    def __init__(
+        self, signature: Signature, mappings: Mappings, probe: Callable[[int], bool]
+    ) -> None:
+        self._signature = signature
+        self._batched = signature.max_batch_size > 0
+        self._mappings = mappings
+        self._probe = probe
+        self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
+
+    def request(self, key: int, client_pid: int, work: bytes) -> Request:
+        """One request of a batch.
+
+        Raises MalformedMessage for work that is none, InvalidArgument or Unavailable when a
+        tensor's memory is not there.
+        """
+        inference = unpack_inference(work)
+        inputs: dict[str, Input] = {}
+        batch_size = 0
+        for tensor in inference.inputs:
+            inputs[tensor.name] = self._input(tensor)
+            if self._batched:
+                batch_size = tensor.shape[0]
+        if not inference.outputs:
+            requested = self._all_outputs
+        else:
+            requested = {output.name: output for output in inference.outputs}
+        return Request(key, client_pid, inference, batch_size, inputs, requested, self._probe)
+
+    def _input(self, tensor: TensorRef) -> Input:
+        spec = self._signature.inputs.get(tensor.name)
+        shape = tensor.shape
+        if spec is None or (self._batched and not shape):
+            raise InvalidArgument(
+                f"unexpected inference input '{tensor.name}' for model '{self._signature.name}'"
+            )
+        place: Place | None = None
+        if isinstance(tensor.data, bytes):
+            # A copy of a few bytes that the model may write into.
+            raw = memoryview(bytearray(tensor.data))
+        else:
+            place = tensor.data
+            raw = self._mappings.view(place)
+        expected = element_count(shape) * ITEM_SIZE[tensor.datatype]
+        if expected and len(raw) != expected:
+            raise InvalidArgument(
+                f"input byte size mismatch for input '{tensor.name}' for model "
+                f"'{self._signature.name}'. Expected {expected}, got {len(raw)}"
+            )
+        if spec.reshape is not None:
+            shape = self._model_shape(shape, spec)
+        made = Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
+        if tensor.datatype == "BYTES":
+            made.numpy()  # now, so that wrong lengths fail this request and not its batch
+        return made
+
+    def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
+        if self._batched:
+            return (shape[0], *reshape(shape[1:], spec.dims, spec.reshape))
+        return reshape(shape, spec.dims, spec.reshape)
+
+
+class Gatherer:
+    """The rows of a batch's requests, one input at a time, as one stretch of bytes.
+
+    `allocate(byte_size)` makes a writable host buffer (pinned where that helps); one an input is
+    kept and grown.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        mappings: Mappings,
+        allocate: Callable[[int], memoryview],
+    ) -> None:
+        self._most_rows = max(1, signature.max_batch_size)
+        self._ragged = {spec.name for spec in signature.inputs.values() if spec.ragged}
+        self._mappings = mappings
+        self._allocate = allocate
+        self._buffers: dict[str, memoryview] = {}
+
+    def gather(
+        self, name: str, requests: Sequence[Request], own: bool = False
+    ) -> tuple[memoryview, tuple[int, ...], bool]:
+        """(bytes, shape, is a view) of input `name`, which all `requests` have; not for BYTES.
+
+        The batch dimension of the shape is the sum of the requests'; an input with
+        `allow_ragged_batch` always comes flat, one request after the other. The bytes hold until
+        the next call for the same input. `own`: never a view.
+        """
+        inputs = [request.inputs[name] for request in requests]
+        shape = self._batch_shape(name, inputs)
+        if not own:
+            raw = inputs[0].raw if len(inputs) == 1 else self._adjacent(inputs)
+            if raw is not None:
+                return raw, shape, inputs[0].place is not None
+        total = sum(len(item.raw) for item in inputs)
+        buffer = self._buffer(name, total, sum(request.batch_size for request in requests))
+        at = 0
+        for item in inputs:
+            end = at + len(item.raw)
+            buffer[at:end] = item.raw
+            at = end
+        return buffer[:total], shape, False
+
+    def _batch_shape(self, name: str, inputs: list[Input]) -> tuple[int, ...]:
+        first = inputs[0].shape
+        if name in self._ragged:
+            return (sum(element_count(item.shape) for item in inputs),)
+        if len(inputs) == 1:
+            return first
+        return (sum(item.shape[0] for item in inputs), *first[1:])
+
+    def _adjacent(self, inputs: list[Input]) -> memoryview | None:
+        first = inputs[0].place
+        if first is None:
+            return None
+        end = first.offset
+        for item in inputs:
+            place = item.place
+            if place is None or place.offset != end or place.memory.id != first.memory.id:
+                return None
+            end += place.byte_size
+        return self._mappings.view(Place(first.memory, first.offset, end - first.offset))
+
+    def _buffer(self, name: str, byte_size: int, rows: int) -> memoryview:
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < byte_size:
+            # Room for the largest batch of such rows at once: it is never grown again unless rows
+            # get larger.
+            rows = max(1, rows)
+            most = (byte_size + rows - 1) // rows * max(self._most_rows, rows)
+            buffer = self._buffers[name] = self._allocate(most)
+        return buffer
+
+
+def gather_strings(name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
+    """A BYTES input of a whole batch as one object array of `bytes`."""
+    arrays = [request.inputs[name].numpy() for request in requests]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

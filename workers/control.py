@@ -1,0 +1,127 @@
+"""A worker's link to the supervisor, shared by the loop and by models that ask for something."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.errors import Unavailable, from_code
+from shmserve.ipc.channels import Dealer
+from shmserve.ipc.messages import (
+    Answered,
+    ModelWithdrawn,
+    ProcessExited,
+    Refused,
+    SchedulerLost,
+)
+
+# What a model's calls of other models must know of.
+News = ModelWithdrawn | SchedulerLost | ProcessExited
+
+
+class Control:
+    """Sorts what comes: answers, news of other models, the rest for the loop.
+
+    A model may ask from threads of its own, so each use of the socket is under one lock, and what
+    such a thread takes from it for the loop wakes the loop. `on_models_changed` is called in the
+    thread that happens to read.
+    """
+
+    def __init__(self, dealer: Dealer) -> None:
+        self.dealer = dealer
+        self.inbox: deque[Any] = deque()
+        self.on_models_changed: Callable[[News], None] = lambda news: None
+        self._lock = threading.RLock()
+        self._next = 1
+        self._waiting: dict[int, int] = {}  # question -> descriptor that says it is answered
+        self._answers: dict[int, Answered | Refused] = {}
+        self._loop_thread = threading.get_ident()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def send(self, message: Any) -> None:
+        """Send a message to the supervisor now."""
+        with self._lock:
+            self.dealer.send(message)
+            # Sending may swallow the descriptor's sign that something has arrived.
+            self.pump()
+
+    def wait(self, *others: int) -> None:
+        """Block until the supervisor or one of the descriptors `others` has something.
+
+        Only for the loop's thread, after it has read all of them empty: ZeroMQ's descriptors are
+        edge-triggered.
+        """
+        poll = select.poll()  # not select: descriptors above 1023 are nothing unusual here
+        for fd in (self.dealer.fd, self._wake, *others):
+            poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll():
+            if fd == self._wake:
+                os.eventfd_read(fd)
+
+    def close(self, linger_ms: int) -> None:
+        """Close the socket; what was sent gets this long to arrive."""
+        self.dealer.socket.close(linger_ms)
+
+    def pump(self) -> None:
+        """Take everything that has arrived; what the loop must act on is appended to `inbox`."""
+        with self._lock:
+            for message in self.dealer.receive():
+                match message:
+                    case Answered() | Refused():
+                        if message.id in self._waiting:
+                            self._answers[message.id] = message
+                            os.eventfd_write(self._waiting[message.id], 1)
+                    case ModelWithdrawn() | SchedulerLost():
+                        self.on_models_changed(message)
+                    case _:
+                        if isinstance(message, ProcessExited):
+                            self.on_models_changed(message)
+                        self.inbox.append(message)
+                        if threading.get_ident() != self._loop_thread:
+                            os.eventfd_write(self._wake, 1)
+
+    def ask(self, question: Callable[[int], Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """Send `question(number)` and wait for the payload of its answer.
+
+        Raises the ShmserveError that the supervisor refused with, Unavailable when the time is
+        over.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        answered = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with self._lock:
+            number = self._next
+            self._next += 1
+            self._waiting[number] = answered
+        try:
+            self.send(question(number))
+            while (answer := self._taken(number)) is None:
+                # Whoever reads the socket next, this thread or another, it is not missed.
+                if not _wait(deadline, self.dealer.fd, answered):
+                    raise Unavailable("the server did not answer in time")
+        finally:
+            with self._lock:
+                del self._waiting[number]
+                self._answers.pop(number, None)
+            os.close(answered)
+        if isinstance(answer, Refused):
+            raise from_code(answer.code, answer.message)
+        return answer.payload
+
+    def _taken(self, number: int) -> Answered | Refused | None:
+        with self._lock:
+            self.pump()
+            return self._answers.pop(number, None)
+
+
+def _wait(deadline: float | None, *fds: int) -> bool:
+    """Whether one of the descriptors became readable before `deadline` (monotonic seconds)."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+    return bool(poll.poll(left))

@@ -1,0 +1,119 @@
+"""Where a model runs: the CPU, or one of the accelerators that torch finds (cuda, npu, ...).
+
+Built on `torch.accelerator`, so that every kind takes the same path; a kind that lives in its own
+package registers itself with torch when that is imported (`npu`: torch_npu).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+import torch
+
+from shmserve.errors import InvalidArgument, Unavailable
+
+_PACKAGES = {"npu": "torch_npu"}
+
+
+class Device:
+    """The CPU: tensors in host memory are where they are needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.torch = torch.device(name)
+
+    @property
+    def remote(self) -> bool:
+        """Whether tensors must be copied to and from the device."""
+        return False
+
+    def host_buffer(self, byte_size: int) -> memoryview:
+        """Writable host memory, of the kind from which copies to the device are fast."""
+        return torch.empty(byte_size, dtype=torch.uint8).numpy().data
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor on the device; it must not change until `synchronize`."""
+        return tensor
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the device in host memory; read it after `synchronize`."""
+        return tensor if tensor.device.type == "cpu" else tensor.cpu()
+
+    def synchronize(self) -> None:
+        """Wait for all that was started on the device."""
+
+
+class Accelerator(Device):
+    """A device with memory of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        torch.accelerator.set_device_index(self.torch.index)
+
+    @property
+    def remote(self) -> bool:
+        return True
+
+    def host_buffer(self, byte_size: int) -> memoryview:
+        return torch.empty(byte_size, dtype=torch.uint8, pin_memory=True).numpy().data
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.torch, non_blocking=True)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        # torch keeps freed pinned blocks, so this costs an allocation once.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+
+def open_device(name: str) -> Device:
+    """The device that torch calls `name` ("cpu", "cuda:0", "npu:1").
+
+    Raises InvalidArgument for a name that is none, Unavailable when this host has no such device or
+    lacks its package.
+    """
+    kind, _, number = name.partition(":")
+    if kind == "cpu":
+        return Device("cpu")
+    if not number.isdecimal():
+        raise InvalidArgument(f"'{name}' is no device")
+    _import_support(kind, name)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != kind:
+        raise Unavailable(f"device '{name}' is not available: torch finds no {kind} on this host")
+    count = torch.accelerator.device_count()
+    if int(number) >= count:
+        raise Unavailable(f"device '{name}' is not available: this host has {count}")
+    return Accelerator(name)
+
+
+def accelerator_kind() -> str:
+    """The kind of accelerator of this host, "cuda" where there is none: opening it says so."""
+    for package in _PACKAGES.values():
+        with contextlib.suppress(ImportError):
+            importlib.import_module(package)
+    found = torch.accelerator.current_accelerator()
+    return "cuda" if found is None else found.type
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that a device's memory is full."""
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def _import_support(kind: str, name: str) -> None:
+    package = _PACKAGES.get(kind)
+    if package is None:
+        return
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise Unavailable(
+            f"device '{name}' is not available: the package {package} cannot be imported ({error})"
+        ) from error

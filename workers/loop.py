@@ -1,0 +1,280 @@
+"""A loaded instance's loop: wait, unpack, execute, scatter, report; no exception ends it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from shmserve.errors import Cancelled, Internal, ShmserveError, Unavailable
+from shmserve.ipc.channels import Dealer
+from shmserve.ipc.messages import (
+    Attach,
+    BatchFinished,
+    CancelExecution,
+    Execute,
+    InstanceReady,
+    MemoryDropped,
+    ProcessExited,
+    ReleaseOutputs,
+    Stop,
+)
+from shmserve.ipc.signature import Signature
+from shmserve.ipc.tensors import MalformedMessage
+from shmserve.workers.backends import Answer, Backend, ModelContext, Request
+from shmserve.workers.batch import Unpacker
+from shmserve.workers.memory import OutputMemory
+from shmserve.workers.scatter import Scatterer
+
+logger = logging.getLogger(__name__)
+
+Reply = list[Any]  # [key, code, message, body], an entry of BatchFinished.replies
+
+
+class Instance:
+    """One loaded model and its link to the scheduler that feeds it."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        backend: Backend,
+        config: dict[str, Any],
+        index: int,
+        pid: int,
+    ) -> None:
+        self._context = context
+        self._backend = backend
+        self._index = index
+        self._pid = pid
+        self._memory = OutputMemory(context.arena)
+        signature = Signature(config, context.version)
+        self._unpacker = Unpacker(signature, context.mappings, self._is_cancelled)
+        self._scatterer = Scatterer(
+            signature, context.mappings, self._memory, backend.strict_outputs
+        )
+        self._batches: deque[Execute] = deque()
+        self._cancelled: set[int] = set()
+        self._work: dict[int, tuple[int, bytes]] = {}  # what each request of the batch came as
+        self._scheduler: Dealer | None = None
+        self._thread = threading.get_ident()
+        # Set for good once the model has failed because it writes into its inputs.
+        self._copy_inputs = False
+
+    def run(self, endpoint: str) -> None:
+        """Offer the instance at `endpoint` and serve until told to stop."""
+        scheduler = self.attach(endpoint)
+        control = self._context.control
+        while True:
+            control.pump()
+            while control.inbox:
+                match control.inbox.popleft():
+                    case Stop():
+                        return
+                    case Attach(endpoint=successor):
+                        scheduler = self.attach(successor)
+                    case MemoryDropped(memory_id=memory_id):
+                        self._context.mappings.drop(memory_id)
+                    case ProcessExited(pid=pid):
+                        self._context.mappings.drop_process(pid)
+                        self._memory.drop_reader(pid)
+                    case message:
+                        logger.warning("unexpected %s", type(message).__name__)
+            self._receive()
+            if self._batches:
+                scheduler.send(self.finish(self._batches.popleft()))
+            elif not control.inbox:
+                control.wait(scheduler.fd)
+
+    # --- links
+
+    def attach(self, endpoint: str) -> Dealer:
+        """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._batches.clear()
+            self._memory.lose_track(time.monotonic_ns())
+        self._scheduler = Dealer(self._context.sockets, endpoint, f"{self._index}.{self._pid}")
+        self._scheduler.send(InstanceReady(self._index, self._pid))
+        return self._scheduler
+
+    def _receive(self) -> None:
+        """Take all that the scheduler has sent; batches wait in `_batches`."""
+        assert self._scheduler is not None
+        for message in self._scheduler.receive():
+            match message:
+                case Execute():
+                    self._batches.append(message)
+                case CancelExecution(key=key):
+                    self._cancelled.add(key)
+                case ReleaseOutputs(client_pid=pid, offsets=offsets):
+                    self._memory.release(pid, offsets)
+                case _:
+                    logger.warning("unexpected %s", type(message).__name__)
+
+    def _is_cancelled(self, key: int) -> bool:
+        # A model may ask from a thread of its own; the socket belongs to this one.
+        if threading.get_ident() == self._thread:
+            self._receive()
+        return key in self._cancelled
+
+    # --- a batch
+
+    def finish(self, batch: Execute) -> BatchFinished:
+        """Run one batch and say how each of its requests ended."""
+        start_ns = time.monotonic_ns()
+        self._memory.sweep(start_ns)
+        watch = self._context.stopwatch
+        watch.input_end_ns = watch.output_start_ns = 0
+        replies: list[Reply] = []
+        requests: list[Request] = []
+        self._work = {key: (client_pid, work) for key, client_pid, work in batch.requests}
+        for key in self._work:
+            unpacked = self._unpack(key)
+            if isinstance(unpacked, Request):
+                requests.append(unpacked)
+            else:
+                replies.append(_failed(key, unpacked))
+        if requests:
+            replies += self._run(requests)
+        self._cancelled.clear()
+        self._work.clear()
+        end_ns = time.monotonic_ns()
+        input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)
+        output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
+        return BatchFinished(batch.batch, start_ns, input_end_ns, output_start_ns, end_ns, replies)
+
+    def _unpack(self, key: int) -> Request | ShmserveError:
+        client_pid, work = self._work[key]
+        try:
+            request = self._unpacker.request(key, client_pid, work)
+        except ShmserveError as error:
+            return error
+        except MalformedMessage as error:
+            logger.error("a request cannot be read: %s", error)
+            return Internal("internal error")
+        if self._copy_inputs:
+            for item in request.inputs.values():
+                item.detach()
+        return request
+
+    def _run(self, requests: list[Request]) -> list[Reply]:
+        """Execute and scatter; a batch that fails as a whole is run again one by one.
+
+        So a request that the model cannot take fails alone, and its neighbours are answered.
+        """
+        error: BaseException
+        try:
+            answers = self._execute(requests)
+        except BaseException as raised:  # SystemExit too: a model does not end its worker so
+            error = raised
+        else:
+            self._receive()
+            return [self._scatter(*pair) for pair in zip(requests, answers, strict=True)]
+        if _wrote_into_inputs(error, requests):
+            logger.warning(
+                "model '%s' writes into its inputs, so each is copied for it",
+                self._context.model_name,
+            )
+            self._copy_inputs = True
+        elif len(requests) == 1:
+            return [_failed(requests[0].key, self._explain(error, requests[0]))]
+        else:
+            logger.warning("a batch failed (%r) and is run again one by one", error)
+        self._receive()
+        return [self._run_alone(request.key) for request in requests]
+
+    def _run_alone(self, key: int) -> Reply:
+        if key in self._cancelled:
+            return _failed(key, _CANCELLED)
+        # From the message once more: the model may have written into what it was given.
+        request = self._unpack(key)
+        if not isinstance(request, Request):
+            return _failed(key, request)
+        return self._run([request])[0]
+
+    def _execute(self, requests: list[Request]) -> list[Answer]:
+        watch = self._context.stopwatch
+        before_ns = time.monotonic_ns()
+        answers = self._backend.execute(requests)
+        if type(answers) is not list or len(answers) != len(requests):
+            size = len(answers) if isinstance(answers, list) else 0
+            raise _Mismatch(
+                "Number of InferenceResponse objects do not match the number of InferenceRequest "
+                f"objects. InferenceRequest(s) size is:{len(requests)}, and InferenceResponse(s) "
+                f"size is:{size}"
+            )
+        watch.input_end_ns = watch.input_end_ns or before_ns
+        watch.output_start_ns = watch.output_start_ns or time.monotonic_ns()
+        return answers
+
+    def _scatter(self, request: Request, answer: Answer) -> Reply:
+        if request.key in self._cancelled:
+            return _failed(request.key, _CANCELLED)
+        if answer.error is not None:
+            return _failed(request.key, answer.error)
+        try:
+            return [request.key, "", "", self._scatterer.write(request, answer)]
+        except BaseException as error:
+            return _failed(request.key, self._explain(error, request))
+
+    def _explain(self, error: BaseException, request: Request) -> ShmserveError:
+        """What a client is told of what a model, or writing its outputs, raised."""
+        if isinstance(error, ShmserveError):
+            return error
+        where = self._context.instance_name
+        if isinstance(error, _Mismatch):
+            return Internal(
+                f"Failed to process the request(s) for model '{where}', message: {error}"
+            )
+        logger.error(
+            "model '%s' failed",
+            self._context.model_name,
+            exc_info=error,
+            extra={"request_id": request.inference.request_id},
+        )
+        if _out_of_memory(error):
+            _free_device_memory()
+            return Unavailable(
+                f"there is not enough memory on device '{self._context.device}' for model "
+                f"'{self._context.model_name}' to run this request"
+            )
+        return Internal(
+            f"Failed to process the request(s) for model '{where}', message: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+class _Mismatch(Exception):
+    """A backend returned something else than one answer a request."""
+
+
+_CANCELLED = Cancelled("Request was cancelled")
+
+
+def _failed(key: int, error: ShmserveError) -> Reply:
+    return [key, error.code, error.message, b""]
+
+
+def _wrote_into_inputs(error: BaseException, requests: list[Request]) -> bool:
+    # numpy and what builds on it say so in these words, each in its own sentence.
+    text = str(error)
+    return ("read-only" in text or "readonly" in text) and any(
+        item.shared for request in requests for item in request.inputs.values()
+    )
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    from shmserve.workers import device
+
+    return device.out_of_memory(error)
+
+
+def _free_device_memory() -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

@@ -1,0 +1,207 @@
+"""A worker process, from its start to its end: it loads one instance of one model and serves it.
+
+WorkerStarted -> [CompleteConfig -> ConfigCompleted] -> LoadInstance -> InstanceLoaded,
+InstanceReady -> batches -> Stop
+                          └─ LoadFailed                     └─ LoadFailed, and the process ends
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from shmserve import logs
+from shmserve.errors import ShmserveError
+from shmserve.ipc import endpoints
+from shmserve.ipc.arena import Arena
+from shmserve.ipc.channels import Dealer
+from shmserve.ipc.messages import (
+    Attach,
+    CompleteConfig,
+    ConfigCompleted,
+    InstanceLoaded,
+    LoadFailed,
+    LoadInstance,
+    MemoryDropped,
+    ProcessExited,
+    Stop,
+    WorkerStarted,
+)
+from shmserve.ipc.processes import name_process
+from shmserve.ipc.regions import Mappings
+from shmserve.workers import backends
+from shmserve.workers.backends import Backend, ModelContext
+from shmserve.workers.control import Control
+from shmserve.workers.loop import Instance
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_MS = 1000
+
+
+def run(args: dict[str, Any]) -> None:
+    """The entry point; `args` as the supervisor gives them. Returns when the process should end."""
+    model, index = args["model_name"], args["index"]
+    logs.configure(f"worker {model}.{index}", args["verbose"])
+    _set_signals()
+    device = _device(args["device"])
+    name_process(f"worker {model}.{index} {device}")
+    _limit_threads(args["threads"])
+    pid = os.getpid()
+    run_dir = Path(args["run_dir"])
+    sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    identity = f"worker.{args['number']}.{index}.{pid}"
+    control = Control(Dealer(sockets, endpoints.control(run_dir), identity))
+    try:
+        control.send(WorkerStarted(pid))
+        context = _context(args, device, run_dir, sockets, control)
+        _Worker(context, index, pid).run()
+    finally:
+        # What was said last, such as why the model does not load, should still arrive.
+        control.close(_LAST_WORDS_MS)
+        sockets.destroy(linger=_LAST_WORDS_MS)
+
+
+class _Worker:
+    """What happens before an instance serves."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        index: int,
+        pid: int,
+    ) -> None:
+        self._context = context
+        self._control = context.control
+        self._index = index
+        self._pid = pid
+        self._backend: Backend | None = None
+
+    def run(self) -> None:
+        """Until `Stop`, or a failure that the supervisor has been told of."""
+        while True:
+            self._control.pump()
+            if not self._control.inbox:
+                self._control.wait()
+            while self._control.inbox:
+                match self._control.inbox.popleft():
+                    case Stop():
+                        self._unload()
+                        return
+                    case CompleteConfig(config=config):
+                        if not self._try(partial(self._complete, config)):
+                            return
+                    case LoadInstance(config=config, endpoint=endpoint):
+                        if self._try(partial(self._load, config)):
+                            self._serve(config, endpoint)
+                        return
+                    case Attach() | MemoryDropped() | ProcessExited():
+                        pass  # nothing is attached or mapped yet
+                    case message:
+                        logger.warning("unexpected %s", type(message).__name__)
+
+    def _complete(self, config: dict[str, Any]) -> None:
+        completed = self._made(config).complete_config(config)
+        self._control.send(ConfigCompleted(completed))
+
+    def _load(self, config: dict[str, Any]) -> None:
+        began = time.monotonic()
+        self._made(config).load(config)
+        # What is there now stays: the collector need not look at it again, nor unshare its pages.
+        gc.collect()
+        gc.freeze()
+        self._control.send(InstanceLoaded(time.monotonic() - began))
+
+    def _made(self, config: dict[str, Any]) -> Backend:
+        if self._backend is None:
+            self._backend = backends.find(config)(self._context)
+        return self._backend
+
+    def _serve(self, config: dict[str, Any], endpoint: str) -> None:
+        assert self._backend is not None
+        instance = Instance(self._context, self._backend, config, self._index, self._pid)
+        try:
+            instance.run(endpoint)
+        finally:
+            self._unload()
+
+    def _unload(self) -> None:
+        if self._backend is not None:
+            try:
+                self._backend.unload()
+            except BaseException:  # the process ends all the same
+                logger.exception("model '%s' failed to finalize", self._context.model_name)
+
+    def _try(self, step: Callable[[], None]) -> bool:
+        try:
+            step()
+        except ShmserveError as error:
+            self._control.send(LoadFailed(error.code, error.message))
+        except BaseException as error:  # SystemExit too: it is the model's, not ours
+            logger.exception("model '%s' failed to load", self._context.model_name)
+            self._control.send(LoadFailed("INTERNAL", f"{type(error).__name__}: {error}"))
+        else:
+            return True
+        return False
+
+
+def _context(
+    args: dict[str, Any],
+    device: str,
+    run_dir: Path,
+    sockets: zmq.Context[zmq.Socket[bytes]],
+    control: Control,
+) -> ModelContext:
+    model_dir = Path(args["model_dir"])
+    return ModelContext(
+        model_name=args["model_name"],
+        version=args["version"],
+        repository=Path(args["repository"]),
+        model_dir=model_dir,
+        version_dir=model_dir / args["version"],
+        instance_name=args["instance_name"],
+        kind=args["kind"],
+        device=device,
+        device_id=args["device_id"],
+        backend_config=args["backend_config"],
+        threads=args["threads"],
+        run_dir=run_dir,
+        sockets=sockets,
+        control=control,
+        arena=Arena(args["arena_byte_size"]),
+        mappings=Mappings(),
+    )
+
+
+def _set_signals() -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    # The supervisor says when to end. A handler, because what a model starts would inherit SIG_IGN.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+
+
+def _device(name: str) -> str:
+    """torch's name of a device; "gpu:1" means the second of whatever accelerator the host has."""
+    kind, _, number = name.partition(":")
+    if kind != "gpu":
+        return name
+    from shmserve.workers.device import accelerator_kind
+
+    return f"{accelerator_kind()}:{number}"
+
+
+def _limit_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)

@@ -1,0 +1,184 @@
+"""A request's answer -> the bytes that travel: outputs written once, where they are wanted.
+
+the client's region    when the request names one for that output
+inside the message     when all the others together are small
+the worker's arena     else; the reader releases it
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmserve.errors import Internal, ShmserveError
+from shmserve.ipc.regions import Mappings
+from shmserve.ipc.signature import Signature, TensorSpec, shape_text
+from shmserve.ipc.tensors import (
+    INLINE_LIMIT,
+    ITEM_SIZE,
+    NUMPY,
+    TO_CONFIG,
+    Inferred,
+    Place,
+    TensorRef,
+    encode_bytes,
+    pack_inferred,
+)
+from shmserve.workers.batch import reshape
+from shmserve.workers.memory import OutputMemory
+from shmserve.workers.requests import Answer, Array, Output, Request
+
+
+class _Ready(NamedTuple):
+    """An output to be written: `data` is the wire form (BYTES), or an array of it."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes | Array
+    byte_size: int
+
+
+class Scatterer:
+    """Writes answers of one model. `strict`: outputs must agree with the model's configuration."""
+
+    def __init__(
+        self, signature: Signature, mappings: Mappings, memory: OutputMemory, strict: bool
+    ) -> None:
+        self._signature = signature
+        self._batched = signature.max_batch_size > 0
+        self._mappings = mappings
+        self._memory = memory
+        self._strict = strict
+
+    def write(self, request: Request, answer: Answer) -> bytes:
+        """The packed `Inferred` of a successful answer, after its outputs have been written.
+
+        Outputs that nobody asked for, or that the configuration does not have, are left out. Raises
+        a ShmserveError when an output does not fit the model or its place, or memory is full; then
+        no block of the arena stays allocated.
+        """
+        ready = [
+            self._prepare(output, self._signature.outputs[output.name], request)
+            for output in answer.outputs
+            if output.name in request.requested and output.name in self._signature.outputs
+        ]
+        places = {name: wanted.place for name, wanted in request.requested.items()}
+        loose = sum(item.byte_size for item in ready if places[item.name] is None)
+        inline = loose <= INLINE_LIMIT
+        taken: list[int] = []
+        try:
+            refs = tuple(
+                self._put(item, places[item.name], inline, request.client_pid, taken)
+                for item in ready
+            )
+        except BaseException:
+            self._memory.release(request.client_pid, taken)
+            raise
+        return pack_inferred(Inferred(refs, answer.parameters))
+
+    def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> _Ready:
+        array = _host_array(output)
+        shape = tuple(array.shape)
+        if self._strict:
+            self._check(output, spec, shape, request)
+        if spec.reshape is not None:
+            shape = self._client_shape(shape, spec)
+        if output.datatype == "BYTES":
+            data = encode_bytes(array)
+            return _Ready(output.name, "BYTES", shape, data, len(data))
+        return _Ready(output.name, output.datatype, shape, array, array.nbytes)
+
+    def _check(
+        self, output: Output, spec: TensorSpec, shape: tuple[int, ...], request: Request
+    ) -> None:
+        if output.datatype != spec.datatype:
+            raise Internal(
+                f"unexpected datatype {TO_CONFIG[output.datatype]} for inference output "
+                f"'{output.name}', expecting {TO_CONFIG[spec.datatype]}"
+            )
+        dims = spec.dims if spec.reshape is None else spec.reshape
+        expected = (request.batch_size, *dims) if self._batched else dims
+        if not _fits(shape, expected):
+            raise Internal(
+                f"unexpected shape for inference output '{output.name}' for model "
+                f"'{self._signature.name}'. Expected {shape_text(expected)}, got "
+                f"{shape_text(shape)}."
+            )
+
+    def _client_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
+        # Only a shape that is the one before the reshape is reshaped; what else a model returned
+        # passes as it is.
+        dims = spec.reshape or ()
+        head, rest = (shape[:1], shape[1:]) if self._batched else ((), shape)
+        return (*head, *reshape(rest, dims, spec.dims)) if _fits(rest, dims) else shape
+
+    def _put(
+        self,
+        item: _Ready,
+        place: Place | None,
+        inline: bool,
+        client_pid: int,
+        taken: list[int],
+    ) -> TensorRef:
+        data: bytes | Place
+        if place is not None:
+            if item.byte_size > place.byte_size:
+                raise Internal(
+                    f"shared memory size specified with the request for output '{item.name}' "
+                    f"({place.byte_size} bytes) should be at least {item.byte_size} bytes to hold "
+                    "the results"
+                )
+            data = Place(place.memory, place.offset, item.byte_size)
+            _write(item, self._mappings.view(data))
+        elif inline:
+            data = item.data if isinstance(item.data, bytes) else item.data.tobytes()
+        else:
+            data, view = self._memory.allocate(client_pid, item.byte_size)
+            taken.append(data.offset)
+            _write(item, view)
+        return TensorRef(item.name, item.datatype, item.shape, data)
+
+
+def _write(item: _Ready, destination: memoryview) -> None:
+    if not item.byte_size:
+        return
+    if isinstance(item.data, bytes):
+        destination[:] = item.data
+    else:
+        # One copy, strided or not; an output may be a view of the very bytes it goes to.
+        target: Array = np.ndarray(item.data.shape, item.data.dtype, destination)
+        np.copyto(target, item.data)
+
+
+def _host_array(output: Output) -> Array:
+    name, datatype, data = output
+    if datatype not in ITEM_SIZE:
+        raise Internal(f"inference output '{name}' has an unknown datatype")
+    if not isinstance(data, np.ndarray):
+        from shmserve.workers.torch_types import host_array
+
+        data = host_array(data)
+    if datatype == "BYTES":
+        return data
+    kind = NUMPY.get(datatype, NUMPY["UINT16"])
+    if data.dtype == kind:
+        return data
+    if data.dtype.newbyteorder("=") != kind:
+        raise Internal(
+            f"inference output '{name}' was given as {data.dtype}, which is not {datatype}"
+        )
+    swapped: Array = data.astype(kind)
+    return swapped
+
+
+def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    return len(shape) == len(dims) and all(
+        want in (-1, got) for want, got in zip(dims, shape, strict=True)
+    )
+
+
+def error_reply(key: int, error: ShmserveError) -> list[Any]:
+    """The entry of a failed request in `BatchFinished.replies`."""
+    return [key, error.code, error.message, b""]

@@ -1,0 +1,49 @@
+"""Protocol datatypes and torch's; bytes in host memory as torch tensors, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmserve.ipc.tensors import element_count
+
+TORCH: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "UINT8": torch.uint8,
+    "UINT16": torch.uint16,
+    "UINT32": torch.uint32,
+    "UINT64": torch.uint64,
+    "INT8": torch.int8,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "FP16": torch.float16,
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+    "BF16": torch.bfloat16,
+}
+PROTOCOL: dict[torch.dtype, str] = {kind: name for name, kind in TORCH.items()}
+
+
+def as_torch(datatype: str, shape: tuple[int, ...], raw: memoryview) -> torch.Tensor:
+    """A host tensor over the (writable) bytes in `raw`; a copy only when they are not aligned."""
+    kind = TORCH[datatype]
+    if not element_count(shape):
+        return torch.empty(shape, dtype=kind)
+    flat = torch.frombuffer(raw, dtype=torch.uint8, count=element_count(shape) * kind.itemsize)
+    if flat.data_ptr() % kind.itemsize:
+        flat = flat.clone()
+    return flat.view(kind).view(shape)
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A numpy view of a tensor (of a copy, if on a device); BF16 as uint16 bit patterns."""
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    array: np.ndarray[Any, Any] = tensor.numpy()
+    return array

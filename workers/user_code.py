@@ -1,0 +1,26 @@
+"""Python files of a model repository as modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def import_file(path: Path, name: str) -> ModuleType:
+    """Run the file at `path` as module `name`; modules beside it can be imported.
+
+    Raises whatever the file raises.
+    """
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"'{path.name}' is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and annotations look their module up by name.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
