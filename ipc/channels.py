@@ -1,106 +1,211 @@
-"""ZeroMQ sockets that speak typed messages: many a frame, never blocking, never trusting.
+"""Sockets that speak typed messages: many a frame, never blocking, never trusting.
 
-`post` queues; `flush` sends everything queued for a peer as one frame: call it once a loop turn.
-High-water marks are off (work in flight is bounded by credits, a full pipe would deadlock), linger
-is 0, sends do not block. A frame that is not ours is dropped and counted. ZeroMQ's descriptor is
-edge-triggered: after a wake-up, and after each send, `receive` until it is empty.
+A `Router` binds a unix socket, many `Dealer`s connect to it; on the wire they are ZeroMQ's (see
+zmtp.py), so that any ZeroMQ library may be at either end. `post` queues; `flush` sends everything
+queued for a peer as one frame: call it once a loop turn. `fd` is readable when `receive` has
+something to do; it takes a bounded amount, and what is left is announced again. There are no
+high-water marks: work in flight is bounded by credits, and a peer that does not read costs memory,
+never a wait. A frame that is not ours is dropped and counted; what is not ZMTP ends its connection.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
-from collections.abc import Iterator
+import os
+import select
+import socket
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import zmq
-
+from shmserve.ipc import zmtp
 from shmserve.ipc.messages import pack, unpack
 from shmserve.ipc.tensors import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
-_MAX_FRAME = 256 * 1024 * 1024
+_CHUNK = 64 * 1024
+_BACKLOG = 1024
+_CONNECT_S = 1.0
+_PREFIX = "ipc://"
 
 
-def _tune(socket: zmq.Socket[bytes]) -> None:
-    socket.set(zmq.LINGER, 0)
-    socket.set_hwm(0)
-    socket.set(zmq.MAXMSGSIZE, _MAX_FRAME)
+class _Connection:
+    """A unix socket between two ends: whole frames in, bytes out as fast as they are taken."""
+
+    __slots__ = ("decoder", "events", "identity", "poll", "sock", "unsent")
+
+    def __init__(self, sock: socket.socket, poll: select.epoll, greeting: bytes) -> None:
+        self.sock = sock
+        self.poll = poll
+        self.decoder = zmtp.Decoder()
+        self.unsent = bytearray(greeting)
+        self.identity: bytes | None = None
+        self.events = select.EPOLLIN
+        sock.setblocking(False)
+        poll.register(sock, self.events)
+
+    def send(self, data: bytes) -> None:
+        """Send, or keep what the peer does not take yet; raises OSError when it is gone."""
+        if self.unsent:
+            self.unsent += data
+            self.push()
+            return
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            self.unsent += data[sent:]
+            self._watch(select.EPOLLIN | select.EPOLLOUT)
+
+    def push(self) -> None:
+        """Send more of what is kept."""
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                with memoryview(self.unsent) as left:
+                    sent = self.sock.send(left[:_CHUNK])
+                del self.unsent[:sent]
+        self._watch(select.EPOLLIN | select.EPOLLOUT if self.unsent else select.EPOLLIN)
+
+    def _watch(self, events: int) -> None:
+        if events != self.events:
+            self.events = events
+            self.poll.modify(self.sock, events)
+
+    def receive(self) -> list[bytes] | None:
+        """The frames that are here now, after what a bounded read brings; None: the peer is gone,
+        or speaks something else."""
+        try:
+            data = self.sock.recv(_CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return self.decoder.feed(data) if data else None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.poll.unregister(self.sock)  # a process that a model forked may hold it open
+        self.sock.close()
 
 
 class Dealer:
-    """One end of a link to a `Router`. `identity` names this end to the other side."""
+    """One end of a link to a `Router`. `identity` names this end to the other side.
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: str
-    ) -> None:
-        self.socket = context.socket(zmq.DEALER)
-        _tune(self.socket)
-        self.socket.set(zmq.IDENTITY, identity.encode())
-        self.socket.set(zmq.RECONNECT_IVL, 10)
-        self.socket.set(zmq.RECONNECT_IVL_MAX, 200)
-        self.socket.connect(endpoint)
+    Where nothing listens at `endpoint`, or no longer, what is sent is lost: who ends and who takes
+    over is the supervisor's to say.
+    """
+
+    def __init__(self, endpoint: str, identity: str) -> None:
         self.endpoint = endpoint
-        self.fd: int = int(self.socket.get(zmq.FD))
         self.malformed = 0
         self._pending: list[Any] = []
+        self._poll = select.epoll()
+        self.fd: int = self._poll.fileno()
+        self._connection: _Connection | None = None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(_CONNECT_S)
+        try:
+            sock.connect(endpoint.removeprefix(_PREFIX))
+        except OSError as error:
+            logger.debug("nobody listens at %s: %s", endpoint, error)
+            sock.close()
+            return
+        greeting = zmtp.GREETING + zmtp.ready("DEALER", identity.encode())
+        self._connection = _Connection(sock, self._poll, greeting)
+        self._send(b"")
 
     def post(self, message: Any) -> None:
         """Queue a message for the next `flush`."""
         self._pending.append(message)
 
-    def flush(self) -> bool:
-        """Send what is queued as one frame; whether there was anything."""
-        if not self._pending:
-            return False
-        frame = pack(self._pending)
-        self._pending.clear()
-        self.socket.send(frame, zmq.NOBLOCK)
-        return True
+    def flush(self) -> None:
+        """Send what is queued as one frame."""
+        if self._pending:
+            data = zmtp.frame(pack(self._pending))
+            self._pending.clear()
+            self._send(data)
 
     def send(self, message: Any) -> None:
         """`post` and `flush`."""
         self._pending.append(message)
         self.flush()
 
-    def receive(self) -> Iterator[Any]:
-        """Every message that is here now."""
-        # Asking first is cheaper than the exception that an empty socket raises.
-        while int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            if len(frames) != 1:
-                self.malformed += 1
-                continue
+    def _send(self, data: bytes) -> None:
+        if self._connection is not None:
             try:
-                messages = unpack(frames[0])
+                self._connection.send(data)
+            except OSError:
+                # What it said before it went is still to be read; the end of it shows there.
+                self._connection.unsent.clear()
+
+    def receive(self) -> list[Any]:
+        """The messages that are here now; never more than a bounded read brings."""
+        connection = self._connection
+        if connection is None:
+            return []
+        if connection.unsent:
+            self._send(b"")
+        frames = connection.receive()
+        messages: list[Any] = []
+        for frame in frames or ():
+            try:
+                messages += unpack(frame)
             except MalformedMessage as error:
                 self.malformed += 1
                 logger.warning("dropped a malformed frame: %s", error)
-                continue
-            yield from messages
+        if frames is None or connection.decoder.broken:
+            connection.close()
+            self._connection = None
+        elif connection.decoder.dropped:
+            self.malformed += connection.decoder.dropped
+            connection.decoder.dropped = 0
+        return messages
+
+    @property
+    def connected(self) -> bool:
+        """Whether the other end is there, as far as is known."""
+        return self._connection is not None
 
     def wait(self, timeout_s: float | None) -> bool:
         """Block until something is here (True) or the time is over (False)."""
-        timeout = None if timeout_s is None else max(0, int(timeout_s * 1000))
-        return bool(self.socket.poll(timeout, zmq.POLLIN))
+        return bool(self._poll.poll(timeout_s))
 
-    def close(self) -> None:
-        """Close the socket; what is queued is lost."""
-        self.socket.close(0)
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close; what the other end has not taken after `linger_s` seconds is lost."""
+        if self._connection is not None:
+            _linger([self._connection], linger_s)
+            self._connection.close()
+            self._connection = None
+        self._poll.close()
 
 
 class Router:
-    """The bound end of links from many `Dealer`s, told apart by their identity."""
+    """The bound end of links from many `Dealer`s, told apart by their identity.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        _tune(self.socket)
-        self.socket.set(zmq.ROUTER_MANDATORY, 1)
-        self.socket.bind(endpoint)
+    An identity that is connected already is not given to another connection.
+    """
+
+    def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self.fd: int = int(self.socket.get(zmq.FD))
         self.malformed = 0
         self._pending: dict[bytes, list[Any]] = {}
+        self._poll = select.epoll()
+        self.fd: int = self._poll.fileno()
+        self._connections: dict[int, _Connection] = {}
+        self._peers: dict[bytes, _Connection] = {}
+        self._anonymous = itertools.count(1)
+        self._path = endpoint.removeprefix(_PREFIX)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)  # a server that was killed left it
+        self._listener.bind(self._path)
+        self._listener.listen(_BACKLOG)
+        self._poll.register(self._listener, select.EPOLLIN)
 
     def post(self, peer: bytes, message: Any) -> None:
         """Queue a message for a peer, for the next `flush`."""
@@ -110,37 +215,106 @@ class Router:
         else:
             queue.append(message)
 
-    def flush(self) -> bool:
-        """Send what is queued, one frame a peer; whether there was anything.
-
-        What is for a peer that is gone is dropped.
-        """
+    def flush(self) -> None:
+        """Send what is queued, one frame a peer; what is for a peer that is gone is dropped."""
         if not self._pending:
-            return False
+            return
         for peer, messages in self._pending.items():
-            try:
-                self.socket.send_multipart((peer, pack(messages)), zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                logger.debug("%d messages for a peer that is gone: %s", len(messages), error)
-        self._pending.clear()
-        return True
-
-    def receive(self) -> Iterator[tuple[bytes, Any]]:
-        """Every (peer, message) that is here now."""
-        while int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            if len(frames) != 2:
-                self.malformed += 1
+            connection = self._peers.get(peer)
+            if connection is None:
+                logger.debug("%d messages for a peer that is gone", len(messages))
                 continue
             try:
-                messages = unpack(frames[1])
+                connection.send(zmtp.frame(pack(messages)))
+            except OSError:
+                connection.unsent.clear()  # the end of it shows when it is read
+        self._pending.clear()
+
+    def receive(self) -> Iterator[tuple[bytes, Any]]:
+        """The (peer, message)s that are here now; never more than one bounded read a peer."""
+        for fd, events in self._poll.poll(0):
+            connection = self._connections.get(fd)
+            if connection is None:
+                self._accept()
+                continue
+            if events & select.EPOLLOUT:
+                with contextlib.suppress(OSError):
+                    connection.push()
+            if events & ~select.EPOLLOUT:
+                yield from self._read(connection)
+
+    def _read(self, connection: _Connection) -> Iterator[tuple[bytes, Any]]:
+        frames = connection.receive()
+        decoder = connection.decoder
+        if connection.identity is None and decoder.properties is not None:
+            self._name(connection, decoder.properties)
+        peer = connection.identity or b""
+        for frame in frames or ():
+            if decoder.broken and connection.identity is None:
+                break
+            try:
+                messages = unpack(frame)
             except MalformedMessage as error:
                 self.malformed += 1
                 logger.warning("dropped a malformed frame: %s", error)
                 continue
             for message in messages:
-                yield frames[0], message
+                yield peer, message
+        self.malformed += decoder.dropped
+        decoder.dropped = 0
+        if frames is None or decoder.broken:
+            if decoder.broken:
+                logger.warning("a connection was ended: %s", decoder.broken)
+            self._drop(connection)
 
-    def close(self) -> None:
-        """Close the socket; what is queued is lost."""
-        self.socket.close(0)
+    def _name(self, connection: _Connection, properties: dict[str, bytes]) -> None:
+        identity = properties.get("identity") or b"\0%d" % next(self._anonymous)
+        if identity in self._peers:
+            connection.decoder.broken = "it claims the identity of another"
+            return
+        connection.identity = identity
+        self._peers[identity] = connection
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # gone again, or no descriptors are left
+            logger.debug("a connection could not be accepted: %s", error)
+            return
+        greeting = zmtp.GREETING + zmtp.ready("ROUTER")
+        connection = self._connections[sock.fileno()] = _Connection(sock, self._poll, greeting)
+        with contextlib.suppress(OSError):
+            connection.push()
+
+    def _drop(self, connection: _Connection) -> None:
+        del self._connections[connection.sock.fileno()]
+        if connection.identity is not None:
+            del self._peers[connection.identity]
+        connection.close()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Block until `receive` has something to do (True) or the time is over (False)."""
+        return bool(self._poll.poll(timeout_s))
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close; what the peers have not taken after `linger_s` seconds is lost."""
+        _linger(self._connections.values(), linger_s)
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        self._peers.clear()
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        self._poll.close()
+
+
+def _linger(connections: Iterable[_Connection], linger_s: float) -> None:
+    end = time.monotonic() + linger_s
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            while connection.unsent and (left_s := end - time.monotonic()) > 0:
+                writable = select.poll()
+                writable.register(connection.sock, select.POLLOUT)
+                writable.poll(left_s * 1000)
+                connection.push()

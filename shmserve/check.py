@@ -10,8 +10,6 @@ import secrets
 import time
 from typing import Any
 
-import zmq
-
 from shmserve import logs
 from shmserve.config import ServerConfig
 from shmserve.ipc.channels import Dealer
@@ -71,8 +69,7 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
     signature = Signature(where["config"], where["version"])
     inputs = tuple(_zeros(signature, name) for name in signature.inputs)
     admission = signature.admit("check", inputs, ())
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    dealer = Dealer(context, where["endpoint"], f"{os.getpid()}.{secrets.token_hex(4)}")
+    dealer = Dealer(where["endpoint"], f"{os.getpid()}.{secrets.token_hex(4)}")
     began = time.monotonic()
     try:
         dealer.send(
@@ -97,7 +94,6 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
         return f"no answer within {_PATIENCE_S:.0f} s", 0.0
     finally:
         dealer.close()
-        context.destroy(0)
 
 
 def _zeros(signature: Signature, name: str) -> TensorRef:

@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from shmserve.ipc.channels import Router
 
 logger = logging.getLogger(__name__)
@@ -30,8 +28,7 @@ class Control:
     def __init__(
         self, endpoint: str, knows: Callable[[int], bool], on_message: Callable[[int, Any], None]
     ) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._router = Router(self._context, endpoint)
+        self._router = Router(endpoint)
         self._knows = knows
         self._on_message = on_message
         self._peers: dict[int, bytes] = {}
@@ -76,8 +73,6 @@ class Control:
     def _flush(self) -> None:
         self._flushing = False
         self._router.flush()
-        # The descriptor is edge-triggered, and a send may have swallowed the edge.
-        self._drain()
 
     def forget(self, pid: int) -> None:
         """A process is gone."""
@@ -92,7 +87,6 @@ class Control:
         self._router.flush()
         self._loop.remove_reader(self._router.fd)
         self._router.close()
-        self._context.destroy(0)
 
 
 def _pid_of(identity: bytes) -> int:

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
-import zmq
-
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
 from shmserve.ipc.arena import Arena
 from shmserve.ipc.channels import Dealer
@@ -122,10 +120,7 @@ class _Doubt(NamedTuple):
 class Calls:
     """The calls of one worker. Its arena, of `arena_byte_size`, is made when it is needed."""
 
-    def __init__(
-        self, sockets: zmq.Context[zmq.Socket[bytes]], control: Control, arena_byte_size: int
-    ) -> None:
-        self._sockets = sockets
+    def __init__(self, control: Control, arena_byte_size: int) -> None:
         self._control = control
         self._directory = Directory(control)
         self._arena_byte_size = arena_byte_size
@@ -273,7 +268,7 @@ class Calls:
         call.endpoint = target.endpoint
         link = self._links.get(target.endpoint)
         if link is None:
-            link = Dealer(self._sockets, target.endpoint, self._identity)
+            link = Dealer(target.endpoint, self._identity)
             self._links[target.endpoint] = link
             self._waiting.add(link.fd)
         link.post(submit)
@@ -281,9 +276,7 @@ class Calls:
     def _flush(self) -> None:
         with self._lock:
             for link in self._links.values():
-                while link.flush():
-                    # Sending may swallow the descriptor's sign that something has arrived.
-                    self._drain(link)
+                link.flush()
 
     def _cancel(self, call: Call) -> None:
         with self._lock:

@@ -42,30 +42,42 @@ class Control:
         self._answers: dict[int, Answered | Refused] = {}
         self._loop_thread = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.epoll()
+        self.watch(dealer.fd)
+        self.watch(self._wake)
 
     def send(self, message: Any) -> None:
         """Send a message to the supervisor now."""
         with self._lock:
             self.dealer.send(message)
-            # Sending may swallow the descriptor's sign that something has arrived.
-            self.pump()
 
-    def wait(self, *others: int) -> None:
-        """Block until the supervisor or one of the descriptors `others` has something.
+    def watch(self, fd: int) -> None:
+        """Have `wait` return for this descriptor too."""
+        self._poll.register(fd, select.EPOLLIN)
 
-        Only for the loop's thread, after it has read all of them empty: ZeroMQ's descriptors are
-        edge-triggered.
+    def unwatch(self, fd: int) -> None:
+        """Undo `watch`; before the descriptor is closed."""
+        self._poll.unregister(fd)
+
+    def wait(self) -> bool:
+        """Block until there is something to do: in `inbox`, or (True) at a watched descriptor.
+
+        Only for the loop's thread.
         """
-        poll = select.poll()  # not select: descriptors above 1023 are nothing unusual here
-        for fd in (self.dealer.fd, self._wake, *others):
-            poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll():
-            if fd == self._wake:
+        others = False
+        for fd, _ in self._poll.poll():
+            if fd == self.dealer.fd:
+                self.pump()
+            elif fd == self._wake:
                 os.eventfd_read(fd)
+            else:
+                others = True
+        return others
 
-    def close(self, linger_ms: int) -> None:
+    def close(self, linger_s: float) -> None:
         """Close the socket; what was sent gets this long to arrive."""
-        self.dealer.socket.close(linger_ms)
+        self._poll.close()
+        self.dealer.close(linger_s)
 
     def pump(self) -> None:
         """Take everything that has arrived; what the loop must act on is appended to `inbox`."""

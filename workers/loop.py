@@ -67,7 +67,8 @@ class Instance:
         scheduler = self.attach(endpoint)
         control = self._context.control
         while True:
-            control.pump()
+            if control.wait():
+                self._receive()
             while control.inbox:
                 match control.inbox.popleft():
                     case Stop():
@@ -81,21 +82,21 @@ class Instance:
                         self._memory.drop_reader(pid)
                     case message:
                         logger.warning("unexpected %s", type(message).__name__)
-            self._receive()
-            if self._batches:
+            while self._batches:
                 scheduler.send(self.finish(self._batches.popleft()))
-            elif not control.inbox:
-                control.wait(scheduler.fd)
 
     # --- links
 
     def attach(self, endpoint: str) -> Dealer:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
+        control = self._context.control
         if self._scheduler is not None:
+            control.unwatch(self._scheduler.fd)
             self._scheduler.close()
             self._batches.clear()
             self._memory.lose_track(time.monotonic_ns())
-        self._scheduler = Dealer(self._context.sockets, endpoint, f"{self._index}.{self._pid}")
+        self._scheduler = Dealer(endpoint, f"{self._index}.{self._pid}")
+        control.watch(self._scheduler.fd)
         self._scheduler.send(InstanceReady(self._index, self._pid))
         return self._scheduler
 

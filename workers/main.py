@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from shmserve import logs
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
@@ -46,7 +44,7 @@ from shmserve.workers.loop import Instance
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_MS = 1000
+_LAST_WORDS_S = 1.0
 
 
 def run(args: dict[str, Any]) -> None:
@@ -59,17 +57,15 @@ def run(args: dict[str, Any]) -> None:
     _limit_threads(args["threads"])
     pid = os.getpid()
     run_dir = Path(args["run_dir"])
-    sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     identity = f"worker.{args['number']}.{index}.{pid}"
-    control = Control(Dealer(sockets, endpoints.control(run_dir), identity))
+    control = Control(Dealer(endpoints.control(run_dir), identity))
     try:
         control.send(WorkerStarted(pid))
-        context = _context(args, device, run_dir, sockets, control)
+        context = _context(args, device, run_dir, control)
         _Worker(context, index, pid).run()
     finally:
         # What was said last, such as why the model does not load, should still arrive.
-        control.close(_LAST_WORDS_MS)
-        sockets.destroy(linger=_LAST_WORDS_MS)
+        control.close(_LAST_WORDS_S)
 
 
 class _Worker:
@@ -90,9 +86,7 @@ class _Worker:
     def run(self) -> None:
         """Until `Stop`, or a failure that the supervisor has been told of."""
         while True:
-            self._control.pump()
-            if not self._control.inbox:
-                self._control.wait()
+            self._control.wait()
             while self._control.inbox:
                 match self._control.inbox.popleft():
                     case Stop():
@@ -159,7 +153,6 @@ def _context(
     args: dict[str, Any],
     device: str,
     run_dir: Path,
-    sockets: zmq.Context[zmq.Socket[bytes]],
     control: Control,
 ) -> ModelContext:
     model_dir = Path(args["model_dir"])
@@ -176,7 +169,6 @@ def _context(
         backend_config=args["backend_config"],
         threads=args["threads"],
         run_dir=run_dir,
-        sockets=sockets,
         control=control,
         arena=Arena(args["arena_byte_size"]),
         mappings=Mappings(),

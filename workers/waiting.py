@@ -13,8 +13,7 @@ from collections.abc import Callable
 class Waiting:
     """One epoll descriptor over all sockets, one thread at a time asleep on it, the others behind.
 
-    `take`, called without `lock`, must read every socket empty: ZeroMQ's descriptors are
-    edge-triggered.
+    `take` is called without `lock`.
     """
 
     def __init__(self, take: Callable[[], None]) -> None:

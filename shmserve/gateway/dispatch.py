@@ -19,8 +19,6 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from shmserve.errors import Unavailable
 from shmserve.gateway.links import Link
 from shmserve.ipc import messages as m
@@ -56,7 +54,6 @@ class Peer:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         on_idle: Callable[[Peer], None],
     ) -> None:
@@ -69,7 +66,7 @@ class Peer:
         self._on_idle = on_idle
         # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
-        self.link = Link(context, endpoint, identity, self._take)
+        self.link = Link(endpoint, identity, self._take)
 
     def use(self) -> None:
         """Keep the link until `leave`."""
@@ -140,7 +137,6 @@ class Dispatcher:
     """All schedulers this gateway talks to."""
 
     def __init__(self) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._peers: dict[str, Peer] = {}
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
@@ -149,7 +145,7 @@ class Dispatcher:
         """The scheduler at `endpoint`; it lasts while it has users or owes answers."""
         peer = self._peers.get(endpoint)
         if peer is None:
-            peer = self._peers[endpoint] = Peer(self.context, endpoint, self._drop)
+            peer = self._peers[endpoint] = Peer(endpoint, self._drop)
         return peer
 
     def _drop(self, peer: Peer) -> None:

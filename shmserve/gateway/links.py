@@ -1,8 +1,6 @@
-"""ZeroMQ in the event loop: a link to a scheduler or to the supervisor.
+"""Sockets in the event loop: a link to a scheduler or to the supervisor.
 
-The socket's descriptor is edge-triggered, and a send may swallow the edge: so each wake-up takes
-everything, and so does the turn after a send. What is posted during a turn of the loop leaves as
-one frame at its end.
+What is posted during a turn of the loop leaves as one frame at its end.
 """
 
 from __future__ import annotations
@@ -11,8 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
-
-import zmq
 
 from shmserve.ipc.channels import Dealer
 
@@ -26,13 +22,12 @@ class Link:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         identity: str,
         on_message: Callable[[Any], None],
     ) -> None:
         self.endpoint = endpoint
-        self._dealer = Dealer(context, endpoint, identity)
+        self._dealer = Dealer(endpoint, identity)
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._dealer.fd, self._drain)
@@ -54,7 +49,6 @@ class Link:
         self._flushing = False
         if not self._closed:
             self._dealer.flush()
-            self._drain()
 
     def _drain(self) -> None:
         for message in self._dealer.receive():

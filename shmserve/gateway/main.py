@@ -77,7 +77,6 @@ class _Process:
         self._servers: list[Server] = []
         dispatcher = Dispatcher()
         supervisor = Supervisor(
-            dispatcher.context,
             endpoints.control(self._run_dir),
             f"gateway.{self._index}.{os.getpid()}",
             self._take,
@@ -121,7 +120,6 @@ class _Process:
                 connection.force_close()
         self._gateway.supervisor.close()
         self._gateway.dispatcher.close()
-        self._gateway.dispatcher.context.destroy(linger=0)
 
     def _take(self, message: Any) -> None:
         gateway = self._gateway

@@ -8,8 +8,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from shmserve.errors import from_code
 from shmserve.gateway.links import Link
 from shmserve.ipc import messages as m
@@ -22,7 +20,6 @@ class Supervisor:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         identity: str,
         on_message: Callable[[Any], None],
@@ -30,7 +27,7 @@ class Supervisor:
         self._on_message = on_message
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._link = Link(context, endpoint, identity, self._take)
+        self._link = Link(endpoint, identity, self._take)
 
     def tell(self, message: Any) -> None:
         """Send a message that has no answer."""

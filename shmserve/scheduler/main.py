@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from shmserve import logs
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.channels import Dealer, Router
@@ -19,7 +17,7 @@ from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.loop import Loop
 from shmserve.scheduler.settings import Settings
 
-_PARTING_MS = 300  # for the last answers to leave
+_PARTING_S = 0.3  # for the last answers to leave
 
 
 def run(args: dict[str, Any]) -> None:
@@ -38,10 +36,9 @@ def run(args: dict[str, Any]) -> None:
     processes.exact_timers()
 
     number, run_dir = args["number"], Path(args["run_dir"])
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    clients = Router(context, endpoints.scheduler(run_dir, number))
-    workers = Router(context, endpoints.instances(run_dir, number))
-    control = Dealer(context, endpoints.control(run_dir), f"scheduler.{number}.{os.getpid()}")
+    clients = Router(endpoints.scheduler(run_dir, number))
+    workers = Router(endpoints.instances(run_dir, number))
+    control = Dealer(endpoints.control(run_dir), f"scheduler.{number}.{os.getpid()}")
     control.send(SchedulerReady(os.getpid()))
     scheduler = Scheduler(settings, clients, workers, control, time.time_ns)
     gc.freeze()  # what is here now stays: no collection needs to look at it
@@ -49,5 +46,4 @@ def run(args: dict[str, Any]) -> None:
         Loop(scheduler, control, workers, clients).run()
     finally:
         for link in (clients, workers, control):
-            link.socket.close(_PARTING_MS)
-        context.term()
+            link.close(_PARTING_S)

@@ -9,8 +9,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.arena import Arena
 from shmserve.ipc.regions import Mappings
@@ -48,7 +46,7 @@ class ModelContext:
     `repository` and `model_dir` (repository/model) hold the files, `version_dir` is
     model_dir/version. `kind` is "CPU" or "GPU", `device` what torch calls it ("cpu", "cuda:0",
     "npu:1"), `device_id` its number (0 on a CPU). `backend_config` is what --backend-config said
-    for this backend. `sockets` makes sockets, `control` asks the supervisor. `arena` and `mappings`
+    for this backend. `control` asks the supervisor. `arena` and `mappings`
     are this process's memory for tensors it makes and its views of others'.
     """
 
@@ -64,7 +62,6 @@ class ModelContext:
     backend_config: dict[str, str]
     threads: int
     run_dir: Path
-    sockets: zmq.Context[zmq.Socket[bytes]]
     control: Control
     arena: Arena
     mappings: Mappings

@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
-        self.calls = Calls(context.sockets, context.control, context.arena.memory.byte_size)
+        self.calls = Calls(context.control, context.arena.memory.byte_size)
         self.running = False
         self.executing: Sequence[Request] = ()
 

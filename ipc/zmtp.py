@@ -1,0 +1,149 @@
+"""ZeroMQ's wire protocol, ZMTP 3.0 with the NULL mechanism (RFC 23/ZMTP), as bytes in and out (pure).
+
+Spoken here rather than by libzmq, because libzmq moves every message through a thread of its own:
+that is two more wake-ups a hop, each as long as a whole small inference takes in a process. Any
+ZeroMQ library can be at the other end.
+
+    greeting, 64 bytes      FF 00*8 7F  03 00  "NULL" 00*16  00  00*31
+    frame                   flags (1: more follow, 2: long, 4: command), size (1 or 8 bytes), body
+    READY command           05 "READY", then properties: size (1), name, size (4), value
+"""
+
+from __future__ import annotations
+
+import struct
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_LONG_SIZE = struct.Struct(">Q")
+_VALUE_SIZE = struct.Struct(">I")
+_MAX_FRAME = 256 * 1024 * 1024
+
+
+def ready(socket_type: str, identity: bytes = b"") -> bytes:
+    """The frame that completes the handshake."""
+    body = bytearray(b"\x05READY")
+    for name, value in ((b"Socket-Type", socket_type.encode()), (b"Identity", identity)):
+        body += bytes((len(name),)) + name + _VALUE_SIZE.pack(len(value)) + value
+    return bytes((_COMMAND, len(body))) + body
+
+
+def frame(body: bytes) -> bytes:
+    """A message of one part."""
+    size = len(body)
+    if size < 256:
+        return b"\0" + size.to_bytes(1, "big") + body
+    return b"\2" + _LONG_SIZE.pack(size) + body
+
+
+class Decoder:
+    """One connection's incoming bytes.
+
+    `properties` are the peer's once it has said READY; `broken` says what was no ZMTP: then the
+    connection is of no further use; `dropped` counts messages of several parts, which nobody here
+    sends.
+    """
+
+    __slots__ = ("_buffer", "_greeted", "_needed", "_skipping", "broken", "dropped", "properties")
+
+    def __init__(self) -> None:
+        self.properties: dict[str, bytes] | None = None
+        self.broken = ""
+        self.dropped = 0
+        self._buffer = bytearray()
+        self._needed = 0  # no whole frame is in the buffer until it has this many bytes
+        self._greeted = False
+        self._skipping = False  # inside a message of several parts
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that are complete with `data`."""
+        buffered = self._buffer
+        if buffered:
+            buffered += data
+            if len(buffered) < self._needed:
+                return []
+            data = bytes(buffered)
+            buffered.clear()
+        messages: list[bytes] = []
+        at = 0
+        if not self._greeted:
+            at = self._greet(data)
+        if self._greeted:
+            at = self._frames(data, at, messages)
+        if at < len(data):
+            buffered += data[at:]
+        return messages
+
+    def _greet(self, data: bytes) -> int:
+        # Whatever is no greeting shows in its first ten bytes.
+        if not GREETING.startswith(data[:1]) or (len(data) >= 10 and not data[9] & 1):
+            self.broken = "not ZMTP"
+        elif len(data) < len(GREETING):
+            self._needed = len(GREETING)
+        elif data[10] < 3 or data[12:32] != GREETING[12:32]:
+            self.broken = "a version or a mechanism of ZMTP that is not spoken here"
+        else:
+            self._greeted = True
+            return len(GREETING)
+        return 0
+
+    def _frames(self, data: bytes, at: int, messages: list[bytes]) -> int:
+        """Take whole frames from `at`; where the first one begins that is not whole."""
+        size = len(data)
+        self._needed = 0
+        while size - at >= 2 and not self.broken:
+            flags = data[at]
+            if flags & _LONG:
+                start = at + 9
+                if start > size:
+                    break
+                end = start + int(_LONG_SIZE.unpack_from(data, at + 1)[0])
+            else:
+                start = at + 2
+                end = start + data[at + 1]
+            if end - start > _MAX_FRAME:
+                self.broken = "a frame that is too large"
+            elif end > size:
+                self._needed = end - at
+                break
+            elif not flags & ~_LONG and not self._skipping:
+                if self.properties is None:
+                    self.broken = "a message before the handshake"
+                else:
+                    messages.append(data[start:end])
+            else:
+                self._unusual(flags, data[start:end])
+            at = end
+        return at
+
+    def _unusual(self, flags: int, body: bytes) -> None:
+        if flags & ~(_MORE | _LONG | _COMMAND):
+            self.broken = "a frame with unknown flags"
+        elif flags & _COMMAND:
+            # Those after the first, heartbeats and the like, nobody here asked for.
+            if self.properties is None:
+                self._ready(body)
+        else:
+            self._skipping = bool(flags & _MORE)
+            self.dropped += not self._skipping
+
+    def _ready(self, body: bytes) -> None:
+        if not body.startswith(b"\x05READY"):
+            self.broken = "a handshake without READY"
+            return
+        properties: dict[str, bytes] = {}
+        at = 6
+        while at < len(body):
+            name_end = at + 1 + body[at]
+            value = name_end + 4
+            end = value
+            if value <= len(body):
+                end += int(_VALUE_SIZE.unpack_from(body, name_end)[0])
+            if end > len(body) or value > len(body):
+                self.broken = "a property that is cut short"
+                return
+            name = body[at + 1 : name_end].decode("ascii", "replace").lower()
+            properties[name] = body[value:end]
+            at = end
+        self.properties = properties
