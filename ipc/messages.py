@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
 
 import msgpack
 
+from shmserve.ipc.records import record
 from shmserve.ipc.tensors import MalformedMessage
 
 VERSION = 1
@@ -54,7 +55,7 @@ def _checker(kind: Any) -> Callable[[Any], bool]:
 
 @dataclass_transform(frozen_default=True)
 def _message(cls: type[T]) -> type[T]:
-    made = dataclass(frozen=True, slots=True)(cls)
+    made = record(cls)
     hints = typing.get_type_hints(made)
     names = [f.name for f in fields(made)]  # type: ignore[arg-type]
     kinds = [hints[name] for name in names]

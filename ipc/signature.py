@@ -7,11 +7,11 @@ the gateway and by models that call other models. Pure. The texts are Triton's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.ranges import LARGEST
+from shmserve.ipc.records import record
 from shmserve.ipc.tensors import FROM_CONFIG, ITEM_SIZE, RequestedOutput, TensorRef, element_count
 
 _BATCH_NOTE = (
@@ -23,7 +23,7 @@ _BATCH_NOTE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TensorSpec:
     """One input or output as the client sees it: `dims` without the batch dimension, -1 for any
     size."""
@@ -41,7 +41,7 @@ class TensorSpec:
         return -1 not in self.dims
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Admission:
     """What the scheduler needs of a request: batch size (0: the model does not batch) and what
     must be equal to batch."""

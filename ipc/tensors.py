@@ -14,7 +14,7 @@ them back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import msgpack
@@ -22,6 +22,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.ranges import fits
+from shmserve.ipc.records import record
 
 # All tensor bytes of one request, or of one answer, up to this many travel inside the messages:
 # below it the copies through two sockets cost less than an arena's allocation and release message.
@@ -66,7 +67,7 @@ FROM_CONFIG: dict[str, str] = {
 TO_CONFIG: dict[str, str] = {protocol: config for config, protocol in FROM_CONFIG.items()}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Memory:
     """An object that process `pid` holds as `fd`; `byte_size` is how much of it may be used."""
 
@@ -78,7 +79,7 @@ class Memory:
     sealed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Place:
     """`byte_size` bytes from `offset` of a memory."""
 
@@ -87,7 +88,7 @@ class Place:
     byte_size: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TensorRef:
     """A tensor: its bytes little-endian and row-major, inline or at a place (BYTES: 4-byte length
     + bytes each)."""
@@ -98,7 +99,7 @@ class TensorRef:
     data: bytes | Place
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RequestedOutput:
     """An output the client asked for; with a `place`, its bytes go there (`byte_size` is the
     room)."""
@@ -107,7 +108,7 @@ class RequestedOutput:
     place: Place | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Inference:
     """One request as the worker sees it. No `outputs` means all of them.
 
@@ -126,7 +127,7 @@ class Inference:
     deadline_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Inferred:
     """The answer to an `Inference`; an output that went to the client's place carries that
     place."""
@@ -209,6 +210,51 @@ def pack_inference(request: Inference) -> bytes:
         )
     )
     return packed
+
+
+class InferenceTemplate:
+    """A packed `Inference` but for what differs between requests that are described alike: the
+    bytes of the inline tensors, whose sizes stay, and the deadline."""
+
+    __slots__ = ("_pieces", "_sizes")
+
+    def __init__(self, request: Inference) -> None:
+        self._sizes: list[int] = []
+        self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
+        packer = msgpack.Packer(autoreset=False)
+        packer.pack_array_header(9)
+        packer.pack(request.request_id)
+        packer.pack_array_header(len(request.inputs))
+        for tensor in request.inputs:
+            packer.pack_array_header(4)
+            *described, data = _pack_tensor(tensor)
+            for value in described:
+                packer.pack(value)
+            packer.pack(data)
+            if type(data) is bytes:
+                self._sizes.append(len(data))
+                self._pieces.append(packer.bytes().removesuffix(data))
+                packer.reset()
+        packer.pack([(out.name, out.place and _pack_place(out.place)) for out in request.outputs])
+        for value in (
+            request.parameters,
+            request.correlation_id,
+            request.flags,
+            request.timeout_us,
+            request.priority,
+        ):
+            packer.pack(value)
+        self._pieces.append(packer.bytes())
+
+    def fill(self, body: bytes, at: int, deadline_ns: int) -> bytes:
+        """What `pack_inference` gives for the tensors whose bytes are in `body`, one after the
+        other, from `at`."""
+        pieces: list[bytes] = []
+        for piece, size in zip(self._pieces, self._sizes, strict=False):
+            pieces += (piece, body[at : at + size])
+            at += size
+        pieces += (self._pieces[-1], msgpack.packb(deadline_ns))
+        return b"".join(pieces)
 
 
 def unpack_inference(work: bytes) -> Inference:

@@ -1,4 +1,4 @@
-"""ZeroMQ's wire protocol, ZMTP 3.0 with the NULL mechanism (RFC 23/ZMTP), as bytes in and out (pure).
+"""ZeroMQ's wire protocol, ZMTP 3.0 with the NULL mechanism (RFC 23), as bytes in and out (pure).
 
 Spoken here rather than by libzmq, because libzmq moves every message through a thread of its own:
 that is two more wake-ups a hop, each as long as a whole small inference takes in a process. Any

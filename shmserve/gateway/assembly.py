@@ -8,7 +8,8 @@ in a region                        where they are: a place is passed on, nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway import jsontensors
@@ -22,13 +23,17 @@ from shmserve.ipc.signature import Admission, Signature
 from shmserve.ipc.tensors import (
     INLINE_LIMIT,
     ITEM_SIZE,
+    Inference,
+    InferenceTemplate,
     Place,
     RequestedOutput,
     TensorRef,
     element_count,
+    pack_inference,
 )
 
 _ALIGNMENT = 64
+LONGEST_TIMEOUT_US = 10**15
 
 
 class Holds:
@@ -65,6 +70,11 @@ class Holds:
     def __bool__(self) -> bool:
         return self._offset >= 0 or self._uses is not None
 
+    @property
+    def plannable(self) -> bool:
+        """Whether another request with the same header would come to the same."""
+        return self._offset < 0
+
     def release(self) -> None:
         """Give everything back."""
         if self._offset >= 0:
@@ -79,55 +89,57 @@ def nothing() -> None:
 
 
 class Taken:
-    """A request with its tensors, and what it was admitted as; `release` ends what it holds."""
+    """A request and what it was admitted as.
 
-    __slots__ = ("admission", "outputs", "release", "tensors", "wire")
+    `pack(deadline_ns)` gives its work for a worker; `release` ends what it holds.
+    """
+
+    __slots__ = ("admission", "pack", "release", "wire")
 
     def __init__(
         self,
         wire: WireRequest,
         admission: Admission,
-        tensors: Sequence[TensorRef],
-        outputs: Sequence[RequestedOutput],
+        pack: Callable[[int], bytes],
         release: Callable[[], None],
     ) -> None:
         self.wire = wire
         self.admission = admission
-        self.tensors = tensors
-        self.outputs = outputs
+        self.pack = pack
         self.release = release
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """What a header that describes only small binary tensors always comes to.
+    """What a header that describes small binary tensors and places in regions always comes to.
 
-    Programs send the same header again and again; then only its tensors' bytes are new.
+    Programs send the same header again and again; then only the tensors' bytes are new.
     """
 
-    wire: WireRequest
-    admission: Admission
-    outputs: tuple[RequestedOutput, ...]
+    __slots__ = ("_admission", "_template", "_uses", "_wire")
 
-    @classmethod
-    def of(cls, taken: Taken) -> Plan | None:
-        """The plan that `taken` came to, if it would come to the same with other bytes."""
-        if taken.release is not nothing or any(t.binary_size < 0 for t in taken.wire.inputs):
+    def __init__(self, taken: Taken, work: Inference, uses: Uses | None) -> None:
+        self._wire = taken.wire
+        self._admission = taken.admission
+        self._template = InferenceTemplate(work)
+        self._uses = uses.pattern() if uses is not None else None
+
+    def follow(self, body: bytes, at: int) -> Taken | None:
+        """The request whose tensors are in `body` from `at`; None: its regions have changed."""
+        pack = partial(self._template.fill, body, at)
+        if self._uses is None:
+            return Taken(self._wire, self._admission, pack, nothing)
+        uses = self._uses.again()
+        if uses is None:
             return None
-        return cls(taken.wire, taken.admission, tuple(taken.outputs))
-
-    def follow(self, body: bytes, at: int) -> Taken:
-        """The request whose tensors are in `body` from `at`."""
-        tensors: list[TensorRef] = []
-        for tensor in self.wire.inputs:
-            end = at + tensor.binary_size
-            tensors.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, body[at:end]))
-            at = end
-        return Taken(self.wire, self.admission, tensors, self.outputs, nothing)
+        return Taken(self._wire, self._admission, pack, uses.release)
 
 
-def build(gateway: Gateway, model: Model, wire: WireRequest, body: bytes, at: int) -> Taken:
+def build(
+    gateway: Gateway, model: Model, wire: WireRequest, body: bytes, at: int
+) -> tuple[Taken, Plan | None]:
     """Make the tensors of a request whose binary data is in `body` from `at`, and admit it.
+
+    The plan, if there is one, is good for every request with the same header.
 
     Raises what is wrong with it, or Unavailable when memory for tensors is full.
     """
@@ -151,10 +163,13 @@ def build(gateway: Gateway, model: Model, wire: WireRequest, body: bytes, at: in
             tensor_ref(gateway, holds, tensor, data)
             for tensor, data in zip(wire.inputs, stored, strict=True)
         ]
-        return admit(gateway, model, wire, tensors, holds)
+        taken, work = admit(gateway, model, wire, tensors, holds)
     except BaseException:
         holds.release()
         raise
+    if holds.plannable and all(tensor.data is None for tensor in wire.inputs):
+        return taken, Plan(taken, work, holds.uses(gateway) if holds else None)
+    return taken, None
 
 
 def _store(gateway: Gateway, holds: Holds, datas: Sequence[bytes | None]) -> Sequence[Place | None]:
@@ -189,8 +204,10 @@ def from_json(tensor: WireInput) -> bytes:
 
 def admit(
     gateway: Gateway, model: Model, wire: WireRequest, tensors: Sequence[TensorRef], holds: Holds
-) -> Taken:
+) -> tuple[Taken, Inference]:
     """Check a request against its model and the regions that its outputs go to.
+
+    The work is without its deadline, which `Taken.pack` adds.
 
     Raises InvalidArgument, NotFound or Internal.
     """
@@ -206,7 +223,22 @@ def admit(
     for wanted in outputs:
         if wanted.place is not None:
             check_room(signature, wanted.name, wanted.place.byte_size, admission.batch_size)
-    return Taken(wire, admission, tensors, outputs, holds.release if holds else nothing)
+    work = Inference(
+        wire.id,
+        tuple(tensors),
+        tuple(outputs),
+        wire.parameters,
+        wire.correlation_id,
+        wire.flags,
+        min(wire.timeout_us, LONGEST_TIMEOUT_US),
+        wire.priority,
+    )
+    release = holds.release if holds else nothing
+    return Taken(wire, admission, partial(_packed, work), release), work
+
+
+def _packed(work: Inference, deadline_ns: int) -> bytes:
+    return pack_inference(replace(work, deadline_ns=deadline_ns) if deadline_ns else work)
 
 
 def check_room(signature: Signature, name: str, room: int, batch_size: int) -> None:

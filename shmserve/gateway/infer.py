@@ -20,7 +20,7 @@ from shmserve.errors import (
 )
 from shmserve.gateway import jsontensors
 from shmserve.gateway.answers import check_size, output_entry, response_json
-from shmserve.gateway.assembly import Taken
+from shmserve.gateway.assembly import LONGEST_TIMEOUT_US, Taken
 from shmserve.gateway.codec import WireRequest
 from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.intake import take
@@ -31,11 +31,9 @@ from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import JsonFault
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import (
-    Inference,
     Inferred,
     MalformedMessage,
     TensorRef,
-    pack_inference,
     unpack_inferred,
 )
 
@@ -43,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 _STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
-_LONGEST_TIMEOUT_US = 10**15
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 # A JSON tensor of more bytes than this is written in steps, with turns of the loop between.
 _LONG_TEXT = 64 * 1024
@@ -113,24 +110,11 @@ async def _run(
 
 def _submission(gateway: Gateway, taken: Taken, number: int, arrived_ns: int) -> m.Submit:
     wire = taken.wire
-    timeout_us = min(wire.timeout_us, _LONGEST_TIMEOUT_US)
+    timeout_us = min(wire.timeout_us, LONGEST_TIMEOUT_US)
     limit_us = gateway.settings.request_timeout_us
     if timeout_us and (not limit_us or timeout_us < limit_us):
         limit_us = timeout_us
     deadline_ns = arrived_ns + limit_us * 1000 if limit_us else 0
-    work = pack_inference(
-        Inference(
-            wire.id,
-            tuple(taken.tensors),
-            tuple(taken.outputs),
-            wire.parameters,
-            wire.correlation_id,
-            wire.flags,
-            timeout_us,
-            wire.priority,
-            deadline_ns,
-        )
-    )
     return m.Submit(
         number,
         taken.admission.batch_size,
@@ -139,7 +123,7 @@ def _submission(gateway: Gateway, taken: Taken, number: int, arrived_ns: int) ->
         deadline_ns,
         timeout_us,
         wire.priority,
-        work,
+        taken.pack(deadline_ns),
         wire.id,
     )
 

@@ -96,16 +96,18 @@ async def _take_whole(gateway: Gateway, model: Model, body: bytes, said: str | N
         if len(body) > limit:
             raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
         wire, body = raw_request(model.signature, body)
-        return build(gateway, model, wire, body, 0)
+        return build(gateway, model, wire, body, 0)[0]
     tail_size = len(body) - size
     header = body[:size] if tail_size else body
     key = (header, tail_size)
     plan: Plan | None = model.plans.get(key)
     if plan is not None:
-        return plan.follow(body, size)
+        taken = plan.follow(body, size)
+        if taken is not None:
+            return taken
     wire = await _parse(header, tail_size, model, limit)
-    taken = build(gateway, model, wire, body, size)
-    if size <= _LONGEST_PLANNED and (plan := Plan.of(taken)) is not None:
+    taken, plan = build(gateway, model, wire, body, size)
+    if size <= _LONGEST_PLANNED and plan is not None:
         if len(model.plans) >= _MOST_PLANS:
             model.plans.clear()
         model.plans[key] = plan
@@ -168,7 +170,7 @@ async def _fill(
         for tensor, place in zip(wire.inputs, places, strict=True)
     ]
     # Before the body is read, so that a wrong request costs no upload's time.
-    taken = admit(gateway, model, wire, tensors, holds)
+    taken, _ = admit(gateway, model, wire, tensors, holds)
     views: list[memoryview] = []
     for tensor, place, data in zip(wire.inputs, places, jsons, strict=True):
         if data is not None:

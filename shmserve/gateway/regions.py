@@ -97,11 +97,27 @@ class Uses:
             self._regions.append(region)
             region.requests += 1
         if write:
-            span = (place.offset, place.offset + place.byte_size)
-            _warn_of_overlap(region, span)
-            region.written.append(span)
-            self._writes.append((region, span))
+            self._write(region, (place.offset, place.offset + place.byte_size))
         return place
+
+    def renew(
+        self, regions: Iterable[Region], writes: Iterable[tuple[Region, tuple[int, int]]]
+    ) -> None:
+        """Use what another request used, which was checked then."""
+        self._regions += regions
+        for region in self._regions:
+            region.requests += 1
+        for region, span in writes:
+            self._write(region, span)
+
+    def _write(self, region: Region, span: tuple[int, int]) -> None:
+        _warn_of_overlap(region, span)
+        region.written.append(span)
+        self._writes.append((region, span))
+
+    def pattern(self) -> Pattern:
+        """What is used, for other requests that use the same."""
+        return Pattern(self._table, tuple(self._regions), tuple(self._writes))
 
     def release(self) -> None:
         """The request is over."""
@@ -113,6 +129,31 @@ class Uses:
             if region.withdrawn and not region.requests:
                 self._table.released(region)
         self._regions.clear()
+
+
+class Pattern:
+    """The uses of a request, to be made again for one with the same header."""
+
+    __slots__ = ("_regions", "_table", "_version", "_writes")
+
+    def __init__(
+        self,
+        table: RegionTable,
+        regions: tuple[Region, ...],
+        writes: tuple[tuple[Region, tuple[int, int]], ...],
+    ) -> None:
+        self._table = table
+        self._version = table.version
+        self._regions = regions
+        self._writes = writes
+
+    def again(self) -> Uses | None:
+        """The same uses, or None when the names may mean something else by now."""
+        if self._version != self._table.version:
+            return None
+        uses = Uses(self._table)
+        uses.renew(self._regions, self._writes)
+        return uses
 
 
 def _warn_of_overlap(region: Region, span: tuple[int, int]) -> None:
@@ -133,6 +174,7 @@ class RegionTable:
 
     def __init__(self, on_released: Callable[[int], None]) -> None:
         self._on_released = on_released
+        self.version = 0  # changes with the meaning of any name
         self._by_name: dict[str, Region] = {}
         self._by_id: dict[int, Region] = {}
 
@@ -141,6 +183,7 @@ class RegionTable:
         if message.memory_id not in self._by_id:
             region = self._by_id[message.memory_id] = Region(message)
             self._by_name[message.name] = region
+            self.version += 1
 
     def withdraw(self, memory_id: int) -> None:
         """The name is free; requests in flight keep the generation."""
@@ -149,6 +192,7 @@ class RegionTable:
             self._on_released(memory_id)
             return
         region.withdrawn = True
+        self.version += 1
         if self._by_name.get(region.name) is region:
             del self._by_name[region.name]
         if not region.requests:

@@ -17,10 +17,10 @@ with the order of the queue kept and a request never split:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from shmserve.ipc.records import record
 from shmserve.scheduler.requests import NEVER
 from shmserve.scheduler.settings import Batching
 
@@ -46,7 +46,7 @@ class Pending(Protocol):
     hurry_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Batch:
     """Run the first `count` requests of the queue now."""
 
@@ -54,7 +54,7 @@ class Batch:
     reason: Closed
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WaitUntil:
     """Ask again at this time (monotonic ns), or when the queue changes."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import get_args
 
 from shmserve.ipc.channels import Dealer, Router
 from shmserve.ipc.messages import ClientToScheduler, SupervisorToScheduler, WorkerToScheduler
