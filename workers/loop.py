@@ -132,14 +132,14 @@ class Instance:
         requests: list[Request] = []
         self._work = {key: (client_pid, work) for key, client_pid, work in batch.requests}
         for key in self._work:
-            unpacked = self._unpack(key)
+            unpacked = _CANCELLED if key in self._cancelled else self._unpack(key)
             if isinstance(unpacked, Request):
                 requests.append(unpacked)
             else:
                 replies.append(_failed(key, unpacked))
         if requests:
             replies += self._run(requests)
-        self._cancelled.clear()
+        self._cancelled.difference_update(self._work)
         self._work.clear()
         end_ns = time.monotonic_ns()
         input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)

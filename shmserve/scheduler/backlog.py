@@ -37,6 +37,11 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._queue) + len(self._retries)
 
+    @property
+    def queued(self) -> int:
+        """How many wait that need not run alone."""
+        return len(self._queue)
+
     # --- admission --------------------------------------------------------------------------------
 
     @property
@@ -126,6 +131,12 @@ class Backlog:
         request.meet(Event.RETURN)
         request.queue_limit_ns = 0  # it has had its wait
         self._retries[request.key] = request
+
+    def put_back(self, request: Request) -> None:
+        """Take back a request that was dispatched and not begun: it comes before all others."""
+        request.meet(Event.RETURN)
+        self._queue[request.key] = request
+        self._queue.move_to_end(request.key, last=False)
 
     def remove(self, request: Request) -> None:
         """Take a queued request out; its state is the caller's to change."""

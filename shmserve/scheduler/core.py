@@ -42,6 +42,7 @@ from shmserve.scheduler.statistics import Reason, Statistics
 _STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
 _DEAD_REMEMBERED = 64
+_CANNOT_GROW = (Closed.FULL, Closed.SHAPE)
 
 
 class Scheduler:
@@ -219,10 +220,16 @@ class Scheduler:
 
     def _dispatch(self, now_ns: int) -> int:
         backlog, executions, rules = self._backlog, self._executions, self._batching
-        while self._pool.free and len(backlog):
-            retry = backlog.take_retry()
+        pool, credits = self._pool, executions.pace.credits
+        while len(backlog):
+            ahead = not pool.free
+            if ahead and (credits == 1 or not pool.room(credits)):
+                break
+            retry = None if ahead else backlog.take_retry()
             if retry is not None:
                 executions.start([retry], Closed.RETRY, now_ns)
+            elif not backlog.queued:
+                break  # what must run alone waits for an instance that has nothing else
             elif rules is None:
                 executions.start(backlog.take(1), Closed.IDLE, now_ns)
             elif backlog.holding():
@@ -230,10 +237,12 @@ class Scheduler:
             else:
                 decision = decide(now_ns, backlog.waiting(), rules, executions.pace.reserve_ns)
                 match decision:
+                    case Batch(reason=reason) if ahead and reason not in _CANNOT_GROW:
+                        break
                     case Batch():
                         executions.start(backlog.take(decision.count), decision.reason, now_ns)
                     case WaitUntil():
-                        return decision.ns
+                        return NEVER if ahead else decision.ns
                     case None:
                         break
                     case _:

@@ -62,7 +62,7 @@ class Executions:
     # --- to workers -------------------------------------------------------------------------------
 
     def start(self, requests: list[Request], reason: Closed, now_ns: int) -> None:
-        """Send a batch to a free instance."""
+        """Send a batch to a free instance, or ahead to one that has room."""
         execution = Execution(next(self._ids), requests, reason, now_ns)
         slot = self.pool.assign(execution)
         work = [[request.key, request.client.pid, request.work] for request in requests]
@@ -106,11 +106,11 @@ class Executions:
     ) -> None:
         requests = execution.requests
         worker = Worker(slot.peer, slot.pid)
-        self.pool.finish(slot)
+        self.pool.finish(slot, now_ns)
         timing = Timing.of(message, execution.started_ns, now_ns)
         units = sum([request.units for request in requests])
         self._statistics.executed(execution.reason, units, timing, now_ns)
-        self.pace.observe(now_ns - execution.started_ns, len(requests))
+        self.pace.observe(now_ns - execution.started_ns, timing.total_ns, len(requests))
         replies = matched(requests, message.replies)
         if replies is None:
             self.misplaced += 1
@@ -135,12 +135,20 @@ class Executions:
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def exited(self, execution: Execution | None, reason: str, now_ns: int) -> None:
-        """A worker died with this batch: whoever was in it runs once more, alone."""
-        if execution is None:
+    def exited(self, executions: list[Execution], reason: str, now_ns: int) -> None:
+        """A worker died with these: whoever was in the first runs once more, alone; the others,
+        which it had not begun, go back to where they were in the queue.
+        """
+        if not executions:
             return
         self._statistics.workers_lost += 1
-        for request in execution.requests:
+        for execution in reversed(executions[1:]):
+            for request in reversed(execution.requests):
+                if request.state is State.EXECUTING:
+                    self._backlog.put_back(request)
+                else:
+                    self._answers.close(request, now_ns)
+        for request in executions[0].requests:
             if request.state is not State.EXECUTING:
                 self._answers.close(request, now_ns)
                 continue

@@ -6,16 +6,16 @@ The supervisor announces (`InstanceExpected`) and reports ends (`InstanceExited`
 a worker offers itself (`InstanceReady`). These come on two sockets, in any order: an offer that is
 ahead of the announcement is kept until then.
 
-An instance has one credit: it gets a batch when it has returned the last one. A second credit would
-hide the message's way between two batches, but a batch sent ahead could not grow any more, and its
-requests would wait behind one worker while another is free.
+An idle instance gets a batch at once. One that is busy may get more ahead, up to a number of credits
+that the caller gives: that hides the messages' way between two batches, but what is sent ahead
+cannot grow any more and waits behind one worker while another may become free.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from shmserve.scheduler.dynamic import Closed
@@ -76,8 +76,13 @@ class Slot:
     state: SlotState = SlotState.GONE
     peer: bytes = b""
     pid: int = 0
-    execution: Execution | None = None
+    executions: deque[Execution] = field(default_factory=deque)
     offer: tuple[bytes, int] | None = None
+
+    @property
+    def execution(self) -> Execution | None:
+        """What it runs now; behind it is what was sent ahead."""
+        return self.executions[0] if self.executions else None
 
     def meet(self, event: str) -> None:
         """Move to the next state; raises KeyError where there is none."""
@@ -111,18 +116,18 @@ class Pool:
             if slot.state is SlotState.EXPECTED:
                 self._take_offer(slot)
 
-    def exit(self, index: int) -> Execution | None:
-        """The instance's process is gone; returns what it was running."""
+    def exit(self, index: int) -> list[Execution]:
+        """The instance's process is gone; returns what it had, first what it was running."""
         return self._leave(self._slot(index))
 
-    def exit_process(self, pid: int) -> Execution | None:
-        """Some process is gone; returns what it was running if it was an instance."""
+    def exit_process(self, pid: int) -> list[Execution]:
+        """Some process is gone; returns what it had if it was an instance."""
         for slot in self._slots.values():
             if slot.offer is not None and slot.offer[1] == pid:
                 slot.offer = None
             if slot.pid == pid:
                 return self._leave(slot)
-        return None
+        return []
 
     def fail(self, reason: str) -> None:
         """No instance will come back, until one does."""
@@ -149,9 +154,10 @@ class Pool:
         self._free.append(slot)
         self._failure = ""
 
-    def _leave(self, slot: Slot) -> Execution | None:
+    def _leave(self, slot: Slot) -> list[Execution]:
         slot.meet("exit")
-        lost, slot.execution = slot.execution, None
+        lost = list(slot.executions)
+        slot.executions.clear()
         self._by_peer.pop(slot.peer, None)
         if slot in self._free:
             self._free.remove(slot)
@@ -165,17 +171,31 @@ class Pool:
         """Whether an instance can take a batch."""
         return bool(self._free)
 
+    def room(self, credits: int) -> bool:
+        """Whether a busy instance has less than `credits` batches."""
+        return any(
+            slot.state is SlotState.BUSY and len(slot.executions) < credits
+            for slot in self._by_peer.values()
+        )
+
     def assign(self, execution: Execution) -> Slot:
-        """Give a batch to the instance that has been free for longest."""
-        slot = self._free.popleft()
-        slot.meet("assign")
-        slot.execution = execution
+        """Give a batch to the instance that has been free for longest, else to the least busy."""
+        if self._free:
+            slot = self._free.popleft()
+            slot.meet("assign")
+        else:
+            busy = (slot for slot in self._by_peer.values() if slot.state is SlotState.BUSY)
+            slot = min(busy, key=lambda slot: len(slot.executions))
+        slot.executions.append(execution)
         return slot
 
-    def finish(self, slot: Slot) -> None:
-        """The instance has returned its batch."""
+    def finish(self, slot: Slot, now_ns: int) -> None:
+        """The instance has returned its batch, and begins the next one if it has it."""
+        slot.executions.popleft()
+        if slot.executions:
+            slot.executions[0].started_ns = now_ns
+            return
         slot.meet("finish")
-        slot.execution = None
         if slot.state is SlotState.IDLE:
             self._free.append(slot)
 
@@ -194,7 +214,7 @@ class Pool:
     def running(self, request: Request) -> Slot | None:
         """The instance that has this request."""
         for slot in self._by_peer.values():
-            if slot.execution is not None and request in slot.execution.requests:
+            if any(request in execution.requests for execution in slot.executions):
                 return slot
         return None
 
@@ -231,8 +251,8 @@ class Pool:
     @property
     def executing(self) -> int:
         """Requests that instances have now."""
-        running = (slot.execution for slot in self._by_peer.values())
-        return sum(len(execution.requests) for execution in running if execution is not None)
+        slots = self._by_peer.values()
+        return sum(len(execution.requests) for slot in slots for execution in slot.executions)
 
     def counts(self) -> dict[str, int]:
         """How many instances are in each state."""

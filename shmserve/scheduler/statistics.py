@@ -71,6 +71,11 @@ class Timing(NamedTuple):
         end = min(max(message.compute_end_ns, output_start), now_ns)
         return cls(start, input_end - start, output_start - input_end, end - output_start)
 
+    @property
+    def total_ns(self) -> int:
+        """All phases together."""
+        return self.input_ns + self.infer_ns + self.output_ns
+
 
 class Histogram:
     """Observations in fixed buckets; reported bounds and sum are observations / `scale`."""
