@@ -1,7 +1,7 @@
 """Sockets that speak typed messages: many a frame, never blocking, never trusting.
 
 A `Router` binds a unix socket, many `Dealer`s connect to it; on the wire they are ZeroMQ's (see
-zmtp.py), so that any ZeroMQ library may be at either end. `post` queues; `flush` sends everything
+zmtp.py), so that a DEALER of any ZeroMQ library may connect. `post` queues; `flush` sends everything
 queued for a peer as one frame: call it once a loop turn. `fd` is readable when `receive` has
 something to do; it takes a bounded amount, and what is left is announced again. There are no
 high-water marks: work in flight is bounded by credits, and a peer that does not read costs memory,
@@ -95,7 +95,8 @@ class _Connection:
 class Dealer:
     """One end of a link to a `Router`. `identity` names this end to the other side.
 
-    Where nothing listens at `endpoint`, or no longer, what is sent is lost: who ends and who takes
+    It speaks without waiting for the other's greeting, so that what is said just before the end
+    arrives; a Router takes that, libzmq's would not. Where nothing listens at `endpoint`, or no longer, what is sent is lost: who ends and who takes
     over is the supervisor's to say.
     """
 

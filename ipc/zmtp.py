@@ -1,8 +1,8 @@
 """ZeroMQ's wire protocol, ZMTP 3.0 with the NULL mechanism (RFC 23), as bytes in and out (pure).
 
 Spoken here rather than by libzmq, because libzmq moves every message through a thread of its own:
-that is two more wake-ups a hop, each as long as a whole small inference takes in a process. Any
-ZeroMQ library can be at the other end.
+that is two more wake-ups a hop, each as long as a whole small inference takes in a process. A
+client may use any ZeroMQ library.
 
     greeting, 64 bytes      FF 00*8 7F  03 00  "NULL" 00*16  00  00*31
     frame                   flags (1: more follow, 2: long, 4: command), size (1 or 8 bytes), body

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import zmq
 
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Router
+from tests.arrivals import arrived
 from shmserve.ipc.tensors import Inference, Inferred, TensorRef, pack_inferred, unpack_inference
 from tests.worker_rig import model_config, tensor_config
 
@@ -34,18 +34,22 @@ class Peer:
 
     def next(self, kind: type[T]) -> T:
         """The next message, which must be of this kind."""
-        if not self._waiting:
-            assert self._router.socket.poll(10_000), f"no {kind.__name__} came"
-            for peer, message in self._router.receive():
-                self._peer = peer
-                self._waiting.append(message)
+        self._listen(10.0)
+        assert self._waiting, f"no {kind.__name__} came"
         message = self._waiting.pop(0)
         assert isinstance(message, kind), message
         return message
 
     def silent(self) -> bool:
         """Whether nothing comes for a moment."""
-        return not self._waiting and not self._router.socket.poll(50)
+        self._listen(0.05)
+        return not self._waiting
+
+    def _listen(self, patience_s: float) -> None:
+        if not self._waiting:
+            for peer, message in arrived(self._router, patience_s):
+                self._peer = peer
+                self._waiting.append(message)
 
     def say(self, *messages: Any) -> None:
         """Send messages, as one frame."""
@@ -57,9 +61,8 @@ class Peer:
 class Others:
     """Models that a model under test calls, in this thread; what is tested runs in another."""
 
-    def __init__(self, folder: Path, sockets: zmq.Context[zmq.Socket[bytes]], control: Router):
+    def __init__(self, folder: Path, control: Router):
         self._folder = folder
-        self._sockets = sockets
         self.supervisor = Peer(control)
         self._routers: list[Router] = []
 
@@ -83,7 +86,7 @@ class Others:
 
     def scheduler(self, name: str) -> Peer:
         """Open a scheduler."""
-        self._routers.append(Router(self._sockets, self.endpoint(name)))
+        self._routers.append(Router(self.endpoint(name)))
         return Peer(self._routers[-1])
 
     def found(self, name: str, config: dict[str, Any] = CONFIG, **more: Any) -> m.FindModel:

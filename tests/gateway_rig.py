@@ -15,7 +15,6 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import zmq
 
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
@@ -44,8 +43,7 @@ class Puppet(threading.Thread):
     def __init__(self, endpoint: str, on_message: Callable[[bytes, Any], None]) -> None:
         super().__init__(daemon=True)
         self.endpoint = endpoint
-        self._context: zmq.Context[Any] = zmq.Context()
-        self.router = Router(self._context, endpoint)
+        self.router = Router(endpoint)
         self._on_message = on_message
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._calls: list[Callable[[], None]] = []
@@ -58,9 +56,7 @@ class Puppet(threading.Thread):
         poll.register(self.router.fd, select.EPOLLIN)
         poll.register(self._wake, select.EPOLLIN)
         while not self._ended:
-            # Edge-triggered: look again after each send.
-            busy = int(self.router.socket.get(zmq.EVENTS)) & zmq.POLLIN
-            for fd, _ in poll.poll(0 if busy else None):
+            for fd, _ in poll.poll():
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
             while self._calls:
@@ -70,7 +66,6 @@ class Puppet(threading.Thread):
             self.router.flush()
         poll.close()
         self.router.close()
-        self._context.destroy(0)
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` in the thread, and wait for it."""

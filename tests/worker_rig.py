@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zmq
 
 from shmserve.ipc.arena import Arena
 from shmserve.ipc.channels import Dealer, Router
@@ -32,6 +31,7 @@ from shmserve.ipc.tensors import (
 from shmserve.workers.backends import Answer, Backend, ModelContext, Request
 from shmserve.workers.control import Control
 from shmserve.workers.loop import Instance
+from tests.arrivals import arrived
 
 MIB = 1024 * 1024
 CLIENT_PID = 4242
@@ -126,10 +126,9 @@ class Rig:
     """An instance with a scheduler's end of its socket; one in-process batch at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self.sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealers: list[Dealer] = []
-        self.supervisor = Router(self.sockets, f"ipc://{folder}/control")
-        control = Control(Dealer(self.sockets, f"ipc://{folder}/control", "worker.1.0.1"))
+        self.supervisor = Router(f"ipc://{folder}/control")
+        control = Control(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
         self.context = ModelContext(
             model_name="m",
             version="1",
@@ -143,7 +142,6 @@ class Rig:
             backend_config={},
             threads=1,
             run_dir=folder,
-            sockets=self.sockets,
             control=control,
             arena=Arena(64 * MIB),
             mappings=Mappings(),
@@ -158,11 +156,10 @@ class Rig:
         self.instance = Instance(self.context, backend, config, 0, os.getpid())
         self._served += 1
         endpoint = f"ipc://{self.context.run_dir}/w{self._served}"
-        self.scheduler = Router(self.sockets, endpoint)
+        self.scheduler = Router(endpoint)
         self._schedulers.append(self.scheduler)
         dealer = self.instance.attach(endpoint)
-        assert self.scheduler.socket.poll(5000)
-        ((self._peer, _),) = self.scheduler.receive()
+        ((self._peer, _),) = arrived(self.scheduler)
         self._dealer = dealer
         # Kept: a socket that is collected unclosed is a warning, at any later moment.
         self._dealers.append(dealer)
@@ -196,13 +193,14 @@ class Rig:
     def _tell(self, message: Any) -> None:
         self.scheduler.post(self._peer, message)
         self.scheduler.flush()
-        assert self._dealer.socket.poll(5000)
+        assert self._dealer.wait(5.0)
 
     def close(self) -> None:
         """Close all sockets."""
-        for dealer in self._dealers:
-            dealer.close()
-        self.sockets.destroy(linger=0)
+        for link in (*self._dealers, *self._schedulers):
+            link.close()
+        self.context.control.close(0)
+        self.supervisor.close()
 
 
 @contextmanager

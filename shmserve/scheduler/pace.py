@@ -8,22 +8,25 @@ _MARGIN_NS = 1_000_000  # timers and messages on the way
 _LONGEST_RETRY_S = 60
 _AHEAD_NS = 500_000  # of computation that may be at a worker
 _MOST_CREDITS = 4
+_KNOWN = 16  # observations that say something about the next execution
 
 
 class Pace:
     """Moving averages, as TCP keeps them of round trips (RFC 6298): mean and mean deviation."""
 
-    __slots__ = ("_busy_ns", "_deviation_ns", "_mean_ns", "_requests")
+    __slots__ = ("_busy_ns", "_deviation_ns", "_mean_ns", "_observed", "_requests")
 
     def __init__(self) -> None:
         self._mean_ns = 0.0
         self._deviation_ns = 0.0
         self._busy_ns = 0.0
         self._requests = 0.0
+        self._observed = 0
 
     def observe(self, duration_ns: int, busy_ns: int, requests: int) -> None:
         """An execution of `requests` requests took this long, from dispatch to return, of which
         its worker was busy with it for `busy_ns`."""
+        self._observed += 1
         if self._requests:
             self._busy_ns += (busy_ns - self._busy_ns) / 8
             error = duration_ns - self._mean_ns
@@ -40,7 +43,7 @@ class Pace:
     def credits(self) -> int:
         """How many batches a worker may have at a time: more than one where they are so short that
         it would otherwise wait for messages as long as it computes."""
-        if not self._requests:
+        if self._observed < _KNOWN:
             return 1
         return max(1, min(_MOST_CREDITS, int(_AHEAD_NS / (self._busy_ns + 1))))
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-import zmq
 
-from shmserve.ipc import endpoints
+from shmserve.ipc import endpoints, zmtp
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Dealer, Router
+from tests.arrivals import arrived, send_raw
 
 PATIENCE_MS = 10_000
 NUMBER = 3
@@ -37,9 +37,8 @@ class Stage:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.links: list[Dealer] = []
-        self.control = Router(self.context, endpoints.control(run_dir))
+        self.control = Router(endpoints.control(run_dir))
         args = {
             "number": NUMBER,
             "model_name": "m",
@@ -61,7 +60,7 @@ class Stage:
 
     def join(self, endpoint: str, identity: str) -> Dealer:
         """One more peer of the scheduler."""
-        link = Dealer(self.context, endpoint, identity)
+        link = Dealer(endpoint, identity)
         self.links.append(link)
         return link
 
@@ -72,8 +71,9 @@ class Stage:
 
     def all(self, link: Dealer | Router) -> list[Any]:
         """What is here for a peer, once there is something."""
-        assert link.socket.poll(PATIENCE_MS), "the scheduler says nothing"
-        return list(link.receive())
+        messages = arrived(link, PATIENCE_MS / 1000)
+        assert messages, "the scheduler says nothing"
+        return messages
 
     def next(self, link: Dealer | Router) -> Any:
         """The only message for a peer."""
@@ -103,7 +103,8 @@ class Stage:
         """End everything."""
         self.process.kill()
         self.process.wait()
-        self.context.destroy(0)
+        for link in (self.control, *self.links):
+            link.close()
 
 
 @pytest.fixture
@@ -193,7 +194,6 @@ def test_an_idle_scheduler_uses_no_processor(stage: Stage) -> None:
 
 
 def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
-    control = stage.control.socket
     strangers = [
         stage.join(endpoints.scheduler(stage.run_dir, NUMBER), "77.x"),
         stage.join(endpoints.instances(stage.run_dir, NUMBER), "1.77"),
@@ -210,10 +210,10 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
         b"\xdd\xff\xff\xff\xff",
     ]
     for frame in garbage:
-        control.send_multipart([stage.address, frame])
+        send_raw(stage.control, stage.address, zmtp.frame(frame))
         for stranger in strangers:
-            stranger.socket.send(frame)
-            stranger.socket.send_multipart([frame, b"more"])
+            send_raw(stranger, b"", zmtp.frame(frame))
+            send_raw(stranger, b"", b"\1\4some\0\4more")
     number = stage.submit()
     stage.finish(stage.next(stage.worker))
     assert stage.next(stage.client) == m.Finished(number, b"done")

@@ -17,10 +17,11 @@ import msgpack
 import numpy as np
 import psutil
 import pytest
-import zmq
 
 from shmserve.ipc import messages as m
+from shmserve.ipc import zmtp
 from shmserve.ipc.channels import Router
+from tests.arrivals import arrived, send_raw
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import Inferred, pack_inference, unpack_inferred
 from tests.waiting import until
@@ -64,8 +65,7 @@ class Worker:
         self.version_dir = folder / "m" / "1"
         self.version_dir.mkdir(parents=True)
         (self.version_dir / "model.py").write_text(textwrap.dedent(MODEL))
-        self.sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.control = Router(self.sockets, f"ipc://{run_dir}/control")
+        self.control = Router(f"ipc://{run_dir}/control")
         self.schedulers: dict[str, Router] = {}
         self.log = folder / "stderr"
         self.process: subprocess.Popen[bytes] | None = None
@@ -106,8 +106,9 @@ class Worker:
     def expect(self, kind: type[T], router: Router | None = None) -> T:
         """The next message, which must be of this kind."""
         router = router or self.control
-        assert router.socket.poll(_PATIENCE_MS), f"no {kind.__name__}: {self.log.read_text()}"
-        ((self.peer, message),) = router.receive()
+        messages = arrived(router, _PATIENCE_MS / 1000)
+        assert messages, f"no {kind.__name__}: {self.log.read_text()}"
+        ((self.peer, message),) = messages
         assert isinstance(message, kind), message
         return message
 
@@ -127,7 +128,7 @@ class Worker:
     def scheduler(self, name: str) -> str:
         """Open a scheduler's end; returns its endpoint."""
         endpoint = f"ipc://{self.run_dir}/{name}"
-        self.schedulers[name] = Router(self.sockets, endpoint)
+        self.schedulers[name] = Router(endpoint)
         return endpoint
 
     def expect_offer(self, name: str) -> None:
@@ -172,7 +173,8 @@ class Worker:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self.sockets.destroy(linger=0)
+        for router in (self.control, *self.schedulers.values()):
+            router.close()
 
 
 @pytest.fixture
@@ -224,8 +226,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     worker.load()
     router = worker.schedulers["w1"]
     peer = b"0.%d" % worker.pid
-    router.socket.send_multipart((peer, b"garbage"))
-    router.socket.send_multipart((peer, b"more", b"frames"))
+    send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
     router.post(peer, m.ProcessExited(1))
     router.post(peer, m.Execute(1, [[1, 1, b"garbage"]]))
     router.flush()

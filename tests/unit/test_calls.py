@@ -29,7 +29,7 @@ def rigged(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def others(rigged: Rig, tmp_path: Path) -> Iterator[Others]:
-    made = Others(tmp_path, rigged.sockets, rigged.supervisor)
+    made = Others(tmp_path, rigged.supervisor)
     rigged.context.control.send(m.WorkerStarted(1))
     made.supervisor.next(m.WorkerStarted)  # type: ignore[type-var]
     yield made
@@ -38,7 +38,7 @@ def others(rigged: Rig, tmp_path: Path) -> Iterator[Others]:
 
 @pytest.fixture
 def calls(rigged: Rig) -> Iterator[Calls]:
-    made = Calls(rigged.sockets, rigged.context.control, 64 * MIB)
+    made = Calls(rigged.context.control, 64 * MIB)
     yield made
     made.close()
 
@@ -218,7 +218,7 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
 
 
 def test_no_memory_left(rigged: Rig, others: Others) -> None:
-    calls = Calls(rigged.sockets, rigged.context.control, MIB)
+    calls = Calls(rigged.context.control, MIB)
     others.scheduler("s1")
     running = others.run(call, calls, request(np.zeros(MIB)))
     others.found("s1")

@@ -55,7 +55,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
     pool.assign(batch)
     pool.offer(0, b"0.101", 101)
     assert not pool.free
-    assert pool.exit(0) is batch
+    assert pool.exit(0) == [batch]
     pool.expect(0)
     slot = pool.by_peer(b"0.101")
     assert slot is not None and pool.free
@@ -64,7 +64,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
 def test_an_offer_of_a_process_that_is_gone_is_forgotten() -> None:
     pool = Pool(0)
     pool.offer(0, b"0.100", 100)
-    assert pool.exit_process(100) is None
+    assert pool.exit_process(100) == []
     pool.expect(0)
     assert not pool.free
 
@@ -83,7 +83,7 @@ def test_batches_go_to_who_has_been_free_for_longest() -> None:
     first, second = ready(pool, 0, 100), ready(pool, 1, 101)
     slot = pool.assign(execution(1))
     assert slot.peer == first
-    pool.finish(slot)
+    pool.finish(slot, NOW)
     assert pool.assign(execution(2)).peer == second
     assert pool.assign(execution(3)).peer == first
     assert not pool.free and pool.executing == 2
@@ -94,16 +94,16 @@ def test_an_exit_returns_the_batch_and_frees_nothing() -> None:
     peer = ready(pool)
     batch = execution()
     pool.assign(batch)
-    assert pool.exit_process(999) is None
-    assert pool.exit_process(100) is batch
-    assert pool.exit(0) is None
+    assert pool.exit_process(999) == []
+    assert pool.exit_process(100) == [batch]
+    assert pool.exit(0) == []
     assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"gone": 1}
 
 
 def test_an_idle_instance_that_exits_gets_nothing_more() -> None:
     pool = Pool(0)
     ready(pool)
-    assert pool.exit(0) is None and not pool.free
+    assert pool.exit(0) == [] and not pool.free
 
 
 def test_a_doomed_instance_keeps_its_batch_and_gets_no_other() -> None:
@@ -111,7 +111,7 @@ def test_a_doomed_instance_keeps_its_batch_and_gets_no_other() -> None:
     ready(pool)
     slot = pool.assign(execution())
     pool.doom(slot)
-    pool.finish(slot)
+    pool.finish(slot, NOW)
     assert not pool.free and counts(pool) == {"doomed": 1}
 
 
@@ -160,3 +160,36 @@ def test_requests_and_pids_are_found() -> None:
 @pytest.mark.parametrize("state", list(SlotState))
 def test_an_exit_is_possible_from_everywhere(state: SlotState) -> None:
     assert SLOT[state]["exit"] is SlotState.GONE
+
+
+def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
+    pool = Pool(LIMIT)
+    ready(pool)
+    assert not pool.room(4), "an idle instance is no busy one"
+    first, second = execution(1), execution(2, NOW)
+    slot = pool.assign(first)
+    assert not pool.room(1) and pool.room(2)
+    assert pool.assign(second) is slot and not pool.room(2)
+    assert slot.execution is first and pool.executing == 2 and not pool.free
+    pool.finish(slot, NOW + 70)
+    assert slot.execution is second and slot.state is SlotState.BUSY and not pool.free
+    assert second.started_ns == NOW + 70, "its time begins when it is the first"
+    pool.finish(slot, NOW + 90)
+    assert slot.execution is None and pool.free
+
+
+def test_what_is_sent_ahead_goes_to_the_least_busy() -> None:
+    pool = Pool(0)
+    ready(pool, 0, 100), ready(pool, 1, 101)
+    slots = [pool.assign(execution(number)).index for number in range(6)]
+    assert slots == [0, 1, 0, 1, 0, 1]
+
+
+def test_an_exit_returns_everything_the_running_one_first() -> None:
+    pool = Pool(0)
+    ready(pool)
+    batches = [execution(1), execution(2), execution(3)]
+    for batch in batches:
+        pool.assign(batch)
+    assert pool.running(batches[2].requests[0]) is not None
+    assert pool.exit(0) == batches

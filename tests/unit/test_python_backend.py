@@ -114,7 +114,7 @@ def region() -> Iterator[Region]:
 
 @pytest.fixture
 def others(model: Model, tmp_path: Path) -> Iterator[Others]:
-    made = Others(tmp_path, model.rig.sockets, model.rig.supervisor)
+    made = Others(tmp_path, model.rig.supervisor)
     model.rig.context.control.send(m.WorkerStarted(1))
     made.supervisor.next(m.WorkerStarted)  # type: ignore[type-var]
     yield made

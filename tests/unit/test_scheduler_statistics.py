@@ -132,7 +132,7 @@ def test_pace_says_when_to_come_back() -> None:
     pace = Pace()
     assert pace.drain_s(1000, 1) == 1
     for _ in range(100):
-        pace.observe(500 * MS, 4)
+        pace.observe(500 * MS, 500 * MS, 4)
     assert pace.drain_s(0, 1) == 1
     assert pace.drain_s(40, 1) == 5
     assert pace.drain_s(40, 5) == 1
@@ -144,7 +144,7 @@ def test_pace_reserves_more_where_executions_vary() -> None:
     steady, unsteady = Pace(), Pace()
     assert steady.reserve_ns > 0
     for index in range(200):
-        steady.observe(10 * MS, 1)
-        unsteady.observe((5 if index % 2 else 15) * MS, 1)
+        steady.observe(10 * MS, MS, 1)
+        unsteady.observe((5 if index % 2 else 15) * MS, MS, 1)
     assert 10 * MS < steady.reserve_ns < 12 * MS
     assert unsteady.reserve_ns > 20 * MS

@@ -7,27 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from shmserve.errors import NotFound, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Dealer, Router
 from shmserve.workers.control import Control, News
+from tests.arrivals import arrived
 
 NAME = b"worker.1.0.1"
 
 
 @pytest.fixture
 def ends(tmp_path: Path) -> Iterator[tuple[Control, Router]]:
-    sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    router = Router(sockets, f"ipc://{tmp_path}/control")
-    control = Control(Dealer(sockets, f"ipc://{tmp_path}/control", NAME.decode()))
+    router = Router(f"ipc://{tmp_path}/control")
+    control = Control(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
     control.send(m.WorkerStarted(1))
-    assert router.socket.poll(5000)
-    list(router.receive())
+    assert arrived(router)
     yield control, router
     control.close(0)
-    sockets.destroy(linger=0)
+    router.close()
 
 
 def question(number: int) -> m.FindModel:
@@ -35,8 +33,7 @@ def question(number: int) -> m.FindModel:
 
 
 def asked(router: Router) -> m.FindModel:
-    assert router.socket.poll(5000)
-    ((_, message),) = router.receive()
+    ((_, message),) = arrived(router)
     assert isinstance(message, m.FindModel)
     return message
 
