@@ -1,9 +1,9 @@
 """Sockets that speak typed messages: many a frame, never blocking, never trusting.
 
 A `Router` binds a unix socket, many `Dealer`s connect to it; on the wire they are ZeroMQ's (see
-zmtp.py), so that a DEALER of any ZeroMQ library may connect. `post` queues; `flush` sends everything
-queued for a peer as one frame: call it once a loop turn. `fd` is readable when `receive` has
-something to do; it takes a bounded amount, and what is left is announced again. There are no
+zmtp.py), so that a DEALER of any ZeroMQ library may connect. `post` queues; `flush` sends
+everything queued for a peer as one frame: call it once a loop turn. `fd` is readable when `receive`
+has something to do; it takes a bounded amount, and what is left is announced again. There are no
 high-water marks: work in flight is bounded by credits, and a peer that does not read costs memory,
 never a wait. A frame that is not ours is dropped and counted; what is not ZMTP ends its connection.
 """
@@ -96,8 +96,8 @@ class Dealer:
     """One end of a link to a `Router`. `identity` names this end to the other side.
 
     It speaks without waiting for the other's greeting, so that what is said just before the end
-    arrives; a Router takes that, libzmq's would not. Where nothing listens at `endpoint`, or no longer, what is sent is lost: who ends and who takes
-    over is the supervisor's to say.
+    arrives; a Router takes that, libzmq's would not. Where nothing listens at `endpoint`, or no
+    longer, what is sent is lost: who ends and who takes over is the supervisor's to say.
     """
 
     def __init__(self, endpoint: str, identity: str) -> None:

@@ -7,11 +7,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Router
-from tests.arrivals import arrived
 from shmserve.ipc.tensors import Inference, Inferred, TensorRef, pack_inferred, unpack_inference
+from tests.arrivals import arrived
 from tests.worker_rig import model_config, tensor_config
 
 T = TypeVar("T", bound=m.Submit | m.Cancel | m.Release | m.FindModel | m.LoadModel)

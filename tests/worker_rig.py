@@ -197,7 +197,8 @@ class Rig:
 
     def close(self) -> None:
         """Close all sockets."""
-        for link in (*self._dealers, *self._schedulers):
+        links: list[Dealer | Router] = [*self._dealers, *self._schedulers]
+        for link in links:
             link.close()
         self.context.control.close(0)
         self.supervisor.close()

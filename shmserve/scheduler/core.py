@@ -220,10 +220,10 @@ class Scheduler:
 
     def _dispatch(self, now_ns: int) -> int:
         backlog, executions, rules = self._backlog, self._executions, self._batching
-        pool, credits = self._pool, executions.pace.credits
+        pool, credit = self._pool, executions.pace.credit
         while len(backlog):
             ahead = not pool.free
-            if ahead and (credits == 1 or not pool.room(credits)):
+            if ahead and (credit == 1 or not pool.room(credit)):
                 break
             retry = None if ahead else backlog.take_retry()
             if retry is not None:

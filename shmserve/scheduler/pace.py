@@ -40,7 +40,7 @@ class Pace:
             self._busy_ns = busy_ns
 
     @property
-    def credits(self) -> int:
+    def credit(self) -> int:
         """How many batches a worker may have at a time: more than one where they are so short that
         it would otherwise wait for messages as long as it computes."""
         if self._observed < _KNOWN:

@@ -6,9 +6,9 @@ The supervisor announces (`InstanceExpected`) and reports ends (`InstanceExited`
 a worker offers itself (`InstanceReady`). These come on two sockets, in any order: an offer that is
 ahead of the announcement is kept until then.
 
-An idle instance gets a batch at once. One that is busy may get more ahead, up to a number of credits
-that the caller gives: that hides the messages' way between two batches, but what is sent ahead
-cannot grow any more and waits behind one worker while another may become free.
+An idle instance gets a batch at once. One that is busy may get more ahead, as many as it has credit
+for: that hides the messages' way between two batches, but what is sent ahead cannot grow any more
+and waits behind one worker while another may become free.
 """
 
 from __future__ import annotations
@@ -171,10 +171,10 @@ class Pool:
         """Whether an instance can take a batch."""
         return bool(self._free)
 
-    def room(self, credits: int) -> bool:
-        """Whether a busy instance has less than `credits` batches."""
+    def room(self, credit: int) -> bool:
+        """Whether a busy instance has less than `credit` batches."""
         return any(
-            slot.state is SlotState.BUSY and len(slot.executions) < credits
+            slot.state is SlotState.BUSY and len(slot.executions) < credit
             for slot in self._by_peer.values()
         )
 

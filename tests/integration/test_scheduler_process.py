@@ -103,7 +103,8 @@ class Stage:
         """End everything."""
         self.process.kill()
         self.process.wait()
-        for link in (self.control, *self.links):
+        self.control.close()
+        for link in self.links:
             link.close()
 
 

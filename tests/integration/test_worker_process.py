@@ -21,9 +21,9 @@ import pytest
 from shmserve.ipc import messages as m
 from shmserve.ipc import zmtp
 from shmserve.ipc.channels import Router
-from tests.arrivals import arrived, send_raw
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import Inferred, pack_inference, unpack_inferred
+from tests.arrivals import arrived, send_raw
 from tests.waiting import until
 from tests.worker_rig import Region, inference, model_config, tensor
 

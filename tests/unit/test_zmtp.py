@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ def fed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
     decoder = zmtp.Decoder()
     messages: list[bytes] = []
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         if not decoder.broken:
             messages += decoder.feed(data[start:end])
     return decoder, messages
