@@ -1,4 +1,4 @@
-"""Dealers and routers over real sockets: order, identities, ends, peers that do not read, libzmq."""
+"""Dealers and routers over real sockets: order, identities, ends, slow peers, libzmq."""
 
 from __future__ import annotations
 
