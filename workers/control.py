@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -50,8 +51,14 @@ class Control:
             # Sending may swallow the descriptor's sign that something has arrived.
             self.pump()
 
-    def wait(self, *others: int) -> None:
-        """Block until the supervisor or one of the descriptors `others` has something.
+    def wake(self) -> None:
+        """Let the loop look around, if another thread calls this."""
+        if threading.get_ident() != self._loop_thread:
+            os.eventfd_write(self._wake, 1)
+
+    def wait(self, *others: int, timeout_s: float | None = None) -> None:
+        """Block until the supervisor or one of the descriptors `others` has something, or until
+        the time is over.
 
         Only for the loop's thread, after it has read all of them empty: ZeroMQ's descriptors are
         edge-triggered.
@@ -59,7 +66,7 @@ class Control:
         poll = select.poll()  # not select: descriptors above 1023 are nothing unusual here
         for fd in (self.dealer.fd, self._wake, *others):
             poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll():
+        for fd, _ in poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)):
             if fd == self._wake:
                 os.eventfd_read(fd)
 
@@ -82,8 +89,7 @@ class Control:
                         if isinstance(message, ProcessExited):
                             self.on_models_changed(message)
                         self.inbox.append(message)
-                        if threading.get_ident() != self._loop_thread:
-                            os.eventfd_write(self._wake, 1)
+                        self.wake()
 
     def ask(self, question: Callable[[int], Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Send `question(number)` and wait for the payload of its answer.

@@ -26,6 +26,7 @@ from shmserve.ipc.tensors import MalformedMessage
 from shmserve.workers.backends import Answer, Backend, ModelContext, Request
 from shmserve.workers.batch import Unpacker
 from shmserve.workers.memory import OutputMemory
+from shmserve.workers.metrics import MetricsReports
 from shmserve.workers.scatter import Scatterer
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Instance:
         self._index = index
         self._pid = pid
         self._memory = OutputMemory(context.arena)
+        self._metrics = MetricsReports(backend.metrics)
         signature = Signature(config, context.version)
         self._unpacker = Unpacker(signature, context.mappings, self._is_cancelled)
         self._scatterer = Scatterer(
@@ -81,11 +83,14 @@ class Instance:
                         self._memory.drop_reader(pid)
                     case message:
                         logger.warning("unexpected %s", type(message).__name__)
-            self._receive()
+            timeout_s = self._metrics.between_batches(scheduler)
+            self._receive()  # after all that was sent: sending may swallow the sign of an arrival
             if self._batches:
-                scheduler.send(self.finish(self._batches.popleft()))
+                finished = self.finish(self._batches.popleft())
+                self._metrics.before_answers(scheduler)
+                scheduler.send(finished)
             elif not control.inbox:
-                control.wait(scheduler.fd)
+                control.wait(scheduler.fd, timeout_s=timeout_s)
 
     # --- links
 
@@ -96,7 +101,9 @@ class Instance:
             self._batches.clear()
             self._memory.lose_track(time.monotonic_ns())
         self._scheduler = Dealer(self._context.sockets, endpoint, f"{self._index}.{self._pid}")
-        self._scheduler.send(InstanceReady(self._index, self._pid))
+        self._scheduler.post(InstanceReady(self._index, self._pid))
+        self._metrics.attach(self._scheduler)
+        self._scheduler.flush()
         return self._scheduler
 
     def _receive(self) -> None:
