@@ -206,6 +206,14 @@ class BatchFinished:
     replies: list[list[Any]]
 
 
+@_message
+class MetricsReported:
+    """An instance's model has changed metrics of its own: all of them, since the process began.
+    shmserve.model_metrics says what `families` are."""
+
+    families: list[list[Any]]
+
+
 # --- supervisor and every process
 # --------------------------------------------------------------------------------
 
@@ -514,7 +522,7 @@ class FindModel:
 ClientToScheduler = Submit | Cancel | Release | ReportStatistics
 SchedulerToClient = Finished | Failed | Settled | StatisticsReported
 SchedulerToWorker = Execute | CancelExecution | ReleaseOutputs
-WorkerToScheduler = InstanceReady | BatchFinished
+WorkerToScheduler = InstanceReady | BatchFinished | MetricsReported
 SupervisorToGateway = (
     ModelPublished
     | ModelWithdrawn

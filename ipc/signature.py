@@ -50,6 +50,10 @@ class Admission:
     shape_key: bytes
 
 
+class _Unexpected(InvalidArgument):
+    """A name that the model does not have."""
+
+
 class Signature:
     """A model version's inputs and outputs by name."""
 
@@ -81,10 +85,13 @@ class Signature:
         """Check a request against the model.
 
         Input byte sizes must already match `data`; BYTES contents are checked by the worker, which
-        alone reads them. Raises InvalidArgument with Triton's text, prefixed with the request's id.
+        alone reads them. Raises InvalidArgument with Triton's text, prefixed with the request's id
+        as there: not for names that the model does not have.
         """
         try:
             return self._admit(inputs, outputs)
+        except _Unexpected as error:
+            raise InvalidArgument(error.message) from None
         except InvalidArgument as error:
             prefix = f"[request id: {request_id or '<id_unknown>'}] "
             raise InvalidArgument(prefix + error.message) from None
@@ -95,23 +102,23 @@ class Signature:
             if tensor.name in seen:
                 raise InvalidArgument(f"input '{tensor.name}' already exists in request")
             seen.add(tensor.name)
-        if len(seen) != len(self.inputs) or self.any_optional:
-            self._check_count(seen)
         asked: set[str] = set()
         for output in outputs:
             if output.name in asked:
                 raise InvalidArgument(f"output '{output.name}' already exists in request")
             if output.name not in self.outputs:
-                raise InvalidArgument(
+                raise _Unexpected(
                     f"unexpected inference output '{output.name}' for model '{self.name}'"
                 )
             asked.add(output.name)
+        if len(seen) != len(self.inputs) or self.any_optional:
+            self._check_count(seen)
         batch_size = -1
         key: list[object] = [sorted(seen)] if self.any_optional else []
         for tensor in inputs:
             spec = self.inputs.get(tensor.name)
             if spec is None:
-                raise InvalidArgument(
+                raise _Unexpected(
                     f"unexpected inference input '{tensor.name}' for model '{self.name}'"
                 )
             shape = tensor.shape

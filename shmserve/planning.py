@@ -60,6 +60,12 @@ class Planner:
                 f"failed to load '{name}', failed to poll from model repository: {error.message}"
             ) from None
         versions = repository.versions_to_load(config, folder.versions)
+        for version in repository.missing_versions(config, folder.versions):
+            logger.error(
+                "version %d is specified for model '%s', but the version directory is not present",
+                version,
+                name,
+            )
         if not versions:
             raise Internal(f"failed to load '{name}', no version is available")
         reason = model_config.unsupported(config)

@@ -139,6 +139,11 @@ def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]
     return have
 
 
+def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]:
+    """The versions that the model's version_policy names and that are not `available`."""
+    return sorted(set(config.version_policy.specific.versions) - set(available))
+
+
 def fingerprint(folder: ModelFolder) -> str:
     """A text that changes with any file of the model: name, size, time of change or identity."""
     digest = hashlib.sha256()

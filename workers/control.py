@@ -51,6 +51,11 @@ class Control:
         with self._lock:
             self.dealer.send(message)
 
+    def wake(self) -> None:
+        """Let the loop look around, if another thread calls this."""
+        if threading.get_ident() != self._loop_thread:
+            os.eventfd_write(self._wake, 1)
+
     def watch(self, fd: int) -> None:
         """Have `wait` return for this descriptor too."""
         self._poll.register(fd, select.EPOLLIN)
@@ -59,13 +64,14 @@ class Control:
         """Undo `watch`; before the descriptor is closed."""
         self._poll.unregister(fd)
 
-    def wait(self) -> bool:
-        """Block until there is something to do: in `inbox`, or (True) at a watched descriptor.
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until there is something to do, or the time is over: in `inbox`, or (True) at a
+        watched descriptor.
 
         Only for the loop's thread.
         """
         others = False
-        for fd, _ in self._poll.poll():
+        for fd, _ in self._poll.poll(timeout_s):
             if fd == self.dealer.fd:
                 self.pump()
             elif fd == self._wake:
@@ -94,8 +100,7 @@ class Control:
                         if isinstance(message, ProcessExited):
                             self.on_models_changed(message)
                         self.inbox.append(message)
-                        if threading.get_ident() != self._loop_thread:
-                            os.eventfd_write(self._wake, 1)
+                        self.wake()
 
     def ask(self, question: Callable[[int], Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Send `question(number)` and wait for the payload of its answer.

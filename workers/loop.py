@@ -26,6 +26,7 @@ from shmserve.ipc.tensors import MalformedMessage
 from shmserve.workers.backends import Answer, Backend, ModelContext, Request
 from shmserve.workers.batch import Unpacker
 from shmserve.workers.memory import OutputMemory
+from shmserve.workers.metrics import MetricsReports
 from shmserve.workers.scatter import Scatterer
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Instance:
         self._index = index
         self._pid = pid
         self._memory = OutputMemory(context.arena)
+        self._metrics = MetricsReports(backend.metrics)
         signature = Signature(config, context.version)
         self._unpacker = Unpacker(signature, context.mappings, self._is_cancelled)
         self._scatterer = Scatterer(
@@ -66,8 +68,9 @@ class Instance:
         """Offer the instance at `endpoint` and serve until told to stop."""
         scheduler = self.attach(endpoint)
         control = self._context.control
+        timeout_s: float | None = None
         while True:
-            if control.wait():
+            if control.wait(timeout_s):
                 self._receive()
             while control.inbox:
                 match control.inbox.popleft():
@@ -83,7 +86,10 @@ class Instance:
                     case message:
                         logger.warning("unexpected %s", type(message).__name__)
             while self._batches:
-                scheduler.send(self.finish(self._batches.popleft()))
+                finished = self.finish(self._batches.popleft())
+                self._metrics.before_answers(scheduler)
+                scheduler.send(finished)
+            timeout_s = self._metrics.between_batches(scheduler)
 
     # --- links
 
@@ -97,7 +103,9 @@ class Instance:
             self._memory.lose_track(time.monotonic_ns())
         self._scheduler = Dealer(endpoint, f"{self._index}.{self._pid}")
         control.watch(self._scheduler.fd)
-        self._scheduler.send(InstanceReady(self._index, self._pid))
+        self._scheduler.post(InstanceReady(self._index, self._pid))
+        self._metrics.attach(self._scheduler)
+        self._scheduler.flush()
         return self._scheduler
 
     def _receive(self) -> None:

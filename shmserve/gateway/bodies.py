@@ -10,6 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway import trim
 from shmserve.gateway.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.requests import (
     CONTENT_ENCODING,
@@ -104,10 +105,13 @@ class Body:
         if whole is None:
             pieces: list[bytes] = []
             size = 0
-            while size <= limit and (piece := await self.next()):
-                pieces.append(piece)
-                size += len(piece)
-            whole = b"".join(pieces)
+            try:
+                while size <= limit and (piece := await self.next()):
+                    pieces.append(piece)
+                    size += len(piece)
+                whole = b"".join(pieces)
+            finally:
+                trim.soon(size)
         if len(whole) > limit:
             raise InvalidArgument(too_large.format(size=len(whole), limit=limit))
         return whole
@@ -135,12 +139,17 @@ class Body:
         """The decompressed body, of at most `max_input_size` bytes."""
         inflater = Inflater(self._settings.max_input_size)
         pieces: list[bytes] = []
-        while chunk := await self.next():
-            for piece in inflater.feed(chunk):
-                pieces.append(piece)
-                await asyncio.sleep(0)
-        inflater.finish()
-        return b"".join(pieces)
+        size = 0
+        try:
+            while chunk := await self.next():
+                for piece in inflater.feed(chunk):
+                    pieces.append(piece)
+                    size += len(piece)
+                    await asyncio.sleep(0)
+            inflater.finish()
+            return b"".join(pieces)
+        finally:
+            trim.soon(size)
 
     def compressed(self) -> bool:
         """Whether the body is compressed; raises UnsupportedEncoding."""

@@ -18,7 +18,7 @@ from shmserve.errors import (
     Unsupported,
     from_code,
 )
-from shmserve.gateway import jsontensors
+from shmserve.gateway import jsontensors, trim
 from shmserve.gateway.answers import check_size, output_entry, response_json
 from shmserve.gateway.assembly import LONGEST_TIMEOUT_US, Taken
 from shmserve.gateway.codec import WireRequest
@@ -195,4 +195,6 @@ async def _patiently(parts: Iterator[bytes]) -> bytes:
     for part in parts:
         done.append(part)
         await asyncio.sleep(0)
-    return b"".join(done)
+    whole = b"".join(done)
+    trim.soon(len(whole))
+    return whole

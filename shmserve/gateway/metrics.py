@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from shmserve import model_metrics
 from shmserve.gateway import control
 from shmserve.gateway.host import cpu_utilization, memory_bytes, processes
 from shmserve.gateway.replies import Reply, error_reply
@@ -28,6 +29,7 @@ _TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
 # The library names counters NAME_total; Triton does not.
 _SUFFIX = re.compile(rb"^(# (?:HELP|TYPE) nv_\w+)_total ", re.MULTILINE)
 # Whole numbers are written as such, however large.
+_FAMILY = re.compile(rb"^# TYPE (\S+) ", re.MULTILINE)
 _WHOLE = re.compile(rb" ([0-9]+\.0|[0-9](?:\.[0-9]+)?e\+[0-9]+)$", re.MULTILINE)
 
 _ALL = "inference requests, all batch sizes"
@@ -98,7 +100,19 @@ def exposition(gateway: Gateway, reports: list[dict[str, Any]]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(gateway, reports))
     text = _SUFFIX.sub(rb"\1 ", generate_latest(registry))
-    return _WHOLE.sub(_plain, text)
+    return _WHOLE.sub(_plain, text) + _models_own(reports, set(_FAMILY.findall(text)))
+
+
+def _models_own(reports: list[dict[str, Any]], taken: set[bytes]) -> bytes:
+    parts = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
+    families = model_metrics.added(parts)
+    free = {name: family for name, family in families.items() if name.encode() not in taken}
+    if len(free) < len(families):
+        logger.warning(
+            "models have metrics with names of the server's, which are not shown: %s",
+            ", ".join(sorted(families.keys() - free.keys())),
+        )
+    return model_metrics.exposition(free).encode()
 
 
 def _plain(match: re.Match[bytes]) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, assert_never
 
+from shmserve import model_metrics
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import (
     Cancel,
@@ -21,6 +22,7 @@ from shmserve.ipc.messages import (
     Drained,
     InstanceExited,
     InstanceExpected,
+    MetricsReported,
     PoolFailed,
     ProcessExited,
     Release,
@@ -31,6 +33,7 @@ from shmserve.ipc.messages import (
     SupervisorToScheduler,
     WorkerToScheduler,
 )
+from shmserve.model_metrics import ModelMetrics
 from shmserve.scheduler.answers import Answers, Peers
 from shmserve.scheduler.backlog import EXPIRED, Backlog, believable, prefix
 from shmserve.scheduler.dynamic import Batch, Closed, WaitUntil, decide
@@ -69,6 +72,7 @@ class Scheduler:
             settings, workers, control, self._backlog, self._answers, self._statistics
         )
         self._pool = self._executions.pool
+        self._metrics = ModelMetrics()
         self._clients: dict[bytes, Client] = {}
         self._dead: deque[int] = deque(maxlen=_DEAD_REMEMBERED)
         self._misplaced = 0
@@ -153,7 +157,22 @@ class Scheduler:
 
     def from_worker(self, peer: bytes, message: WorkerToScheduler, now_ns: int) -> None:
         """Handle a worker's message."""
-        self._executions.handle(peer, message, now_ns)
+        if isinstance(message, MetricsReported):
+            self._metrics_reported(peer, message)
+        else:
+            self._executions.handle(peer, message, now_ns)
+
+    def _metrics_reported(self, peer: bytes, message: MetricsReported) -> None:
+        index, _, pid = peer.partition(b".")  # as the instance's InstanceReady says
+        try:
+            families = model_metrics.parse(message.families)
+        except ValueError:
+            self.misplaced()
+            return
+        if not (index.isdigit() and pid.isdigit()):
+            self.misplaced()
+        elif int(pid) not in self._dead:
+            self._metrics.report(int(pid), families)
 
     def from_control(self, message: SupervisorToScheduler, now_ns: int) -> None:
         """Handle the supervisor's message."""
@@ -176,6 +195,7 @@ class Scheduler:
 
     def _process_exited(self, pid: int, now_ns: int) -> None:
         self._executions.exited(self._pool.exit_process(pid), "", now_ns)
+        self._metrics.exited(pid)
         # Frames that it sent may still be on their way.
         self._dead.append(pid)
         for client in [c for c in self._clients.values() if c.pid == pid]:
@@ -284,5 +304,6 @@ class Scheduler:
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
             "malformed": unread + self._misplaced + self._executions.misplaced,
+            "families": model_metrics.plain(self._metrics.total()),
         }
         return self._statistics.report(now_ns, self._wall_clock(), gauges)

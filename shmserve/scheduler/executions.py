@@ -13,7 +13,6 @@ from shmserve.ipc.messages import (
     InstanceReady,
     KillInstance,
     ReleaseOutputs,
-    WorkerToScheduler,
 )
 from shmserve.scheduler.answers import Answers, Outcome, Peers, Worker
 from shmserve.scheduler.backlog import Backlog
@@ -82,7 +81,7 @@ class Executions:
 
     # --- from workers -----------------------------------------------------------------------------
 
-    def handle(self, peer: bytes, message: WorkerToScheduler, now_ns: int) -> None:
+    def handle(self, peer: bytes, message: InstanceReady | BatchFinished, now_ns: int) -> None:
         """Handle a worker's message; what no worker of ours can have sent is dropped."""
         match message:
             case InstanceReady():

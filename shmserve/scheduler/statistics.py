@@ -21,6 +21,7 @@ and one key more, for metrics:
         retried         requests that ran again, alone, after that
         overruns        executions that passed the limit
         malformed       frames and messages that were dropped
+        families        the model's own metrics, as model_metrics.plain has them
 
 A request counts when its answer is known, before the answer is sent: who asks after its own answer
 sees itself.

@@ -375,6 +375,10 @@ def test_version_policies(repository: Path, serve: Serve) -> None:
         assert answer(http, "all") == 10
         assert answer(http, "all/versions/2") == 2
         assert answer(http, "some") == 3
+    assert (
+        "version 9 is specified for model 'some', but the version directory is not present"
+        in server.log()
+    )
 
 
 # --- mode poll ---

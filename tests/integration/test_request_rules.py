@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
     "an unknown input": (
         simple(FIRST, {**SECOND, "name": "X"}),
         400,
-        "X",
+        "unexpected inference input 'X' for model 'simple'",
     ),
     "an input twice": (simple(FIRST, FIRST), 400, "input 'INPUT0' already exists in request"),
     "an unknown output": (

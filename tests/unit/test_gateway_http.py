@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from shmserve.ipc.tensors import Inference, Inferred, TensorRef
@@ -287,12 +288,20 @@ def test_a_client_that_does_not_read_is_cut_off(gateway: Rig, tmp_path: Path) ->
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", gateway.port))
         connection.sendall(head(len(body)).replace(b"/simple/", b"/big/") + body)
-        time.sleep(3 * SECONDS)
+        port = connection.getsockname()[1]
+        until("the gateway has accepted", lambda: port in client_ports(gateway))
+        until("the client is cut off", lambda: port not in client_ports(gateway), 30)
         received = 0
         with contextlib.suppress(ConnectionError):
             while piece := connection.recv(MIB):
                 received += len(piece)
     assert received < len(big)
+
+
+def client_ports(gateway: Rig) -> set[int]:
+    """The ports at the other ends of the gateway's connections."""
+    connections = psutil.Process(gateway.process.pid).net_connections("tcp")
+    return {connection.raddr.port for connection in connections if connection.raddr}
 
 
 # --- size

@@ -427,6 +427,7 @@ def test_contradictions(written: dict[str, Any], call: Any, text: str) -> None:
 @pytest.fixture
 def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_metrics, "_families", {})
+    monkeypatch.setattr(python_metrics, "_changed", False)
 
 
 @pytest.mark.usefixtures("no_metrics")
@@ -447,14 +448,28 @@ def test_a_counter_and_a_gauge() -> None:
     gauge.set(4)
     gauge.increment(-6.5)
     assert gauge.value() == -2.5
-    first, second = python_metrics.collect()
-    assert (first["name"], first["description"], first["kind"]) == (
-        "a_total",
-        "what it is",
-        "COUNTER",
-    )
-    assert first["values"] == [{"labels": {"x": "1"}, "value": 2.5, "buckets": [], "counts": []}]
-    assert second["values"][0]["labels"] == {}
+    first, second = python_metrics.changes() or ()
+    assert first == ["a_total", "what it is", "COUNTER", [[(("x", "1"),), [2.5], ()]]]
+    assert second[3][0][0] == ()
+    level, set_ns, increments = second[3][0][1]
+    assert (level, increments) == (4, -6.5)
+    assert set_ns > 0
+
+
+@pytest.mark.usefixtures("no_metrics")
+def test_changes_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(python_metrics, "on_change", lambda: told.append("changed"))
+    assert python_metrics.changes() is None
+    family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
+    assert python_metrics.changes() is None  # nothing to show yet
+    counter = family.Metric()
+    counter.increment(1)
+    assert told == ["changed"]
+    assert python_metrics.changes() == [["a", "", "COUNTER", [[(), [1], ()]]]]
+    assert python_metrics.changes() is None
+    counter.increment(1)
+    assert told == ["changed"] * 2
 
 
 @pytest.mark.usefixtures("no_metrics")
@@ -463,9 +478,9 @@ def test_a_histogram() -> None:
     metric = family.Metric(buckets=[1, 2.5])
     for value in (0, 1, 2, 9):
         metric.observe(value)
-    (collected,) = python_metrics.collect()
-    assert collected["values"][0]["counts"] == [2, 1, 1]
-    assert collected["values"][0]["value"] == 12
+    assert python_metrics.changes() == [
+        ["h", "", "HISTOGRAM", [[(), [12, 2, 1, 1], (1, 2.5)]]],
+    ]
     for call in (metric.value, lambda: metric.set(1), lambda: metric.increment(1)):
         with pytest.raises(TritonModelException, match="HISTOGRAM does not support"):
             call()
@@ -480,6 +495,9 @@ def test_a_histogram() -> None:
         ("HISTOGRAM", {"buckets": 3}, "Buckets must be a list."),
         ("HISTOGRAM", {}, "Missing required buckets."),
         ("HISTOGRAM", {"buckets": [2, 1]}, "ascending order"),
+        ("HISTOGRAM", {"buckets": [2], "labels": {"le": "1"}}, "Invalid label name"),
+        ("COUNTER", {"labels": {"a b": "1"}}, "Invalid label name"),
+        ("GAUGE", {"labels": {"__a": "1"}}, "Invalid label name"),
     ],
 )
 def test_no_metric_like_that(kind: str, arguments: dict[str, Any], text: str) -> None:

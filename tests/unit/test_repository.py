@@ -21,6 +21,7 @@ from shmserve.repository import (
     inline_model,
     is_inline,
     materialise_override,
+    missing_versions,
     read_config,
     scan,
     versions_to_load,
@@ -208,7 +209,9 @@ def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str 
     assert set(chosen) <= set(have)
     choice = config.version_policy.WhichOneof("policy_choice")
     if choice == "specific":
-        assert chosen == [v for v in have if v in list(config.version_policy.specific.versions)]
+        wanted = set(config.version_policy.specific.versions)
+        assert chosen == [v for v in have if v in wanted]
+        assert missing_versions(config, available) == sorted(wanted - set(have))
     elif choice == "all" or policy == "{}":
         assert chosen == have
     else:

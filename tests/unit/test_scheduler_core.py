@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -571,3 +573,31 @@ def test_stopping_answers_everyone() -> None:
     told = {answer.id: type(answer) for answer in rig.answers()}
     assert told[early] is m.Settled and told[queued] is m.Failed
     assert rig.scheduler._answers.live == 0
+
+
+# --- models' own metrics -------------------------------------------------------------------------
+
+
+def test_metrics_are_an_instances_own_and_stay_counted() -> None:
+    rig = Rig()
+    peers = [rig.start(0, 100), rig.start(1, 101)]
+    for number, peer in enumerate(peers, 1):
+        rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [number], []]]]]))
+    assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
+    rig.supervisor(m.ProcessExited(100))
+    rig.worker(peers[0], m.MetricsReported([["c", "", "COUNTER", [[[], [50], []]]]]))
+    assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
+
+
+def test_metrics_that_no_instance_of_ours_reports_are_dropped() -> None:
+    rig = Rig()
+    peer = rig.start()
+    rig.worker(b"x.y", m.MetricsReported([["c", "", "COUNTER", [[[], [1], []]]]]))
+    rig.worker(peer, m.MetricsReported([["c", "", "NONSENSE", [[[], [1], []]]]]))
+    assert families(rig) == []
+    assert rig.report()["shmserve"]["malformed"] == 2
+
+
+def families(rig: Rig) -> Any:
+    """What is reported, as it arrives."""
+    return rig.report()["shmserve"]["families"]

@@ -90,6 +90,7 @@ def test_a_request_that_fits() -> None:
         ([A, tensor("C", "FP32", 2)], [], "unexpected inference input 'C' for model 'm'"),
         ([A, A], [], "input 'A' already exists in request"),
         ([A, B], ["Z"], "unexpected inference output 'Z' for model 'm'"),
+        ([A], ["Z"], "unexpected inference output 'Z' for model 'm'"),
         ([A, B], ["Y", "Y"], "output 'Y' already exists in request"),
         (
             [tensor("A", "INT32", 2, 3, 2), B],
@@ -115,7 +116,9 @@ def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: st
     with pytest.raises(InvalidArgument) as error:
         Signature(config(), "1").admit("r", inputs, [RequestedOutput(name) for name in outputs])
     assert text in error.value.message
-    assert error.value.message.startswith("[request id: r] ")
+    prefixed = error.value.message.startswith("[request id: r] ")
+    assert prefixed != text.startswith("unexpected inference")
+    assert type(error.value) is InvalidArgument
 
 
 def test_optional_inputs() -> None:

@@ -108,6 +108,14 @@ class Backend(ABC):
         next call.
         """
 
+    def metrics(self) -> list[list[Any]] | None:
+        """All families of the model's own metrics if they changed since the last call, else None.
+
+        `shmserve.workers.backends.python_metrics.changes` says what they look like; call
+        `context.control.wake()` when they change outside of `execute`.
+        """
+        return None
+
     def unload(self) -> None:  # noqa: B027 - most have nothing to do
         """The instance ends: let the model clean up."""
 

@@ -17,7 +17,14 @@ from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable, Unsupported
 from shmserve.workers import triton_python_backend_utils as pb_utils
-from shmserve.workers.backends import Answer, Backend, ModelContext, Request, python_server
+from shmserve.workers.backends import (
+    Answer,
+    Backend,
+    ModelContext,
+    Request,
+    python_metrics,
+    python_server,
+)
 from shmserve.workers.backends.python_config import ModelConfig
 from shmserve.workers.backends.python_inputs import Lender
 from shmserve.workers.backends.python_request import ReceivedRequest
@@ -71,6 +78,7 @@ class PythonBackend(Backend):
                 f"model '{context.model_name}' uses the decoupled transaction policy, which is not "
                 "supported"
             )
+        python_metrics.on_change = context.control.wake
         kind = self._find(config)
         if not hasattr(kind, "execute"):
             raise InvalidArgument(
@@ -112,6 +120,10 @@ class PythonBackend(Backend):
         self._lender.settle(answers)
         _give_up(requests, received)
         return answers
+
+    def metrics(self) -> list[list[Any]] | None:
+        """What the model has made with `pb_utils.MetricFamily`."""
+        return python_metrics.changes()
 
     def unload(self) -> None:
         """Call the model's `finalize`; raises what it raises."""

@@ -1,14 +1,16 @@
 """Metrics of a model's own: families with labelled values, kept in this process.
 
-The values are this instance's; `collect` gives them to whoever shows them.
+The values are this instance's, so `Metric.value` is too; `changes` gives them to whoever adds them
+up over instances. Names and labels are checked here as in Triton.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from shmserve.workers.backends.python_errors import TritonModelException
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class MetricKind(IntEnum):
@@ -31,9 +34,10 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class _Value:
-    buckets: tuple[float, ...] = ()
-    value: float = 0.0  # of a histogram: the sum
-    counts: list[int] = field(default_factory=list)  # a bucket each, and those above the last
+    buckets: tuple[float, ...]
+    # A counter's value; what a gauge was set to, when (monotonic ns, 0: never), and what was added
+    # since; the sum of a histogram, then its observations by bucket, and those above the last.
+    numbers: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +50,37 @@ class _Family:
 
 _lock = threading.Lock()
 _families: dict[str, _Family] = {}
+_changed = False
+# Called when something changed that `changes` has not given yet, if anybody wants to know.
+on_change: Callable[[], None] | None = None
 
 
-def collect() -> list[dict[str, Any]]:
-    """Every family: name, description, kind, and values with labels; counts only for histograms."""
+def changes() -> list[list[Any]] | None:
+    """Every family if anything changed since the last call, else None.
+
+    [[name, description, kind, [[labels, numbers, buckets], ...]], ...]; labels are sorted pairs.
+    """
+    global _changed
+    if not _changed:
+        return None
     with _lock:
+        _changed = False
         return [
-            {
-                "name": family.name,
-                "description": family.description,
-                "kind": family.kind.name,
-                "values": [
-                    {
-                        "labels": dict(labels),
-                        "value": value.value,
-                        "buckets": list(value.buckets),
-                        "counts": list(value.counts),
-                    }
-                    for labels, value in family.values.items()
-                ],
-            }
+            [
+                *(family.name, family.description, family.kind.name),
+                [[labels, value.numbers[:], value.buckets] for labels, value in values],
+            ]
             for family in _families.values()
+            if (values := list(family.values.items()))
         ]
+
+
+def _note_change() -> None:
+    global _changed
+    if not _changed:
+        _changed = True
+        if on_change is not None:
+            on_change()
 
 
 class MetricFamily:
@@ -112,9 +125,14 @@ class MetricFamily:
         if list(bounds) != sorted(set(bounds)):
             raise TritonModelException(failed + "Buckets must be in ascending order.")
         key = tuple(sorted((str(name), str(value)) for name, value in (labels or {}).items()))
+        for name, _ in key:
+            # A histogram's samples have a label "le" of their own.
+            if not _LABEL.fullmatch(name) or (histogram and name == "le"):
+                raise TritonModelException("Error when creating Metric: Invalid label name")
+        size = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(self._family.kind, len(bounds) + 2)
         with _lock:
-            fresh = _Value(bounds, counts=[0] * (len(bounds) + 1) if histogram else [])
-            value = self._family.values.setdefault(key, fresh)
+            value = self._family.values.setdefault(key, _Value(bounds, [0] * size))
+            _note_change()
         return Metric(self._family.kind, value)
 
 
@@ -134,25 +152,29 @@ class Metric:
                 "incremented monotonically by non-negative values."
             )
         with _lock:
-            self._value.value += float(value)
+            self._value.numbers[-1] += float(value)
+            _note_change()
 
     def set(self, value: float) -> None:
         """Set a gauge."""
         self._only("set", "Set", MetricKind.GAUGE)
         with _lock:
-            self._value.value = float(value)
+            self._value.numbers[:] = (float(value), time.monotonic_ns(), 0)
+            _note_change()
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
         self._only("observe", "Observe", MetricKind.HISTOGRAM)
         with _lock:
-            self._value.value += float(value)
-            self._value.counts[bisect_left(self._value.buckets, float(value))] += 1
+            self._value.numbers[0] += float(value)
+            self._value.numbers[1 + bisect_left(self._value.buckets, float(value))] += 1
+            _note_change()
 
     def value(self) -> float:
-        """The value of a counter or a gauge."""
+        """The value of a counter or a gauge, in this instance."""
         self._only("get", "Value", MetricKind.COUNTER, MetricKind.GAUGE)
-        return self._value.value
+        numbers = self._value.numbers
+        return float(numbers[0] + numbers[2] if len(numbers) > 1 else numbers[0])
 
     def _only(self, verb: str, operation: str, *kinds: MetricKind) -> None:
         if self._kind not in kinds:

@@ -1,0 +1,177 @@
+"""Metrics of models' own: what their instances report, added up, and as Prometheus text (pure).
+
+    counters, histograms   sum over all instances; what an instance counted stays when it ends
+    gauges                 the value set last by an instance that lives, and all their increments
+                           on top
+
+Families of one name are one family, whichever model reports them, as in Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+_KINDS = ("COUNTER", "GAUGE", "HISTOGRAM")
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One series. `numbers` are, by kind:
+
+    COUNTER    [value]
+    GAUGE      [value set, when (monotonic ns; 0: never), increments since]
+    HISTOGRAM  [sum, observations a bucket (not cumulative), those above the last of `buckets`]
+    """
+
+    numbers: tuple[float, ...]
+    buckets: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Series of one name, told apart by their labels, which are sorted."""
+
+    description: str
+    kind: str
+    values: Mapping[Labels, Value]
+
+
+Families = dict[str, Family]
+
+
+def parse(raw: list[Any]) -> Families:
+    """Families from `plain`'s form; raises ValueError for anything else."""
+    try:
+        return {
+            str(name): Family(
+                str(description), kind, {_labels(v[0]): _value(kind, v) for v in rows}
+            )
+            for name, description, kind, rows in raw
+        }
+    except (TypeError, IndexError, KeyError) as error:
+        raise ValueError(f"malformed families: {error}") from None
+
+
+def _labels(raw: list[Any]) -> Labels:
+    return tuple((str(name), str(value)) for name, value in raw)
+
+
+def _value(kind: str, row: list[Any]) -> Value:
+    _, numbers, buckets = row
+    size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
+    if len(numbers) != size or not all(type(n) in (int, float) for n in (*numbers, *buckets)):
+        raise ValueError(f"malformed value of a {kind}")
+    return Value(tuple(numbers), tuple(buckets))
+
+
+def plain(families: Families) -> list[Any]:
+    """[[name, description, kind, [[labels, numbers, buckets], ...]], ...]."""
+    return [
+        [
+            *(name, family.description, family.kind),
+            [[list(labels), v.numbers, v.buckets] for labels, v in family.values.items()],
+        ]
+        for name, family in families.items()
+    ]
+
+
+def added(parts: Iterable[Families]) -> Families:
+    """All of `parts` together; of what cannot be added (another kind, other buckets), the first."""
+    total: Families = {}
+    for part in parts:
+        for name, family in part.items():
+            before = total.get(name)
+            if before is None:
+                total[name] = family
+            elif before.kind == family.kind:
+                values = dict(before.values)
+                for labels, value in family.values.items():
+                    known = values.get(labels)
+                    values[labels] = _sum(family.kind, known, value) if known else value
+                total[name] = replace(before, values=values)
+    return total
+
+
+def _sum(kind: str, one: Value, other: Value) -> Value:
+    if one.buckets != other.buckets:
+        return one
+    if kind == "GAUGE":
+        last = max(one, other, key=lambda value: value.numbers[1])
+        return Value((*last.numbers[:2], one.numbers[2] + other.numbers[2]))
+    pairs = zip(one.numbers, other.numbers, strict=True)
+    return Value(tuple(a + b for a, b in pairs), one.buckets)
+
+
+class ModelMetrics:
+    """The families of one model version's instances. `gone` is what ended ones have counted."""
+
+    def __init__(self, gone: Families | None = None) -> None:
+        self.gone: Families = gone or {}
+        self._instances: dict[int, Families] = {}
+
+    def report(self, pid: int, families: Families) -> None:
+        """All that instance `pid` has counted since it began."""
+        self._instances[pid] = families
+
+    def exited(self, pid: int) -> None:
+        """The instance is gone; so are the levels of its gauges."""
+        families = self._instances.pop(pid, None)
+        if families is not None:
+            counted = {name: f for name, f in families.items() if f.kind != "GAUGE"}
+            self.gone = added((self.gone, counted))
+
+    def total(self) -> Families:
+        """Over all instances."""
+        return added((self.gone, *self._instances.values()))
+
+
+def exposition(families: Families) -> str:
+    """Prometheus text, as Triton writes it: names as they were given, labels sorted."""
+    lines: list[str] = []
+    for name, family in families.items():
+        if family.values:
+            lines += (
+                f"# HELP {name} {_escaped(family.description)}",
+                f"# TYPE {name} {family.kind.lower()}",
+            )
+            for labels, value in family.values.items():
+                lines += _samples(name, family.kind, labels, value)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _samples(name: str, kind: str, labels: Labels, value: Value) -> Iterable[str]:
+    numbers = value.numbers
+    if kind == "HISTOGRAM":
+        total, *counts = numbers
+        yield f"{name}_count{_braces(labels)} {_number(sum(counts))}"
+        yield f"{name}_sum{_braces(labels)} {_number(total)}"
+        cumulative = 0.0
+        for bound, count in zip((*value.buckets, float("inf")), counts, strict=True):
+            cumulative += count
+            within = _braces((*labels, ("le", _number(bound))))
+            yield f"{name}_bucket{within} {_number(cumulative)}"
+    else:
+        shown = numbers[0] + numbers[2] if kind == "GAUGE" else numbers[0]
+        yield f"{name}{_braces(labels)} {_number(shown)}"
+
+
+def _braces(labels: Labels) -> str:
+    pairs = ",".join(f'{name}="{_escaped(value, quote=True)}"' for name, value in labels)
+    return f"{{{pairs}}}" if pairs else ""
+
+
+def _escaped(text: str, quote: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quote else text
+
+
+def _number(value: float) -> str:
+    if value != value:
+        return "NaN"
+    if value in (float("inf"), float("-inf")):
+        return "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(float(value))

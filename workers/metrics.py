@@ -1,0 +1,50 @@
+"""When an instance reports its model's own metrics.
+
+Before the answers of the batch in which they changed: who has an answer sees what it counted. And
+between batches, because a model may have threads of its own, but not for each change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.ipc.channels import Dealer
+from shmserve.ipc.messages import MetricsReported
+
+_PAUSE_S = 0.1
+
+
+class MetricsReports:
+    """`changes` gives all families if anything changed since it was last called, else None."""
+
+    def __init__(self, changes: Callable[[], list[list[Any]] | None]) -> None:
+        self._changes = changes
+        self._last: MetricsReported | None = None
+        self._again_s = 0.0
+
+    def attach(self, scheduler: Dealer) -> None:
+        """A scheduler that knows nothing yet: queue all that there is."""
+        self.before_answers(scheduler)
+        if self._last is not None:
+            scheduler.post(self._last)
+
+    def before_answers(self, scheduler: Dealer) -> bool:
+        """Queue what changed, if anything did."""
+        families = self._changes()
+        if families is not None:
+            self._last = MetricsReported(families)
+            scheduler.post(self._last)
+        return families is not None
+
+    def between_batches(self, scheduler: Dealer) -> float | None:
+        """Send what changed, unless that was done just now; how long to wait for it then."""
+        now = time.monotonic()
+        if now < self._again_s:
+            return self._again_s - now
+        if not self.before_answers(scheduler):
+            return None
+        scheduler.flush()
+        self._again_s = now + _PAUSE_S
+        return _PAUSE_S
