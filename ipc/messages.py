@@ -308,8 +308,10 @@ class SchedulerLost:
 
 @_message
 class RegionPublished:
-    """A region may be used under `name`; the extent is [offset, offset + byte_size) of the
-    object."""
+    """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
+
+    `uid` and `group` say whose it is; `copied`: it is not to be mapped (see shmserve/trust.py).
+    """
 
     name: str
     key: str
@@ -320,6 +322,9 @@ class RegionPublished:
     object_size: int
     offset: int
     byte_size: int
+    uid: int
+    group: int
+    copied: bool
     acknowledge: int
 
 
@@ -358,21 +363,25 @@ class RegionReleased:
 
 @_message
 class RegisterRegion:
-    """Register a client's POSIX shared memory object."""
+    """Register a client's POSIX shared memory object, for the user `uid`, who is in `groups`."""
 
     id: int
     name: str
     key: str
     offset: int
     byte_size: int
+    uid: int
+    groups: list[int]
 
 
 @_message
 class UnregisterRegion:
-    """Unregister a region; an empty name means all."""
+    """Unregister a region; an empty name means all that are the user's."""
 
     id: int
     name: str
+    uid: int
+    groups: list[int]
 
 
 @_message

@@ -14,7 +14,7 @@ from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway import jsontensors
 from shmserve.gateway.codec import WireInput, WireRequest
 from shmserve.gateway.models import Model
-from shmserve.gateway.regions import Uses
+from shmserve.gateway.regions import Region, Uses
 from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import JsonFault
 from shmserve.ipc.arena import Arena
@@ -46,6 +46,11 @@ class Holds:
         if self._uses is None:
             self._uses = Uses(gateway.regions)
         return self._uses
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """The regions that the request uses."""
+        return () if self._uses is None else self._uses.regions
 
     def allocate(self, sizes: list[int]) -> list[Place]:
         """Places of these sizes, in bytes, in one arena block.
@@ -79,9 +84,10 @@ def nothing() -> None:
 
 
 class Taken:
-    """A request with its tensors, and what it was admitted as; `release` ends what it holds."""
+    """A request with its tensors, and what it was admitted as; `release` ends what it holds, which
+    may be uses of `regions`."""
 
-    __slots__ = ("admission", "outputs", "release", "tensors", "wire")
+    __slots__ = ("admission", "outputs", "regions", "release", "tensors", "wire")
 
     def __init__(
         self,
@@ -90,7 +96,9 @@ class Taken:
         tensors: Sequence[TensorRef],
         outputs: Sequence[RequestedOutput],
         release: Callable[[], None],
+        regions: Sequence[Region] = (),
     ) -> None:
+        self.regions = regions
         self.wire = wire
         self.admission = admission
         self.tensors = tensors
@@ -206,7 +214,8 @@ def admit(
     for wanted in outputs:
         if wanted.place is not None:
             check_room(signature, wanted.name, wanted.place.byte_size, admission.batch_size)
-    return Taken(wire, admission, tensors, outputs, holds.release if holds else nothing)
+    release = holds.release if holds else nothing
+    return Taken(wire, admission, tensors, outputs, release, holds.regions)
 
 
 def check_room(signature: Signature, name: str, room: int, batch_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.errors import InvalidArgument, NotFound
+from shmserve.gateway.regions import Region
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.repository import read_json
 from shmserve.gateway.requests import Request
@@ -28,6 +29,7 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
     """POST /v2/systemsharedmemory/region/NAME/register."""
     if not name:
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
+    peer = request.connection.caller.peer()
     check_name(name)
     body = await _register_body(gateway, request)
     key = _required(body, "key")
@@ -36,7 +38,10 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
         raise JsonFault("attempt to access JSON non-string as string")
     size = whole(byte_size, "byte_size")
     offset = whole(body.get("offset", 0), "offset")
-    await gateway.supervisor.ask(lambda number: RegisterRegion(number, name, key, offset, size))
+    groups = list(peer.groups)
+    await gateway.supervisor.ask(
+        lambda number: RegisterRegion(number, name, key, offset, size, peer.uid, groups)
+    )
     return Reply()
 
 
@@ -52,10 +57,15 @@ def _required(body: dict[str, Any], field: str) -> Any:
 
 
 async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """GET /v2/systemsharedmemory[/region/NAME]/status."""
+    """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user."""
+    caller = request.connection.caller
+    regions: list[Region] = []
+    if caller.door.shm:
+        peer = caller.administrator()
+        regions = [region for region in gateway.regions.all() if region.admits(peer)]
     if not name:
-        return json_reply([region.status() for region in gateway.regions.all()])
-    region = gateway.regions.get(name)
+        return json_reply([region.status() for region in regions])
+    region = next((region for region in regions if region.name == name), None)
     if region is None:
         raise NotFound(f"Unable to find system shared memory region: '{name}'")
     return json_reply([region.status()])
@@ -63,7 +73,11 @@ async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
 
 async def unregister(gateway: Gateway, request: Request, name: str | None) -> Reply:
     """POST /v2/systemsharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    await gateway.supervisor.ask(lambda number: UnregisterRegion(number, name or ""))
+    peer = request.connection.caller.administrator()
+    groups = list(peer.groups)
+    await gateway.supervisor.ask(
+        lambda number: UnregisterRegion(number, name or "", peer.uid, groups)
+    )
     return Reply()
 
 
@@ -71,6 +85,7 @@ async def register_cuda(gateway: Gateway, request: Request, name: str | None) ->
     """POST /v2/cudasharedmemory/region/NAME/register: there is none here."""
     if not name:
         raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
+    request.connection.caller.peer()
     check_name(name)
     body = await _register_body(gateway, request)
     _required(body, "raw_handle")

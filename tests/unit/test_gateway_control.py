@@ -322,7 +322,8 @@ def test_registrations_are_checked(
 
 def region(name: str, memory_id: int, offset: int) -> Callable[[int], m.RegionPublished]:
     return lambda number: m.RegionPublished(
-        name, f"/{name}", memory_id, os.getpid(), 3, 4, 10_000, offset, 100, number
+        *(name, f"/{name}", memory_id, os.getpid(), 3, 4, 10_000, offset, 100),
+        *(os.getuid(), -1, False, number),
     )
 
 
