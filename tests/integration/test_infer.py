@@ -193,7 +193,8 @@ def test_chunked_request(server: Server) -> None:
     lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
     with raw_connection(server.http_port) as connection:
         connection.sendall(
-            b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+            b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
+            + b"Transfer-Encoding: chunked\r\n"
             + lines
             + b"\r\n"
         )
