@@ -45,6 +45,12 @@ class Region:
     byte_size: int
     owner: Ownership
     users: set[int]
+    blocks: int  # of the object, when its pages had been taken
+
+    def shrank(self) -> bool:
+        """Whether pages of the object have been given back since (it may be as long as before)."""
+        status = os.fstat(self.shared.fd)
+        return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
 
     def published(self, acknowledge: int) -> RegionPublished:
         """What gateways are told."""
@@ -149,7 +155,9 @@ class Registrar:
         except BaseException:
             os.close(shared.fd)
             raise
-        return Region(name, key, secrets.randbits(62), shared, offset, byte_size, owner, set())
+        blocks = os.fstat(shared.fd).st_blocks
+        number = secrets.randbits(62)
+        return Region(name, key, number, shared, offset, byte_size, owner, set(), blocks)
 
     async def _reserve(
         self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
@@ -176,6 +184,21 @@ class Registrar:
             regions = [self._active[name]] if name in self._active else []
             for region in regions if name else self.active():
                 if peer.uid == EVERYONE or region.owner.admits(peer):
+                    await self._withdraw(region)
+
+    async def drop_shrunk(self) -> None:
+        """A worker died of a page that is not there: unregister the regions that can have lost it.
+
+        Their clients are told by the next request that it is unknown.
+        """
+        async with self._turn:
+            for region in self.active():
+                if not region.owner.copied and region.shrank():
+                    logger.error(
+                        "shared memory region '%s' was truncated while a worker used it, and the "
+                        "worker died: it is unregistered",
+                        region.name,
+                    )
                     await self._withdraw(region)
 
     async def _withdraw(self, region: Region) -> None:

@@ -215,6 +215,8 @@ class Supervisor:
         self.regions.gateway_exited(child.pid)
         self.doors.process_exited(child)
         self.models.process_exited(child)
+        if child.exited.result() == f"signal {signal.SIGBUS.value}":
+            self.host.background(self.regions.drop_shrunk())
         self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker")
 
     def _update_health(self) -> None:
