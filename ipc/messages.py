@@ -363,7 +363,10 @@ class RegionReleased:
 
 @_message
 class RegisterRegion:
-    """Register a client's POSIX shared memory object, for the user `uid`, who is in `groups`."""
+    """Register a client's POSIX shared memory object, for the user `uid`, who is in `groups`.
+
+    The answer is {"memory_id"}. `leased`: until `RegionAbandoned`, or until the sender ends.
+    """
 
     id: int
     name: str
@@ -372,6 +375,14 @@ class RegisterRegion:
     byte_size: int
     uid: int
     groups: list[int]
+    leased: bool
+
+
+@_message
+class RegionAbandoned:
+    """The connection that this generation was leased for is gone."""
+
+    memory_id: int
 
 
 @_message
@@ -541,6 +552,7 @@ GatewayToSupervisor = (
     | Acknowledged
     | RegionReleased
     | RegisterRegion
+    | RegionAbandoned
     | UnregisterRegion
     | LoadModel
     | UnloadModel

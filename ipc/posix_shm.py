@@ -71,7 +71,10 @@ def open_object(key: str) -> SharedObject:
         # shm_open itself refuses to follow links.
         fd = posix_ipc.SharedMemory(key, flags=0, size=0).fd
     except posix_ipc.ExistentialError:
-        raise Internal(f"Unable to open shared memory region: '{key}'") from None
+        raise Internal(
+            f"Unable to open shared memory region: '{key}' (there is none where the server looks; "
+            "a client in another container must share its shared memory mount with the server)"
+        ) from None
     except posix_ipc.PermissionsError:
         raise Internal(
             f"Unable to open shared memory region: '{key}' (the server may not read and write it)"

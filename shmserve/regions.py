@@ -46,6 +46,7 @@ class Region:
     owner: Ownership
     users: set[int]
     blocks: int  # of the object, when its pages had been taken
+    lessor: int  # the process through which it is leased, or 0
 
     def shrank(self) -> bool:
         """Whether pages of the object have been given back since (it may be as long as before)."""
@@ -102,9 +103,13 @@ class Registrar:
         """Every region that has a name."""
         return list(self._active.values())
 
-    async def register(self, name: str, key: str, offset: int, byte_size: int, peer: Peer) -> None:
+    async def register(
+        self, name: str, key: str, offset: int, byte_size: int, peer: Peer, lessor: int = 0
+    ) -> dict[str, Any]:
         """Register [offset, offset + byte_size) of the object `key` as `name` for `peer`; returns
-        when every gateway knows it.
+        {"memory_id"} when every gateway knows it.
+
+        With a `lessor`, it lasts until that process says that it was abandoned, or ends.
 
         Registering the same extent of the same object again succeeds and changes nothing. A name
         whose object was unlinked by its owner (who died, and starts again) is taken over. Raises
@@ -123,13 +128,15 @@ class Registrar:
                 raise AlreadyExists(f"shared memory region '{name}' already in manager")
             if known is not None and os.fstat(known.shared.fd).st_nlink > 0:
                 self._refuse_unless_same(known, key, offset, byte_size)
-                return
+                return {"memory_id": known.memory_id}
             region = await self._open(name, key, offset, byte_size, peer)
+            region.lessor = lessor
             if known is not None:
                 logger.info("region replaced: the object behind its name was removed")
                 await self._withdraw(known)
             self._active[name] = region
             await self._publish(region.published)
+            return {"memory_id": region.memory_id}
 
     @staticmethod
     def _refuse_unless_same(known: Region, key: str, offset: int, byte_size: int) -> None:
@@ -157,7 +164,7 @@ class Registrar:
             raise
         blocks = os.fstat(shared.fd).st_blocks
         number = secrets.randbits(62)
-        return Region(name, key, number, shared, offset, byte_size, owner, set(), blocks)
+        return Region(name, key, number, shared, offset, byte_size, owner, set(), blocks, 0)
 
     async def _reserve(
         self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
@@ -184,6 +191,13 @@ class Registrar:
             regions = [self._active[name]] if name in self._active else []
             for region in regions if name else self.active():
                 if peer.uid == EVERYONE or region.owner.admits(peer):
+                    await self._withdraw(region)
+
+    async def abandoned(self, lessor: int, memory_id: int = 0) -> None:
+        """The client of a leased region is gone, or (without `memory_id`) all of a gateway's."""
+        async with self._turn:
+            for region in self.active():
+                if region.lessor == lessor and memory_id in (0, region.memory_id):
                     await self._withdraw(region)
 
     async def drop_shrunk(self) -> None:

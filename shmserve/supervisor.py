@@ -213,6 +213,7 @@ class Supervisor:
         self.host.dismiss(child.pid)
         self.host.acknowledgements.exited(child.pid)
         self.regions.gateway_exited(child.pid)
+        self.host.background(self.regions.abandoned(child.pid))
         self.doors.process_exited(child)
         self.models.process_exited(child)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
@@ -240,9 +241,12 @@ class Supervisor:
         match message:
             case m.RegionReleased(memory_id):
                 self.regions.released(pid, memory_id)
-            case m.RegisterRegion(number, name, key, offset, size, uid, groups):
-                peer = Peer(uid, tuple(groups))
-                self._answer(pid, number, self.regions.register(name, key, offset, size, peer))
+            case m.RegisterRegion(number, name, key, offset, size, uid, groups, leased):
+                peer, lessor = Peer(uid, tuple(groups)), pid if leased else 0
+                register = self.regions.register(name, key, offset, size, peer, lessor)
+                self._answer(pid, number, register)
+            case m.RegionAbandoned(memory_id):
+                self.host.background(self.regions.abandoned(pid, memory_id))
             case m.UnregisterRegion(number, name, uid, groups):
                 peer = Peer(uid, tuple(groups))
                 self._answer(pid, number, self.regions.unregister(name, peer))

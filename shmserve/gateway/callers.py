@@ -11,7 +11,7 @@ import enum
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from multidict import istr
@@ -77,7 +77,7 @@ class Caller:
     A token or a host name that was accepted once on a connection is not looked up again.
     """
 
-    __slots__ = ("_header", "_host", "_peer", "_scopes", "_sock", "door", "known")
+    __slots__ = ("_header", "_host", "_on_gone", "_peer", "_scopes", "_sock", "door", "known")
 
     def __init__(self, door: Door, sock: Any) -> None:
         self.door = door
@@ -86,12 +86,26 @@ class Caller:
         self._header: str | None = None
         self._scopes: frozenset[str] | None = None
         self._host: str | None = None
+        self._on_gone: list[Callable[[], None]] | None = []
         # Whoever runs the server needs no token.
         self.known = False
         if door.kind is DoorKind.UNIX:
             with contextlib.suppress(OSError):
                 self._peer = unix_peer(sock)
                 self.known = self._peer.uid in (os.geteuid(), 0)
+
+    def when_gone(self, action: Callable[[], None]) -> None:
+        """Call this when the connection has ended: at once if it has."""
+        if self._on_gone is None:
+            action()
+        else:
+            self._on_gone.append(action)
+
+    def gone(self) -> None:
+        """The connection has ended."""
+        actions, self._on_gone = self._on_gone or [], None
+        for action in actions:
+            action()
 
     def refuse(self, scope: str, headers: Mapping[str, str]) -> ShmserveError | None:
         """Why a request to an API of `scope` is refused; None when it is not."""

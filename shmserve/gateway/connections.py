@@ -199,6 +199,7 @@ class Connection(web.RequestHandler):
         if self._clock is not None:
             self._clock.cancel()
         super().connection_lost(exc)
+        self.caller.gone()
 
 
 async def _linger(content: StreamReader) -> None:

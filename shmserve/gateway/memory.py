@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+from functools import partial
 from typing import Any
 
 from shmserve.errors import InvalidArgument, NotFound
+from shmserve.gateway.callers import Caller
 from shmserve.gateway.regions import Region
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.repository import read_json
 from shmserve.gateway.requests import Request
 from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import JsonFault
-from shmserve.ipc.messages import RegisterRegion, UnregisterRegion
+from shmserve.ipc.messages import RegionAbandoned, RegisterRegion, UnregisterRegion
 from shmserve.ipc.ranges import whole
 
 _LONGEST_NAME = 255
@@ -26,7 +30,10 @@ def check_name(name: str) -> None:
 
 
 async def register(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/systemsharedmemory/region/NAME/register."""
+    """POST /v2/systemsharedmemory/region/NAME/register.
+
+    With {"lifetime": "connection"} the region is unregistered when this connection ends.
+    """
     if not name:
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
     peer = request.connection.caller.peer()
@@ -38,11 +45,28 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
         raise JsonFault("attempt to access JSON non-string as string")
     size = whole(byte_size, "byte_size")
     offset = whole(body.get("offset", 0), "offset")
+    lifetime = body.get("lifetime", "server")
+    if lifetime not in ("server", "connection"):
+        raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
+    leased = lifetime == "connection"
     groups = list(peer.groups)
-    await gateway.supervisor.ask(
-        lambda number: RegisterRegion(number, name, key, offset, size, peer.uid, groups)
+    asked = gateway.supervisor.ask(
+        lambda number: RegisterRegion(number, name, key, offset, size, peer.uid, groups, leased)
     )
+    await (_lease(gateway, request.connection.caller, asked) if leased else asked)
     return Reply()
+
+
+async def _lease(gateway: Gateway, caller: Caller, asked: Awaitable[dict[str, Any]]) -> None:
+    # A client that leaves meanwhile has abandoned the region as soon as it is there.
+    def registered(task: asyncio.Future[dict[str, Any]]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            gone = RegionAbandoned(task.result()["memory_id"])
+            caller.when_gone(partial(gateway.supervisor.tell, gone))
+
+    task = asyncio.ensure_future(asked)
+    task.add_done_callback(registered)
+    await asyncio.shield(task)
 
 
 async def _register_body(gateway: Gateway, request: Request) -> dict[str, Any]:
