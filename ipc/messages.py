@@ -317,8 +317,10 @@ class SchedulerLost:
 
 @_message
 class RegionPublished:
-    """A region may be used under `name`; the extent is [offset, offset + byte_size) of the
-    object."""
+    """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
+
+    `uid` and `group` say whose it is; `copied`: it is not to be mapped (see shmserve/trust.py).
+    """
 
     name: str
     key: str
@@ -329,6 +331,9 @@ class RegionPublished:
     object_size: int
     offset: int
     byte_size: int
+    uid: int
+    group: int
+    copied: bool
     acknowledge: int
 
 
@@ -367,21 +372,36 @@ class RegionReleased:
 
 @_message
 class RegisterRegion:
-    """Register a client's POSIX shared memory object."""
+    """Register a client's POSIX shared memory object, for the user `uid`, who is in `groups`.
+
+    The answer is {"memory_id"}. `leased`: until `RegionAbandoned`, or until the sender ends.
+    """
 
     id: int
     name: str
     key: str
     offset: int
     byte_size: int
+    uid: int
+    groups: list[int]
+    leased: bool
+
+
+@_message
+class RegionAbandoned:
+    """The connection that this generation was leased for is gone."""
+
+    memory_id: int
 
 
 @_message
 class UnregisterRegion:
-    """Unregister a region; an empty name means all."""
+    """Unregister a region; an empty name means all that are the user's."""
 
     id: int
     name: str
+    uid: int
+    groups: list[int]
 
 
 @_message
@@ -541,6 +561,7 @@ GatewayToSupervisor = (
     | Acknowledged
     | RegionReleased
     | RegisterRegion
+    | RegionAbandoned
     | UnregisterRegion
     | LoadModel
     | UnloadModel

@@ -30,7 +30,14 @@ class SharedObject:
     device: int
     inode: int
     uid: int
+    gid: int
+    mode: int
     size: int
+
+    @property
+    def file(self) -> tuple[int, int]:
+        """What tells it from every other object."""
+        return self.device, self.inode
 
 
 def normal_key(region: str, key: str) -> str:
@@ -64,7 +71,10 @@ def open_object(key: str) -> SharedObject:
         # shm_open itself refuses to follow links.
         fd = posix_ipc.SharedMemory(key, flags=0, size=0).fd
     except posix_ipc.ExistentialError:
-        raise Internal(f"Unable to open shared memory region: '{key}'") from None
+        raise Internal(
+            f"Unable to open shared memory region: '{key}' (there is none where the server looks; "
+            "a client in another container must share its shared memory mount with the server)"
+        ) from None
     except posix_ipc.PermissionsError:
         raise Internal(
             f"Unable to open shared memory region: '{key}' (the server may not read and write it)"
@@ -77,21 +87,40 @@ def open_object(key: str) -> SharedObject:
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise Internal(f"Invalid shared memory region: '{key}'")
-    return SharedObject(fd, status.st_dev, status.st_ino, status.st_uid, status.st_size)
+    return SharedObject(
+        fd,
+        status.st_dev,
+        status.st_ino,
+        status.st_uid,
+        status.st_gid,
+        stat.S_IMODE(status.st_mode),
+        status.st_size,
+    )
 
 
-def reserve(region: str, shared: SharedObject, offset: int, byte_size: int) -> None:
-    """Make sure that [offset, offset + byte_size) of the object exists and has memory behind it.
+def check_range(region: str, shared: SharedObject, offset: int, byte_size: int) -> None:
+    """Raise InvalidArgument when [offset, offset + byte_size) is empty or not in the object."""
+    if byte_size == 0 or not fits(offset, byte_size, shared.size):
+        raise InvalidArgument(f"failed to register shared memory region '{region}': invalid args")
+
+
+def unallocated(shared: SharedObject, byte_size: int) -> int:
+    """How many of `byte_size` bytes of the object may have no memory behind them; at most."""
+    status = os.fstat(shared.fd)
+    return max(0, min(byte_size, status.st_size - status.st_blocks * 512))
+
+
+def reserve(region: str, shared: SharedObject, offset: int, byte_size: int) -> int:
+    """Take memory for [offset, offset + byte_size) of the object where there is none; returns how
+    many bytes that took.
 
     A sparse object costs nothing until it is touched, and a touch with /dev/shm full is a signal
     that kills; so the pages are taken now, where a lack of them is an error. Does nothing to pages
-    that are there. Raises InvalidArgument when the range lies outside the object, Unavailable when
-    /dev/shm is full.
+    that are there. Raises Unavailable when /dev/shm is full.
     """
-    if byte_size == 0 or not fits(offset, byte_size, shared.size):
-        raise InvalidArgument(f"failed to register shared memory region '{region}': invalid args")
-    if os.fstat(shared.fd).st_blocks * 512 >= shared.size:
-        return
+    if not unallocated(shared, byte_size):
+        return 0
+    before = os.fstat(shared.fd).st_blocks
     try:
         os.posix_fallocate(shared.fd, offset, byte_size)
     except OSError as error:
@@ -99,3 +128,4 @@ def reserve(region: str, shared: SharedObject, offset: int, byte_size: int) -> N
             f"failed to register shared memory region '{region}': shared memory is full, "
             f"{byte_size} bytes are needed"
         ) from error
+    return max(0, os.fstat(shared.fd).st_blocks - before) * 512

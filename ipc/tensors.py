@@ -4,9 +4,10 @@ A tensor's bytes are either inside the message (small ones) or at a `Place` in a
 object that another process of the server holds open: a client's registered region or a process's
 arena.
 
-    Memory  id, pid, fd, inode, byte_size, sealed      /proc/PID/fd/FD is that very object; the
-    inode proves it Place   memory, offset, byte_size                  bytes [offset, offset +
-    byte_size) of the object
+    Memory  id, pid, fd, inode, byte_size, sealed, copied
+            /proc/PID/fd/FD is that very object; the inode proves it
+    Place   memory, offset, byte_size
+            bytes [offset, offset + byte_size) of the object
 
 Ownership: the sender of a descriptor leaves the bytes alone until the answer; the answer hands
 them back.
@@ -69,7 +70,11 @@ TO_CONFIG: dict[str, str] = {protocol: config for config, protocol in FROM_CONFI
 
 @record
 class Memory:
-    """An object that process `pid` holds as `fd`; `byte_size` is how much of it may be used."""
+    """An object that process `pid` holds as `fd`; `byte_size` is how much of it may be used.
+
+    `sealed`: it cannot shrink. `copied`: whoever owns it is not trusted not to shrink it, so it is
+    never mapped, only read and written by system calls.
+    """
 
     id: int
     pid: int
@@ -77,6 +82,7 @@ class Memory:
     inode: int
     byte_size: int
     sealed: bool
+    copied: bool = False
 
 
 @record
@@ -148,7 +154,7 @@ def element_count(shape: tuple[int, ...] | list[int]) -> int:
     return count
 
 
-def _pack_place(place: Place) -> tuple[int, int, int, int, int, bool, int, int]:
+def _pack_place(place: Place) -> tuple[int, int, int, int, int, bool, bool, int, int]:
     memory = place.memory
     return (
         memory.id,
@@ -157,19 +163,21 @@ def _pack_place(place: Place) -> tuple[int, int, int, int, int, bool, int, int]:
         memory.inode,
         memory.byte_size,
         memory.sealed,
+        memory.copied,
         place.offset,
         place.byte_size,
     )
 
 
 def _unpack_place(raw: Any) -> Place:
-    ident, pid, fd, inode, size, sealed, offset, byte_size = raw
+    ident, pid, fd, inode, size, sealed, copied, offset, byte_size = raw
     for value in (ident, pid, fd, inode, size, offset, byte_size):
         if type(value) is not int:
             raise MalformedMessage("a place holds something that is not an integer")
     if not fits(offset, byte_size, size):
         raise MalformedMessage("a place lies outside its memory")
-    return Place(Memory(ident, pid, fd, inode, size, bool(sealed)), offset, byte_size)
+    memory = Memory(ident, pid, fd, inode, size, bool(sealed), bool(copied))
+    return Place(memory, offset, byte_size)
 
 
 def _pack_tensor(tensor: TensorRef) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +11,25 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.flags import Parsed
+from shmserve.gateway.authorisation import (
+    GRPC_HEADER_PREFIX,
+    Restrictions,
+    Tokens,
+    encode_restrictions,
+    parse_restrictions,
+    read_tokens,
+)
 from shmserve.model_config import ModelDefaults
 from shmserve.repository import is_inline
+from shmserve.trust import NO_GROUP, ShmPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Everything `shmserve serve` was told. `model_files` are "path/model.py:Class"."""
+    """Everything `shmserve serve` was told. `model_files` are "path/model.py:Class".
+
+    No `tokens`: none is asked for. The restricted APIs are by scope.
+    """
 
     model_repositories: tuple[Path, ...]
     model_files: tuple[str, ...]
@@ -29,14 +42,21 @@ class ServerConfig:
     max_queue_size: int
     request_timeout_us: int
     execution_timeout_s: float
+    allow_http: bool
     http_address: str
     http_port: int
+    http_unix_socket: Path | None
     http_max_input_size: int
     http_body_timeout_s: float
     gateways: int
     allow_metrics: bool
     metrics_address: str
     metrics_port: int
+    tokens: Tokens
+    insecure: bool
+    http_restricted: Restrictions
+    grpc_restricted: Restrictions
+    shm: ShmPolicy
     server_id: str
     run_dir: Path | None
     arena_byte_size: int
@@ -65,7 +85,17 @@ class ServerConfig:
             "arena_byte_size": self.arena_byte_size,
             "body_timeout_s": self.http_body_timeout_s,
             "verbose": self.log_verbose,
+            "http_address": self.http_address,
+            "tokens": dict(self.tokens),
+            "http_restricted": encode_restrictions(self.http_restricted),
+            "allow_client_shm": self.shm.allow,
+            "shm_overlap": self.shm.overlap,
         }
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the server may listen where other hosts reach it."""
+        return bool(self.tokens) or self.insecure
 
 
 def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
@@ -95,14 +125,27 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         max_queue_size=value["max-queue-size"],
         request_timeout_us=value["request-timeout-us"],
         execution_timeout_s=value["execution-timeout-secs"],
+        allow_http=value["allow-http"],
         http_address=value["http-address"],
         http_port=value["http-port"],
+        http_unix_socket=Path(value["http-unix-socket"]) if value["http-unix-socket"] else None,
         http_max_input_size=value["http-max-input-size"],
         http_body_timeout_s=value["http-body-timeout-secs"],
         gateways=value["gateways"],
         allow_metrics=value["allow-metrics"],
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics_port=value["metrics-port"],
+        tokens=read_tokens(Path(value["auth-token-file"])) if value["auth-token-file"] else {},
+        insecure=value["insecure"],
+        http_restricted=parse_restrictions(
+            "--http-restricted-api", parsed.repeated["http-restricted-api"]
+        ),
+        grpc_restricted=parse_restrictions(
+            "--grpc-restricted-protocol",
+            parsed.repeated["grpc-restricted-protocol"],
+            GRPC_HEADER_PREFIX,
+        ),
+        shm=_shm_policy(value),
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
         arena_byte_size=value["arena-byte-size"],
@@ -114,6 +157,34 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
     )
+
+
+def _shm_policy(value: Mapping[str, Any]) -> ShmPolicy:
+    most = value["shm-max-byte-size"]
+    if most is None:
+        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most_per_uid = value["shm-max-byte-size-per-uid"]
+    return ShmPolicy(
+        allow=value["allow-client-shm"],
+        group=_group(value["shm-group"]),
+        max_regions=value["shm-max-regions"],
+        max_regions_per_uid=value["shm-max-regions-per-uid"],
+        max_byte_size=most,
+        max_byte_size_per_uid=most if most_per_uid is None else most_per_uid,
+        sparse_byte_size=value["shm-sparse-byte-size"],
+        overlap=value["shm-overlap"],
+    )
+
+
+def _group(name: str | None) -> int:
+    if name is None:
+        return NO_GROUP
+    if name.isdecimal() and len(name) < 10:
+        return int(name)
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise InvalidArgument(f"--shm-group: there is no group '{name}' here") from None
 
 
 def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:

@@ -4,25 +4,33 @@ they die."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
+import os
 import socket
+import stat
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from shmserve.children import Child
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.peers import is_loopback
 from shmserve.host import Host
 from shmserve.ipc import messages as m
+from shmserve.trust import NO_GROUP
 
 logger = logging.getLogger(__name__)
 
 _PAUSES_S = (0.0, 0.0, 0.1, 0.3, 0.6, 1.0)
 
 
-def listen(address: str, port: int, flag: str) -> list[socket.socket]:
-    """Listening TCP sockets on every address that `address` names; port 0 picks one.
+def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
+    """Where `address` means, as getaddrinfo says it.
 
-    Raises InvalidArgument naming `flag` when the address cannot be had.
+    Raises InvalidArgument naming `flag` when nobody knows it, or when other hosts reach it and it
+    is not `guarded`.
     """
     try:
         found = socket.getaddrinfo(
@@ -30,8 +38,22 @@ def listen(address: str, port: int, flag: str) -> list[socket.socket]:
         )
     except OSError as error:
         raise InvalidArgument(f"{flag}: cannot resolve '{address}': {error.strerror}") from None
+    if not guarded and not all(is_loopback(str(where[0])) for *_, where in found):
+        raise InvalidArgument(
+            f"{flag}: other hosts reach '{address}', so clients must show a token "
+            "(--auth-token-file FILE), or everybody may do everything (--insecure)"
+        )
+    return found
+
+
+def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
+    """Listening TCP sockets on every address that `address` names; port 0 picks one.
+
+    Raises InvalidArgument naming `flag` when the address cannot be had, or other hosts reach it and
+    it is not `guarded`.
+    """
     made: list[socket.socket] = []
-    for family, kind, protocol, _, where in found:
+    for family, kind, protocol, _, where in resolve(address, port, flag, guarded):
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,6 +70,47 @@ def listen(address: str, port: int, flag: str) -> list[socket.socket]:
             ) from None
         made.append(sock)
     return made
+
+
+def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
+    """A listening unix socket at `path` for this process's user, and for `group` if there is one.
+
+    What a server that was killed left at `path` is removed. Raises InvalidArgument naming `flag`
+    when the path cannot be had.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_behind(path):
+            path.unlink()
+        mask = os.umask(0o177)
+        try:
+            sock.bind(os.fspath(path))
+        finally:
+            os.umask(mask)
+        if group != NO_GROUP:
+            os.chown(path, -1, group)
+            path.chmod(0o660)
+        sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or str(error)
+        raise InvalidArgument(f"{flag}: cannot listen on '{path}': {reason}") from None
+    return sock
+
+
+def _is_left_behind(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                return probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED
+    return False
+
+
+def remove_unix(path: Path | None) -> None:
+    """Remove the socket that `listen_unix` made."""
+    if path is not None:
+        path.unlink(missing_ok=True)
 
 
 class Doors:

@@ -7,6 +7,8 @@ ShmserveError
  ├─ Unknown            UNKNOWN         400   a model reported an error without a code
  ├─ NotFound           NOT_FOUND       404   no such model, version or region
  ├─ Unsupported        UNSUPPORTED     501   understood, not offered
+ ├─ Unauthenticated    UNAUTHENTICATED 401   no token, or not one of ours
+ ├─ PermissionDenied   PERMISSION_DENIED 403 this client may not do this
  ├─ Unavailable        UNAVAILABLE     503   not now: queue full, not ready, deadline passed
  │   └─ QueueFull      UNAVAILABLE     503   with Retry-After
  └─ Internal           INTERNAL        500   our side or the model failed
@@ -80,6 +82,22 @@ class Unsupported(ShmserveError):
     title = "Unsupported"
 
 
+class Unauthenticated(ShmserveError):
+    """The client has not said who it is."""
+
+    code = "UNAUTHENTICATED"
+    status = 401
+    title = "Unauthenticated"
+
+
+class PermissionDenied(ShmserveError):
+    """The client may not do this."""
+
+    code = "PERMISSION_DENIED"
+    status = 403
+    title = "Permission denied"
+
+
 class Unavailable(ShmserveError):
     """The request could succeed later or elsewhere."""
 
@@ -109,6 +127,8 @@ _BY_CODE: dict[str, type[ShmserveError]] = {
         Unknown,
         NotFound,
         Unsupported,
+        Unauthenticated,
+        PermissionDenied,
         Unavailable,
         Internal,
     )

@@ -147,13 +147,25 @@ ACTED_ON: tuple[Flag, ...] = (
         "A model's parameter execution_timeout_seconds overrides it",
         group="Defaults for models that do not set them",
     ),
-    Flag("http-address", default="127.0.0.1", help="where HTTP listens", group="Doors"),
+    Flag("allow-http", kind=bool, default=True, help="serve HTTP on a port", group="Doors"),
+    Flag(
+        "http-address",
+        default="127.0.0.1",
+        help="where HTTP listens; an address that other hosts reach needs --auth-token-file or "
+        "--insecure",
+        group="Doors",
+    ),
     Flag(
         "http-port",
         kind=int,
         default=8000,
         high=65535,
         help="0 picks a free port",
+        group="Doors",
+    ),
+    Flag(
+        "http-unix-socket",
+        help="serve HTTP on this unix socket too; for the server's user, and for --shm-group",
         group="Doors",
     ),
     Flag(
@@ -191,6 +203,89 @@ ACTED_ON: tuple[Flag, ...] = (
         high=65535,
         help="0 picks a free port",
         group="Doors",
+    ),
+    Flag(
+        "auth-token-file",
+        help="clients must send one of its tokens (Authorization: Bearer); a line is TOKEN or "
+        "TOKEN SCOPE,SCOPE",
+        group="Who may do what",
+    ),
+    Flag(
+        "insecure",
+        kind=bool,
+        default=False,
+        help="listen for other hosts without tokens",
+        group="Who may do what",
+    ),
+    Flag(
+        "http-restricted-api",
+        help="API,API:HEADER=VALUE: these also need that header",
+        group="Who may do what",
+        repeat=True,
+    ),
+    Flag(
+        "grpc-restricted-protocol",
+        help="the same for gRPC, with triton-grpc-protocol- before the header's name",
+        group="Who may do what",
+        repeat=True,
+    ),
+    Flag(
+        "allow-client-shm",
+        kind=bool,
+        help="clients' shared memory over every door, or over none "
+        "(default: over those that only this host reaches)",
+        group="Clients' shared memory",
+    ),
+    Flag(
+        "shm-group",
+        help="a group whose members may share regions and use the unix socket: objects that it "
+        "may read and write",
+        group="Clients' shared memory",
+    ),
+    Flag(
+        "shm-overlap",
+        default="warn",
+        choices=("error", "warn", "ignore"),
+        help="when outputs of two requests in flight go to the same bytes",
+        group="Clients' shared memory",
+    ),
+    Flag(
+        "shm-max-regions",
+        kind=int,
+        default=4096,
+        low=1,
+        high=1 << 20,
+        help="regions that may be registered",
+        group="Clients' shared memory",
+    ),
+    Flag(
+        "shm-max-regions-per-uid",
+        kind=int,
+        default=2048,
+        low=1,
+        high=1 << 20,
+        help="the same, of one user",
+        group="Clients' shared memory",
+    ),
+    Flag(
+        "shm-max-byte-size",
+        kind=int,
+        help="bytes that may be registered (default: the host's memory)",
+        group="Clients' shared memory",
+    ),
+    Flag(
+        "shm-max-byte-size-per-uid",
+        kind=int,
+        help="the same, of one user (default: as much)",
+        group="Clients' shared memory",
+    ),
+    Flag(
+        "shm-sparse-byte-size",
+        kind=int,
+        default=1 << 30,
+        help="bytes that the server allocates in objects that clients registered without "
+        "allocating them",
+        group="Clients' shared memory",
     ),
     Flag("id", default="triton", help="the name that GET /v2 shows", group="Server"),
     Flag(
@@ -236,14 +331,14 @@ ACTED_ON: tuple[Flag, ...] = (
 _WITHOUT_EFFECT = """
 log-info:bool log-warning:bool log-error:bool log-format log-file model-config-name
 model-load-thread-count model-load-retry-count model-namespacing:bool enable-peer-access:bool
-allow-http:bool reuse-http-port:bool http-header-forward-pattern http-thread-count
-http-restricted-api allow-grpc:bool grpc-address grpc-port reuse-grpc-port:bool
+reuse-http-port:bool http-header-forward-pattern http-thread-count
+allow-grpc:bool grpc-address grpc-port reuse-grpc-port:bool
 grpc-header-forward-pattern grpc-infer-allocation-pool-size grpc-max-response-pool-size
 grpc-use-ssl:bool grpc-use-ssl-mutual:bool grpc-server-cert grpc-server-key grpc-root-cert
 grpc-infer-response-compression-level grpc-keepalive-time grpc-keepalive-timeout
 grpc-keepalive-permit-without-calls:bool grpc-http2-max-pings-without-data
 grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes
-grpc-max-connection-age grpc-max-connection-age-grace grpc-restricted-protocol
+grpc-max-connection-age grpc-max-connection-age-grace
 grpc-infer-thread-count grpc-infer-max-completion-queue-thread-count
 allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
 allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model
@@ -252,7 +347,7 @@ backend-directory repoagent-directory cache-config cache-directory rate-limit ra
 pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size
 min-supported-compute-capability buffer-manager-thread-count host-policy model-load-gpu-limit
 strict-model-config:bool response-cache-byte-size trace-file trace-level trace-rate trace-count
-trace-log-frequency allow-client-shm:bool
+trace-log-frequency
 """
 ACCEPTED: tuple[Flag, ...] = tuple(
     Flag(name, kind=bool if kind else str, repeat=True, effect=False)

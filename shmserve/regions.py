@@ -8,7 +8,8 @@ A region is a numbered generation of a name:
 
 The object is opened once, here; workers map that very object through the supervisor's descriptor,
 so a key that is unlinked and made again is never confused with what was registered. Gateways count
-the requests that use a generation.
+the requests that use a generation. Who may register and unregister what is decided by
+shmserve.trust, how much by shmserve.region_ledger.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc import posix_shm
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.ranges import whole
+from shmserve.region_ledger import Ledger
+from shmserve.trust import EVERYONE, Ownership, Peer, ShmPolicy, ownership
 
 logger = logging.getLogger(__name__)
-
-_MOST_REGIONS = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +43,15 @@ class Region:
     shared: posix_shm.SharedObject
     offset: int
     byte_size: int
+    owner: Ownership
     users: set[int]
+    blocks: int  # of the object, when its pages had been taken
+    lessor: int  # the process through which it is leased, or 0
+
+    def shrank(self) -> bool:
+        """Whether pages of the object have been given back since (it may be as long as before)."""
+        status = os.fstat(self.shared.fd)
+        return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
 
     def published(self, acknowledge: int) -> RegionPublished:
         """What gateways are told."""
@@ -57,6 +66,9 @@ class Region:
             object_size=min(shared.size, self.offset + self.byte_size),
             offset=self.offset,
             byte_size=self.byte_size,
+            uid=self.owner.uid,
+            group=self.owner.group,
+            copied=self.owner.copied,
             acknowledge=acknowledge,
         )
 
@@ -75,10 +87,13 @@ class Registrar:
         publish: Publish,
         gateways: Callable[[], Iterable[int]],
         tell_workers: Callable[[Any], None],
+        policy: ShmPolicy,
     ) -> None:
         self._publish = publish
         self._gateways = gateways
         self._tell_workers = tell_workers
+        self._policy = policy
+        self._ledger = Ledger(policy)
         self._active: dict[str, Region] = {}
         self._draining: dict[int, Region] = {}
         # Registrations and unregistrations take effect one after the other, everywhere.
@@ -88,13 +103,17 @@ class Registrar:
         """Every region that has a name."""
         return list(self._active.values())
 
-    async def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Register [offset, offset + byte_size) of the object `key` as `name`; returns when every
-        gateway knows it.
+    async def register(
+        self, name: str, key: str, offset: int, byte_size: int, peer: Peer, lessor: int = 0
+    ) -> dict[str, Any]:
+        """Register [offset, offset + byte_size) of the object `key` as `name` for `peer`; returns
+        {"memory_id"} when every gateway knows it.
+
+        With a `lessor`, it lasts until that process says that it was abandoned, or ends.
 
         Registering the same extent of the same object again succeeds and changes nothing. A name
         whose object was unlinked by its owner (who died, and starts again) is taken over. Raises
-        InvalidArgument, AlreadyExists, Internal or Unavailable.
+        InvalidArgument, AlreadyExists, PermissionDenied, Internal or Unavailable.
         """
         if not name:
             raise InvalidArgument(
@@ -105,19 +124,19 @@ class Registrar:
         key = posix_shm.normal_key(name, key)
         async with self._turn:
             known = self._active.get(name)
+            if known is not None and not known.owner.admits(peer):
+                raise AlreadyExists(f"shared memory region '{name}' already in manager")
             if known is not None and os.fstat(known.shared.fd).st_nlink > 0:
                 self._refuse_unless_same(known, key, offset, byte_size)
-                return
-            if len(self._active) + len(self._draining) >= _MOST_REGIONS:
-                raise InvalidArgument(
-                    f"at most {_MOST_REGIONS} shared memory regions can be registered"
-                )
-            region = await self._open(name, key, offset, byte_size)
+                return {"memory_id": known.memory_id}
+            region = await self._open(name, key, offset, byte_size, peer)
+            region.lessor = lessor
             if known is not None:
                 logger.info("region replaced: the object behind its name was removed")
                 await self._withdraw(known)
             self._active[name] = region
             await self._publish(region.published)
+            return {"memory_id": region.memory_id}
 
     @staticmethod
     def _refuse_unless_same(known: Region, key: str, offset: int, byte_size: int) -> None:
@@ -129,24 +148,72 @@ class Registrar:
         if (now.device, now.inode) != (known.shared.device, known.shared.inode):
             raise taken
 
-    @staticmethod
-    async def _open(name: str, key: str, offset: int, byte_size: int) -> Region:
+    async def _open(self, name: str, key: str, offset: int, byte_size: int, peer: Peer) -> Region:
         shared = posix_shm.open_object(key)
         try:
-            # Taking the pages of a large object takes a while, and the loop must go on.
-            await asyncio.to_thread(posix_shm.reserve, name, shared, offset, byte_size)
+            owner = ownership(peer, key, shared.uid, shared.gid, shared.mode, self._policy.group)
+            posix_shm.check_range(name, shared, offset, byte_size)
+            self._ledger.enter(peer.uid, byte_size, shared.file)
+            try:
+                await self._reserve(name, key, shared, offset, byte_size)
+            except BaseException:
+                self._ledger.leave(peer.uid, byte_size, shared.file)
+                raise
         except BaseException:
             os.close(shared.fd)
             raise
-        return Region(name, key, secrets.randbits(62), shared, offset, byte_size, set())
+        blocks = os.fstat(shared.fd).st_blocks
+        number = secrets.randbits(62)
+        return Region(name, key, number, shared, offset, byte_size, owner, set(), blocks, 0)
 
-    async def unregister(self, name: str) -> None:
-        """Free a name (all names, if empty); returns when no gateway accepts it any more. An
-        unknown name is fine."""
+    async def _reserve(
+        self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
+    ) -> None:
+        missing = posix_shm.unallocated(shared, byte_size)
+        self._ledger.pay(key, shared.file, missing)
+        taken = 0
+        try:
+            # Taking the pages of a large object takes a while, and the loop must go on.
+            taken = await asyncio.to_thread(posix_shm.reserve, name, shared, offset, byte_size)
+        finally:
+            self._ledger.refund(shared.file, missing - min(taken, missing))
+
+    def _close(self, region: Region) -> None:
+        self._ledger.leave(region.owner.uid, region.byte_size, region.shared.file)
+        os.close(region.shared.fd)
+
+    async def unregister(self, name: str, peer: Peer) -> None:
+        """Free a name (all names of `peer`, if empty); returns when no gateway accepts it any more.
+
+        A name that is unknown, or not `peer`'s, is left as it is.
+        """
         async with self._turn:
             regions = [self._active[name]] if name in self._active else []
             for region in regions if name else self.active():
-                await self._withdraw(region)
+                if peer.uid == EVERYONE or region.owner.admits(peer):
+                    await self._withdraw(region)
+
+    async def abandoned(self, lessor: int, memory_id: int = 0) -> None:
+        """The client of a leased region is gone, or (without `memory_id`) all of a gateway's."""
+        async with self._turn:
+            for region in self.active():
+                if region.lessor == lessor and memory_id in (0, region.memory_id):
+                    await self._withdraw(region)
+
+    async def drop_shrunk(self) -> None:
+        """A worker died of a page that is not there: unregister the regions that can have lost it.
+
+        Their clients are told by the next request that it is unknown.
+        """
+        async with self._turn:
+            for region in self.active():
+                if not region.owner.copied and region.shrank():
+                    logger.error(
+                        "shared memory region '%s' was truncated while a worker used it, and the "
+                        "worker died: it is unregistered",
+                        region.name,
+                    )
+                    await self._withdraw(region)
 
     async def _withdraw(self, region: Region) -> None:
         self._active.pop(region.name, None)
@@ -164,7 +231,7 @@ class Registrar:
         if not region.users:
             del self._draining[memory_id]
             self._tell_workers(MemoryDropped(memory_id))
-            os.close(region.shared.fd)
+            self._close(region)
 
     def gateway_exited(self, pid: int) -> None:
         """A gateway is gone, and so are the requests it counted."""
@@ -174,6 +241,6 @@ class Registrar:
     def close(self) -> None:
         """Close every object."""
         for region in [*self._active.values(), *self._draining.values()]:
-            os.close(region.shared.fd)
+            self._close(region)
         self._active.clear()
         self._draining.clear()

@@ -22,7 +22,7 @@ from shmserve import devices, logs
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Control
-from shmserve.doors import Doors, listen
+from shmserve.doors import Doors, listen, listen_unix, remove_unix
 from shmserve.errors import Internal, ShmserveError
 from shmserve.host import Host
 from shmserve.ipc import endpoints
@@ -32,6 +32,7 @@ from shmserve.models import Models
 from shmserve.progress import Progress, model_table
 from shmserve.regions import Registrar
 from shmserve.run_directory import RunDirectory
+from shmserve.trust import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +50,30 @@ def serve(config: ServerConfig) -> int:
     logs.configure("supervisor", config.log_verbose)
     name_process("supervisor")
     _raise_descriptor_limit()
-    http = listen(config.http_address, config.http_port, "--http-address")
-    metrics = (
-        listen(config.metrics_address, config.metrics_port, "--metrics-address")
-        if config.allow_metrics
-        else []
-    )
-    run_dir = RunDirectory(config.run_dir)
+    http, metrics = _listen(config)
     try:
-        return asyncio.run(Supervisor(config, run_dir, http, metrics).run())
+        run_dir = RunDirectory(config.run_dir)
+        try:
+            return asyncio.run(Supervisor(config, run_dir, http, metrics).run())
+        finally:
+            run_dir.remove()
     finally:
-        run_dir.remove()
+        remove_unix(config.http_unix_socket)
+
+
+def _listen(config: ServerConfig) -> tuple[list[socket.socket], list[socket.socket]]:
+    """The sockets for HTTP and for metrics."""
+    http: list[socket.socket] = []
+    metrics: list[socket.socket] = []
+    if config.allow_http:
+        http += listen(config.http_address, config.http_port, "--http-address", config.guarded)
+    if config.allow_metrics:
+        metrics += listen(
+            config.metrics_address, config.metrics_port, "--metrics-address", config.guarded
+        )
+    if config.http_unix_socket is not None:
+        http.append(listen_unix(config.http_unix_socket, config.shm.group, "--http-unix-socket"))
+    return http, metrics
 
 
 def _raise_descriptor_limit() -> None:
@@ -140,7 +154,10 @@ class Supervisor:
         front.start()
         self.doors = Doors(self.host, self._http, self._metrics, self._snapshot, self._asked)
         self.regions = Registrar(
-            self.doors.publish, self.doors.pids, lambda msg: self.host.broadcast(msg, "worker")
+            self.doors.publish,
+            self.doors.pids,
+            lambda msg: self.host.broadcast(msg, "worker"),
+            self.config.shm,
         )
         self.models = Models(
             self.host,
@@ -182,6 +199,9 @@ class Supervisor:
             ("metrics", self._metrics, "/metrics"),
         ):
             for sock in sockets:
+                if sock.family == socket.AF_UNIX:
+                    logger.info("%s service at unix socket %s", name, sock.getsockname())
+                    continue
                 host, port = sock.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host
                 logger.info("%s service at http://%s:%d%s", name, shown, port, path)
@@ -193,8 +213,11 @@ class Supervisor:
         self.host.dismiss(child.pid)
         self.host.acknowledgements.exited(child.pid)
         self.regions.gateway_exited(child.pid)
+        self.host.background(self.regions.abandoned(child.pid))
         self.doors.process_exited(child)
         self.models.process_exited(child)
+        if child.exited.result() == f"signal {signal.SIGBUS.value}":
+            self.host.background(self.regions.drop_shrunk())
         self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker")
 
     def _update_health(self) -> None:
@@ -218,10 +241,15 @@ class Supervisor:
         match message:
             case m.RegionReleased(memory_id):
                 self.regions.released(pid, memory_id)
-            case m.RegisterRegion(id=number, name=name, key=key, offset=offset, byte_size=size):
-                self._answer(pid, number, self.regions.register(name, key, offset, size))
-            case m.UnregisterRegion(id=number, name=name):
-                self._answer(pid, number, self.regions.unregister(name))
+            case m.RegisterRegion(number, name, key, offset, size, uid, groups, leased):
+                peer, lessor = Peer(uid, tuple(groups)), pid if leased else 0
+                register = self.regions.register(name, key, offset, size, peer, lessor)
+                self._answer(pid, number, register)
+            case m.RegionAbandoned(memory_id):
+                self.host.background(self.regions.abandoned(pid, memory_id))
+            case m.UnregisterRegion(number, name, uid, groups):
+                peer = Peer(uid, tuple(groups))
+                self._answer(pid, number, self.regions.unregister(name, peer))
             case m.LoadModel(id=number, name=name, config=config, files=files):
                 self._answer(pid, number, self.models.load_on_request(name, config, files))
             case m.UnloadModel(id=number, name=name, unload_dependents=dependents):

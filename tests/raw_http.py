@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -212,6 +213,29 @@ class Http:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+
+class UnixHttp(Http):
+    """The same over a unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float = 30.0) -> None:
+        self._connection = _UnixConnection(path, timeout_s)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the path."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.sock.settimeout(self.timeout)
+            self.sock.connect(str(self._path))
+        except BaseException:
+            self.close()
+            raise
 
 
 @contextlib.contextmanager

@@ -81,6 +81,8 @@ class Unpacker:
         if isinstance(tensor.data, bytes):
             # A copy of a few bytes that the model may write into.
             raw = memoryview(bytearray(tensor.data))
+        elif tensor.data.memory.copied:
+            raw = self._mappings.read(tensor.data)
         else:
             place = tensor.data
             raw = self._mappings.view(place)

@@ -131,7 +131,11 @@ class Scatterer:
                     "the results"
                 )
             data = Place(place.memory, place.offset, item.byte_size)
-            _write(item, self._mappings.view(data))
+            if place.memory.copied:
+                raw = item.data
+                self._mappings.write(data, raw if isinstance(raw, bytes) else raw.tobytes())
+            else:
+                _write(item, self._mappings.view(data))
         elif inline:
             data = item.data if isinstance(item.data, bytes) else item.data.tobytes()
         else:

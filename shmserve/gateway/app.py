@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from urllib.parse import unquote
 
-from shmserve.errors import QueueFull, ShmserveError
+from shmserve.errors import PermissionDenied, QueueFull, ShmserveError, Unauthenticated
 from shmserve.gateway import control, infer, memory, repository
 from shmserve.gateway.bodies import BodyTimeout, BrokenBody
 from shmserve.gateway.compression import UnsupportedEncoding
@@ -85,18 +85,14 @@ def find_route(raw_path: str) -> tuple[Route, tuple[str | None, ...]] | None:
 def authorise(route: Route, request: Request) -> None:
     """Decide whether this request may use this API; every route passes here.
 
-    Everything is allowed, but not to another site's page in the user's browser: it could send such
-    a POST unasked.
+    Another site's page in the user's browser may not: it could send such a POST unasked. What else
+    is refused says gateway/authorisation.py.
     """
-    if request.headers.get(FETCH_SITE) == "cross-site" and route.method == "POST":
-        raise Forbidden(f"requests of another site to the {route.scope} API are not allowed")
-
-
-class Forbidden(ShmserveError):
-    """The client may not do this."""
-
-    code = "UNAVAILABLE"
-    status = 403
+    headers = request.headers
+    if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST":
+        raise PermissionDenied(f"requests of another site to the {route.scope} API are not allowed")
+    if (refusal := request.connection.caller.refuse(route.scope, headers)) is not None:
+        raise refusal
 
 
 class App:
@@ -136,10 +132,10 @@ class App:
         if found is None:
             return error_reply(404, "Not Found")
         route, groups = found
-        if request.method != route.method:
-            return error_reply(405, "Method Not Allowed")
         try:
             authorise(route, request)
+            if request.method != route.method:
+                return error_reply(405, "Method Not Allowed")
             return await route.handler(self._gateway, request, *groups)
         except ShmserveError as error:
             return _error(error)
@@ -154,5 +150,7 @@ def _error(error: ShmserveError) -> Reply:
         headers = b"Retry-After: %d\r\n" % error.retry_after_s
     elif isinstance(error, UnsupportedEncoding):
         headers = b"Accept-Encoding: gzip, deflate\r\n"
+    elif isinstance(error, Unauthenticated):
+        headers = b"WWW-Authenticate: Bearer\r\n"
     close = isinstance(error, BodyTimeout | BrokenBody)
     return error_reply(error.status, error.message, headers=headers, close=close)

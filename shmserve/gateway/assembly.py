@@ -15,7 +15,7 @@ from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway import jsontensors
 from shmserve.gateway.codec import WireInput, WireRequest
 from shmserve.gateway.models import Model
-from shmserve.gateway.regions import Uses
+from shmserve.gateway.regions import Region, Uses
 from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import JsonFault
 from shmserve.ipc.arena import Arena
@@ -51,6 +51,11 @@ class Holds:
         if self._uses is None:
             self._uses = Uses(gateway.regions)
         return self._uses
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """The regions that the request uses."""
+        return () if self._uses is None else self._uses.regions
 
     def allocate(self, sizes: list[int]) -> list[Place]:
         """Places of these sizes, in bytes, in one arena block.
@@ -91,10 +96,11 @@ def nothing() -> None:
 class Taken:
     """A request and what it was admitted as.
 
-    `pack(deadline_ns)` gives its work for a worker; `release` ends what it holds.
+    `pack(deadline_ns)` gives its work for a worker; `release` ends what it holds, which may be
+    uses of `regions`.
     """
 
-    __slots__ = ("admission", "pack", "release", "wire")
+    __slots__ = ("admission", "pack", "regions", "release", "wire")
 
     def __init__(
         self,
@@ -102,7 +108,9 @@ class Taken:
         admission: Admission,
         pack: Callable[[int], bytes],
         release: Callable[[], None],
+        regions: Sequence[Region] = (),
     ) -> None:
+        self.regions = regions
         self.wire = wire
         self.admission = admission
         self.pack = pack
@@ -131,7 +139,7 @@ class Plan:
         uses = self._uses.again()
         if uses is None:
             return None
-        return Taken(self._wire, self._admission, pack, uses.release)
+        return Taken(self._wire, self._admission, pack, uses.release, uses.regions)
 
 
 def build(
@@ -234,7 +242,7 @@ def admit(
         wire.priority,
     )
     release = holds.release if holds else nothing
-    return Taken(wire, admission, partial(_packed, work), release), work
+    return Taken(wire, admission, partial(_packed, work), release, holds.regions), work
 
 
 def _packed(work: Inference, deadline_ns: int) -> bytes:

@@ -18,6 +18,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 
+from shmserve.gateway.callers import Caller, Door
 from shmserve.gateway.replies import Reply, error_reply
 from shmserve.gateway.requests import CONTENT_LENGTH, EXPECT, Request
 from shmserve.gateway.settings import Settings
@@ -34,7 +35,10 @@ _SMALL_BODY = 64 * 1024
 
 
 class Connection(web.RequestHandler):
-    """One client's connection. `answer` gives the reply to each request, and raises nothing."""
+    """One client's connection. `answer` gives the reply to each request, and raises nothing.
+
+    `caller` is the client, once the connection is made.
+    """
 
     __slots__ = (
         "_answer",
@@ -45,7 +49,10 @@ class Connection(web.RequestHandler):
         "_requests_then",
         "_settings",
         "_starts",
+        "caller",
     )
+
+    caller: Caller
 
     def __init__(
         self,
@@ -192,6 +199,7 @@ class Connection(web.RequestHandler):
         if self._clock is not None:
             self._clock.cancel()
         super().connection_lost(exc)
+        self.caller.gone()
 
 
 async def _linger(content: StreamReader) -> None:
@@ -203,12 +211,13 @@ async def _linger(content: StreamReader) -> None:
 
 
 class Server(web.Server):
-    """Makes connections, up to a limit."""
+    """Makes connections through one door, up to a limit."""
 
-    def __init__(self, answer: Answer, settings: Settings) -> None:
+    def __init__(self, answer: Answer, settings: Settings, door: Door) -> None:
         super().__init__(_unused, handler_cancellation=True)
         self._answer = answer
         self._settings = settings
+        self._door = door
 
     def __call__(self) -> Connection:
         """The protocol of a new connection."""
@@ -217,6 +226,8 @@ class Server(web.Server):
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Enter a connection, or end it when there are too many."""
         super().connection_made(handler, transport)
+        assert isinstance(handler, Connection)
+        handler.caller = Caller(self._door, transport.get_extra_info("socket"))
         if len(self._connections) > self._settings.max_connections:
             logger.warning(
                 "more than %d connections: one was refused", self._settings.max_connections

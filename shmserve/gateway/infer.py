@@ -25,6 +25,7 @@ from shmserve.gateway.codec import WireRequest
 from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.intake import take
 from shmserve.gateway.models import Model
+from shmserve.gateway.regions import admit
 from shmserve.gateway.replies import JSON, Reply
 from shmserve.gateway.requests import ACCEPT_ENCODING, Request
 from shmserve.gateway.state import Gateway
@@ -73,6 +74,8 @@ async def _run(
     wire = taken.wire
     dispatcher = gateway.dispatcher
     try:
+        if taken.regions:
+            admit(taken.regions, request.connection.caller.peer())
         submit = _submission(gateway, taken, dispatcher.next_number(), arrived_ns)
     except BaseException:
         taken.release()

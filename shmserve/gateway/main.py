@@ -20,7 +20,9 @@ import uvloop
 from shmserve import logs
 from shmserve.gateway import metrics
 from shmserve.gateway.app import App
-from shmserve.gateway.connections import Server
+from shmserve.gateway.authorisation import Authorisation, decode_restrictions
+from shmserve.gateway.callers import Door, door_kind
+from shmserve.gateway.connections import Answer, Server
 from shmserve.gateway.dispatch import Dispatcher
 from shmserve.gateway.models import ModelTable
 from shmserve.gateway.regions import RegionTable
@@ -85,7 +87,10 @@ class _Process:
             settings=self._settings,
             dispatcher=dispatcher,
             models=ModelTable(dispatcher),
-            regions=RegionTable(lambda memory_id: supervisor.tell(m.RegionReleased(memory_id))),
+            regions=RegionTable(
+                lambda memory_id: supervisor.tell(m.RegionReleased(memory_id)),
+                self._settings.shm_overlap,
+            ),
             supervisor=supervisor,
             arena=Arena(self._settings.arena_byte_size),
             mappings=Mappings(),
@@ -103,14 +108,28 @@ class _Process:
             self._close()
 
     async def _listen(self) -> None:
-        loop = asyncio.get_running_loop()
-        http = Server(self._app.handle, self._settings)
-        scrapes = Server(functools.partial(metrics.metrics, self._gateway), self._settings)
-        for server, sockets in ((http, self._http), (scrapes, self._metrics)):
-            for sock in sockets:
-                listener = await loop.create_server(server, sock=sock, backlog=_BACKLOG)
-                self._listeners.append(listener)
-        self._servers = [http, scrapes]
+        settings = self._settings
+        restrictions = decode_restrictions(settings.http_restricted)
+        http = Authorisation(settings.tokens, restrictions)
+        scrapes = Authorisation(settings.tokens, {})
+        page = functools.partial(metrics.metrics, self._gateway)
+        for sock in self._http:
+            await self._serve(sock, self._app.handle, http)
+        for sock in self._metrics:
+            await self._serve(sock, page, scrapes)
+
+    async def _serve(self, sock: socket.socket, answer: Answer, rules: Authorisation) -> None:
+        settings = self._settings
+        names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
+        door = Door(door_kind(sock), rules, settings.allow_client_shm, names)
+        server = Server(answer, settings, door)
+        make = asyncio.get_running_loop()
+        if sock.family == socket.AF_UNIX:
+            listener = await make.create_unix_server(server, sock=sock, backlog=_BACKLOG)
+        else:
+            listener = await make.create_server(server, sock=sock, backlog=_BACKLOG)
+        self._listeners.append(listener)
+        self._servers.append(server)
 
     def _close(self) -> None:
         for listener in self._listeners:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+from functools import partial
 from typing import Any
 
 from shmserve.errors import InvalidArgument, NotFound
+from shmserve.gateway.callers import Caller
+from shmserve.gateway.regions import Region
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.repository import read_json
 from shmserve.gateway.requests import Request
 from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import JsonFault
-from shmserve.ipc.messages import RegisterRegion, UnregisterRegion
+from shmserve.ipc.messages import RegionAbandoned, RegisterRegion, UnregisterRegion
 from shmserve.ipc.ranges import whole
 
 _LONGEST_NAME = 255
@@ -25,9 +30,13 @@ def check_name(name: str) -> None:
 
 
 async def register(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/systemsharedmemory/region/NAME/register."""
+    """POST /v2/systemsharedmemory/region/NAME/register.
+
+    With {"lifetime": "connection"} the region is unregistered when this connection ends.
+    """
     if not name:
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
+    peer = request.connection.caller.peer()
     check_name(name)
     body = await _register_body(gateway, request)
     key = _required(body, "key")
@@ -36,8 +45,28 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
         raise JsonFault("attempt to access JSON non-string as string")
     size = whole(byte_size, "byte_size")
     offset = whole(body.get("offset", 0), "offset")
-    await gateway.supervisor.ask(lambda number: RegisterRegion(number, name, key, offset, size))
+    lifetime = body.get("lifetime", "server")
+    if lifetime not in ("server", "connection"):
+        raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
+    leased = lifetime == "connection"
+    groups = list(peer.groups)
+    asked = gateway.supervisor.ask(
+        lambda number: RegisterRegion(number, name, key, offset, size, peer.uid, groups, leased)
+    )
+    await (_lease(gateway, request.connection.caller, asked) if leased else asked)
     return Reply()
+
+
+async def _lease(gateway: Gateway, caller: Caller, asked: Awaitable[dict[str, Any]]) -> None:
+    # A client that leaves meanwhile has abandoned the region as soon as it is there.
+    def registered(task: asyncio.Future[dict[str, Any]]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            gone = RegionAbandoned(task.result()["memory_id"])
+            caller.when_gone(partial(gateway.supervisor.tell, gone))
+
+    task = asyncio.ensure_future(asked)
+    task.add_done_callback(registered)
+    await asyncio.shield(task)
 
 
 async def _register_body(gateway: Gateway, request: Request) -> dict[str, Any]:
@@ -52,10 +81,15 @@ def _required(body: dict[str, Any], field: str) -> Any:
 
 
 async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """GET /v2/systemsharedmemory[/region/NAME]/status."""
+    """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user."""
+    caller = request.connection.caller
+    regions: list[Region] = []
+    if caller.door.shm:
+        peer = caller.administrator()
+        regions = [region for region in gateway.regions.all() if region.admits(peer)]
     if not name:
-        return json_reply([region.status() for region in gateway.regions.all()])
-    region = gateway.regions.get(name)
+        return json_reply([region.status() for region in regions])
+    region = next((region for region in regions if region.name == name), None)
     if region is None:
         raise NotFound(f"Unable to find system shared memory region: '{name}'")
     return json_reply([region.status()])
@@ -63,7 +97,11 @@ async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
 
 async def unregister(gateway: Gateway, request: Request, name: str | None) -> Reply:
     """POST /v2/systemsharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    await gateway.supervisor.ask(lambda number: UnregisterRegion(number, name or ""))
+    peer = request.connection.caller.administrator()
+    groups = list(peer.groups)
+    await gateway.supervisor.ask(
+        lambda number: UnregisterRegion(number, name or "", peer.uid, groups)
+    )
     return Reply()
 
 
@@ -71,6 +109,7 @@ async def register_cuda(gateway: Gateway, request: Request, name: str | None) ->
     """POST /v2/cudasharedmemory/region/NAME/register: there is none here."""
     if not name:
         raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
+    request.connection.caller.peer()
     check_name(name)
     body = await _register_body(gateway, request)
     _required(body, "raw_handle")

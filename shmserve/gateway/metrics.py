@@ -17,7 +17,9 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.registry import Collector
 
 from shmserve import model_metrics
+from shmserve.errors import Unauthenticated
 from shmserve.gateway import control
+from shmserve.gateway.authorisation import METRICS
 from shmserve.gateway.host import cpu_utilization, memory_bytes, processes
 from shmserve.gateway.replies import Reply, error_reply
 from shmserve.gateway.requests import Request
@@ -83,6 +85,10 @@ _EVENTS = (
 
 async def metrics(gateway: Gateway, request: Request) -> Reply:
     """Any request on the metrics listener; only GET /metrics has content."""
+    refusal = request.connection.caller.refuse(METRICS, request.headers)
+    if refusal is not None:
+        headers = b"WWW-Authenticate: Bearer\r\n" if isinstance(refusal, Unauthenticated) else b""
+        return error_reply(refusal.status, refusal.message, headers=headers)
     if request.target.partition("?")[0] != "/metrics":
         return Reply()
     if request.method != "GET":

@@ -7,15 +7,17 @@ a range lies within one and tells the worker where that is.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shmserve.errors import InvalidArgument, NotFound
+from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.codec import RegionRange
 from shmserve.gateway.values import LARGEST_UNSIGNED
 from shmserve.ipc.messages import RegionPublished
 from shmserve.ipc.ranges import fits
 from shmserve.ipc.tensors import Memory, Place
+from shmserve.trust import EVERYONE, Ownership, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +31,13 @@ class Region:
         "memory",
         "name",
         "offset",
+        "owner",
         "requests",
-        "warned",
+        "spans",
         "withdrawn",
-        "written",
     )
 
-    def __init__(self, message: RegionPublished) -> None:
+    def __init__(self, message: RegionPublished, spans: Spans) -> None:
         self.name = message.name
         self.key = message.key
         self.offset = message.offset
@@ -47,11 +49,16 @@ class Region:
             inode=message.inode,
             byte_size=message.object_size,
             sealed=False,
+            copied=message.copied,
         )
+        self.owner = Ownership(message.uid, message.group, message.copied)
         self.requests = 0
         self.withdrawn = False
-        self.written: list[tuple[int, int]] = []  # output ranges in flight
-        self.warned = False
+        self.spans = spans
+
+    def admits(self, peer: Peer) -> bool:
+        """Whether the region is this user's to use."""
+        return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def place(self, wanted: RegionRange) -> Place:
         """The place of a range of this region; raises InvalidArgument when it lies outside."""
@@ -79,109 +86,160 @@ class Region:
         }
 
 
+class Spans:
+    """The ranges of one shared memory object that requests in flight write to, by their start.
+
+    Only ranges that overlap no other are kept, so that one look to each side tells.
+    """
+
+    __slots__ = ("regions", "taken", "warned")
+
+    def __init__(self) -> None:
+        self.regions = 0
+        self.taken: list[tuple[int, int]] = []
+        self.warned = False
+
+    def add(self, span: tuple[int, int]) -> bool:
+        """Take a range; False, and nothing taken, when a part of it is."""
+        taken = self.taken
+        at = bisect_left(taken, span)
+        if at < len(taken) and taken[at][0] < span[1]:
+            return False
+        if at and taken[at - 1][1] > span[0]:
+            return False
+        taken.insert(at, span)
+        return True
+
+    def remove(self, span: tuple[int, int]) -> None:
+        """Give back a range that was taken."""
+        del self.taken[bisect_left(self.taken, span)]
+
+
 class Uses:
     """The regions that one request uses and the ranges that it writes; given back at once."""
 
-    __slots__ = ("_regions", "_table", "_writes")
+    __slots__ = ("_spans", "_table", "_writes", "regions")
 
     def __init__(self, table: RegionTable) -> None:
         self._table = table
-        self._regions: list[Region] = []
-        self._writes: list[tuple[Region, tuple[int, int]]] = []
+        self.regions: list[Region] = []
+        self._spans: list[tuple[Region, tuple[int, int]]] = []  # all output ranges
+        self._writes: list[tuple[Region, tuple[int, int]]] = []  # those that overlap no other
 
     def take(self, wanted: RegionRange, *, write: bool = False) -> Place:
         """Use a range; raises NotFound or InvalidArgument."""
         region = self._table.find(wanted.region)
         place = region.place(wanted)
-        if region not in self._regions:
-            self._regions.append(region)
+        if region not in self.regions:
+            self.regions.append(region)
             region.requests += 1
         if write:
             self._write(region, (place.offset, place.offset + place.byte_size))
         return place
 
     def renew(
-        self, regions: Iterable[Region], writes: Iterable[tuple[Region, tuple[int, int]]]
+        self, regions: Iterable[Region], spans: Iterable[tuple[Region, tuple[int, int]]]
     ) -> None:
-        """Use what another request used, which was checked then."""
-        self._regions += regions
-        for region in self._regions:
+        """Use what another request used, which was checked then. Raises AlreadyExists."""
+        self.regions += regions
+        for region in self.regions:
             region.requests += 1
-        for region, span in writes:
+        for region, span in spans:
             self._write(region, span)
 
     def _write(self, region: Region, span: tuple[int, int]) -> None:
-        _warn_of_overlap(region, span)
-        region.written.append(span)
-        self._writes.append((region, span))
+        if span[0] == span[1] or self._table.overlap == "ignore":
+            return
+        self._spans.append((region, span))
+        if region.spans.add(span):
+            self._writes.append((region, span))
+        else:
+            self._overlaps(region)
 
     def pattern(self) -> Pattern:
         """What is used, for other requests that use the same."""
-        return Pattern(self._table, tuple(self._regions), tuple(self._writes))
+        return Pattern(self._table, tuple(self.regions), tuple(self._spans))
+
+    def _overlaps(self, region: Region) -> None:
+        # Two requests that write to the same bytes: both succeed, and one finds the other's result.
+        if self._table.overlap == "error":
+            raise AlreadyExists(
+                f"an output in shared memory region '{region.name}' overlaps one of a request in "
+                "flight"
+            )
+        if not region.spans.warned:
+            region.spans.warned = True
+            logger.warning(
+                "requests in flight write to overlapping parts of shared memory region '%s'",
+                region.name,
+            )
 
     def release(self) -> None:
         """The request is over."""
         for region, span in self._writes:
-            region.written.remove(span)
+            region.spans.remove(span)
         self._writes.clear()
-        for region in self._regions:
+        for region in self.regions:
             region.requests -= 1
             if region.withdrawn and not region.requests:
                 self._table.released(region)
-        self._regions.clear()
+        self.regions.clear()
 
 
 class Pattern:
     """The uses of a request, to be made again for one with the same header."""
 
-    __slots__ = ("_regions", "_table", "_version", "_writes")
+    __slots__ = ("_regions", "_spans", "_table", "_version")
 
     def __init__(
         self,
         table: RegionTable,
         regions: tuple[Region, ...],
-        writes: tuple[tuple[Region, tuple[int, int]], ...],
+        spans: tuple[tuple[Region, tuple[int, int]], ...],
     ) -> None:
         self._table = table
         self._version = table.version
         self._regions = regions
-        self._writes = writes
+        self._spans = spans
 
     def again(self) -> Uses | None:
-        """The same uses, or None when the names may mean something else by now."""
+        """The same uses, or None when the names may mean something else by now.
+
+        Raises AlreadyExists when an output overlaps another one and may not.
+        """
         if self._version != self._table.version:
             return None
         uses = Uses(self._table)
-        uses.renew(self._regions, self._writes)
+        try:
+            uses.renew(self._regions, self._spans)
+        except BaseException:
+            uses.release()
+            raise
         return uses
-
-
-def _warn_of_overlap(region: Region, span: tuple[int, int]) -> None:
-    # Two requests that write to the same bytes: both succeed, and one finds the other's result.
-    if not region.warned and any(s < span[1] and span[0] < e for s, e in region.written):
-        region.warned = True
-        logger.warning(
-            "requests in flight write to overlapping parts of shared memory region '%s'",
-            region.name,
-        )
 
 
 class RegionTable:
     """The regions by name.
 
-    `on_released(memory_id)` hears when the last request leaves a withdrawn generation.
+    `on_released(memory_id)` hears when the last request leaves a withdrawn generation. `overlap`
+    says what becomes of outputs of two requests in one place: "error", "warn" or "ignore".
     """
 
-    def __init__(self, on_released: Callable[[int], None]) -> None:
+    def __init__(self, on_released: Callable[[int], None], overlap: str = "warn") -> None:
         self._on_released = on_released
         self.version = 0  # changes with the meaning of any name
+        self.overlap = overlap
+        self._spans: dict[int, Spans] = {}  # by the object's inode
         self._by_name: dict[str, Region] = {}
         self._by_id: dict[int, Region] = {}
 
     def publish(self, message: RegionPublished) -> None:
         """A region may be used under its name."""
         if message.memory_id not in self._by_id:
-            region = self._by_id[message.memory_id] = Region(message)
+            # Two names for one object share what is written in it.
+            spans = self._spans.setdefault(message.inode, Spans())
+            spans.regions += 1
+            region = self._by_id[message.memory_id] = Region(message, spans)
             self._by_name[message.name] = region
             self.version += 1
 
@@ -200,7 +258,10 @@ class RegionTable:
 
     def released(self, region: Region) -> None:
         """Nothing uses a withdrawn generation any more."""
-        self._by_id.pop(region.memory.id, None)
+        if self._by_id.pop(region.memory.id, None) is not None:
+            region.spans.regions -= 1
+            if not region.spans.regions:
+                del self._spans[region.memory.inode]
         self._on_released(region.memory.id)
 
     def find(self, name: str) -> Region:
@@ -221,3 +282,13 @@ class RegionTable:
     def all(self) -> Iterable[Region]:
         """Every region that has a name, by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
+
+
+def admit(regions: Iterable[Region], peer: Peer) -> None:
+    """Raise NotFound unless all these regions are this user's to use."""
+    for region in regions:
+        if not region.admits(peer):
+            raise NotFound(
+                f"Unable to find shared memory region: '{region.name}' (it was registered by "
+                "another user)"
+            )

@@ -9,7 +9,7 @@ import base64
 import binascii
 from typing import Any
 
-from shmserve.errors import Internal, InvalidArgument, Unsupported
+from shmserve.errors import Internal, InvalidArgument, PermissionDenied, Unsupported
 from shmserve.gateway.bodies import JSON_TOO_LARGE, Body
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.requests import Request
@@ -43,6 +43,11 @@ async def load(gateway: Gateway, request: Request, repository: str | None, name:
     _check_repository(repository)
     check_model_name(name)
     config, files = _load_parameters(_parameters(await read_json(gateway, request)))
+    if (config or files) and request.connection.caller.anonymous:
+        # Files are programs that the server would run.
+        raise PermissionDenied(
+            "a configuration or files for a model may come from another host only with a token"
+        )
     await gateway.supervisor.ask(lambda number: LoadModel(number, name, config, files))
     return Reply()
 

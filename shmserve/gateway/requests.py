@@ -9,6 +9,8 @@ from aiohttp.http import HttpVersion, RawRequestMessage
 from aiohttp.streams import StreamReader
 from multidict import CIMultiDictProxy, istr
 
+from shmserve.gateway.callers import Caller
+
 ACCEPT_ENCODING = istr("Accept-Encoding")
 CONTENT_ENCODING = istr("Content-Encoding")
 CONTENT_LENGTH = istr("Content-Length")
@@ -22,6 +24,7 @@ class Channel(Protocol):
     """What a request and its reply need of their connection."""
 
     transport: asyncio.Transport | None
+    caller: Caller
 
     @property
     def writing_paused(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -13,7 +13,8 @@ class Settings:
     `max_input_size` bounds JSON, raw input and decompressed bodies, in bytes
     (--http-max-input-size). `request_timeout_us` is the server's end-to-end limit for requests, 0
     for none. `arena_byte_size` bounds the memory for request bodies. `body_timeout_s` is how long a
-    client may stall while it sends a body or reads a response.
+    client may stall while it sends a body or reads a response. `tokens` and `http_restricted` are
+    as gateway/authorisation.py has them, `allow_client_shm` and `shm_overlap` as shmserve/trust.py.
     """
 
     id: str = "triton"
@@ -24,9 +25,14 @@ class Settings:
     header_timeout_s: float = 30.0
     max_connections: int = 8192
     verbose: int = 0
+    http_address: str = "127.0.0.1"
+    tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    http_restricted: dict[str, Any] = field(default_factory=dict)
+    allow_client_shm: bool | None = None
+    shm_overlap: str = "warn"
 
     @classmethod
     def decode(cls, raw: dict[str, Any]) -> Settings:
         """From the supervisor's dict; keys that are for others are left alone."""
-        known = {field.name for field in fields(cls)}
+        known = {known.name for known in fields(cls)}
         return cls(**{key: value for key, value in raw.items() if key in known})

@@ -188,7 +188,9 @@ def assert_text_is_for_clients(text: str, server: Server) -> None:
 def infer_head(model: str, length: int, *lines: str) -> bytes:
     """The head of a request with a body of `length` bytes."""
     first = f"POST /v2/models/{model}/infer HTTP/1.1"
-    return "\r\n".join((first, "Host: x", f"Content-Length: {length}", *lines, "", "")).encode()
+    return "\r\n".join(
+        (first, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
+    ).encode()
 
 
 def infer_text(model: str, request: dict) -> bytes:

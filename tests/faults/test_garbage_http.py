@@ -17,7 +17,7 @@ from tests.servers import Server
 
 ROW = np.zeros((1, 16), np.int32)
 REQUEST = json.dumps({"inputs": [json_input("INPUT0", ROW), json_input("INPUT1", ROW)]}).encode()
-HEAD = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def head(*lines: str) -> bytes:
@@ -33,7 +33,7 @@ BYTES: dict[str, bytes] = {
     "a bad version": b"POST /v2 HTTP/9.9\r\n\r\n",
     "a bad method": b"\x00\x01 / HTTP/1.1\r\n\r\n",
     "an endless method": b"A" * 100_000,
-    "an endless target": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an endless target": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "an endless header": HEAD + b"X: " + b"y" * 1_000_000 + b"\r\n\r\n",
     "endless headers": HEAD + b"".join(b"X-%d: y\r\n" % n for n in range(50_000)) + b"\r\n",
     "a header without a colon": HEAD + b"nonsense\r\n\r\n",
@@ -56,7 +56,7 @@ BYTES: dict[str, bytes] = {
         "Inference-Header-Content-Length: 9" * 40, "Content-Length: 2"
     )
     + b"{}",
-    "a pipelined flood of errors": b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n" * 2000,
+    "a pipelined flood of errors": b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000,
 }
 
 
@@ -217,7 +217,7 @@ def test_metrics_port(server: Server) -> None:
     for text in (
         b"\x00" * 1000,
         b"GET /metrics HTTP/1.1\r\n" * 5000,
-        b"POST /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ):
         with raw_connection(server.metrics_port) as connection:
             try:

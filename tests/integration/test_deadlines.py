@@ -90,8 +90,9 @@ def hang_up_after(server: Server, model: str, value: int) -> Generator[None]:
     """Send a request on a connection, and close it when resumed."""
     body = json.dumps({"inputs": [json_input("INPUT0", np.full((1, 1), value, np.int32))]}).encode()
     with raw_connection(server.http_port) as connection:
-        head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
         yield
 
 

@@ -151,7 +151,7 @@ def test_head_and_percent_encoding(server: Server) -> None:
 
 
 def test_two_requests_in_one_packet(server: Server) -> None:
-    request = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with raw_connection(server.http_port) as connection:
         connection.sendall(request + request)
         answers = b""
@@ -161,7 +161,9 @@ def test_two_requests_in_one_packet(server: Server) -> None:
 
 def test_http_1_0_and_connection_close(server: Server) -> None:
     with raw_connection(server.http_port) as connection:
-        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        connection.sendall(
+            b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        )
         assert read_reply(connection).status == 200
         assert connection.recv(1) == b""
     with raw_connection(server.http_port) as connection:

@@ -178,7 +178,7 @@ def test_expect_100_continue(server: Server) -> None:
     body = json.dumps(simple_request()).encode()
     with raw_connection(server.http_port) as connection:
         connection.sendall(
-            b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+            b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
             b"Content-Length: %d\r\n\r\n" % len(body)
         )
         assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
@@ -193,7 +193,8 @@ def test_chunked_request(server: Server) -> None:
     lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
     with raw_connection(server.http_port) as connection:
         connection.sendall(
-            b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+            b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
+            + b"Transfer-Encoding: chunked\r\n"
             + lines
             + b"\r\n"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,12 +14,11 @@ import pytest
 import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 
+from shmserve.gateway import app, authorisation
 from shmserve.gateway.app import ROUTES, find_route
 from shmserve.ipc import messages as m
 from tests.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
 from tests.raw_http import Http, in_region
-
-SCOPES = {"health", "metadata", "inference", "shared-memory", "model-config", "model-repository"}
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,39 @@ def report(name: str, version: str) -> dict[str, Any]:
 # --- routes
 
 
+# The API of every route by the end of its path; one that is not here fails the test below.
+SCOPES = {
+    "/infer": "inference",
+    "/generate": "inference",
+    "/generate_stream": "inference",
+    "/live": "health",
+    "/ready": "health",
+    "/v2": "metadata",
+    "/versions/([0-9]+))?": "metadata",
+    "/config": "model-config",
+    "/stats": "statistics",
+    "/index": "model-repository",
+    "/load": "model-repository",
+    "/unload": "model-repository",
+    "/register": "shared-memory",
+    "/status": "shared-memory",
+    "/unregister": "shared-memory",
+    "/trace/setting": "trace",
+    "/v2/logging": "logging",
+}
+
+
 def test_every_route_has_a_scope() -> None:
-    assert {route.scope for route in ROUTES} == SCOPES | {"statistics"}
+    """R18: each route belongs to one API, the right one, and the way to its handler asks for it."""
+    for route in ROUTES:
+        assert route.scope in authorisation.RESTRICTABLE, route
+        (end,) = [end for end in SCOPES if route.path.endswith(end)] or ["not in the table"]
+        assert route.scope == SCOPES.get(end), route
     assert {route.method for route in ROUTES} == {"GET", "POST"}
+    # There is one place where a request is answered, and it authorises before anything else.
+    source = inspect.getsource(app.App._answer)
+    assert source.count("route.handler(") == 1
+    assert source.index("authorise(route, request)") < source.index("route.handler(")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +352,8 @@ def test_registrations_are_checked(
 
 def region(name: str, memory_id: int, offset: int) -> Callable[[int], m.RegionPublished]:
     return lambda number: m.RegionPublished(
-        name, f"/{name}", memory_id, os.getpid(), 3, 4, 10_000, offset, 100, number
+        *(name, f"/{name}", memory_id, os.getpid(), 3, 4, 10_000, offset, 100),
+        *(os.getuid(), -1, False, number),
     )
 
 

@@ -67,7 +67,9 @@ def simple_body(**members: Any) -> bytes:
 
 def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:
     first = f"{method} /v2/models/simple/infer HTTP/{version}"
-    return "\r\n".join([first, "Host: x", f"Content-Length: {size}", *lines, "", ""]).encode()
+    return "\r\n".join(
+        [first, "Host: localhost", f"Content-Length: {size}", *lines, "", ""]
+    ).encode()
 
 
 def ask(gateway: Rig, *parts: bytes) -> Reply:
@@ -94,16 +96,16 @@ def is_closed(connection: socket.socket) -> bool:
         b"garbage\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00",
         b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
-        b"GET /v2 HTTP/9.9\r\nHost: x\r\n\r\n",
-        b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
-        b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: 1e3\r\n\r\n",
-        b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+        b"GET /v2 HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e3\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /v2 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: \x0bchunked\r\n\r\n",
-        b"GET /v2 HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 200 + b"\r\n",
-        b"GET /v2 HTTP/1.1\r\nHost: x\r\nA: " + b"b" * 20_000 + b"\r\n\r\n",
-        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: \x0bchunked\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 20_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 def test_what_is_not_http_is_refused_briefly(gateway: Rig, raw: bytes) -> None:
@@ -188,7 +190,7 @@ def test_a_connection_ends_when_the_client_says_so(gateway: Rig) -> None:
 def test_an_upgrade_is_not_taken(gateway: Rig) -> None:
     with raw_connection(gateway.port) as connection:
         connection.sendall(
-            b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
             b"Upgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
         )
         assert read_reply(connection).ok().json()["name"] == "triton"
@@ -197,7 +199,7 @@ def test_an_upgrade_is_not_taken(gateway: Rig) -> None:
 
 def test_head_has_no_body(gateway: Rig) -> None:
     with raw_connection(gateway.port) as connection:
-        connection.sendall(b"HEAD /v2 HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        connection.sendall(b"HEAD /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
         received = b""
         while received.count(b"\r\n\r\n") < 2:
             received += connection.recv(1000)
@@ -220,7 +222,8 @@ def test_a_body_that_nobody_reads_ends_the_connection(gateway: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"POST /v2/mod", b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: x\r\nA:"]
+    "sent",
+    [b"", b"POST /v2/mod", b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nA:"],
 )
 def test_a_head_that_stops_ends_the_connection(gateway: Rig, sent: bytes) -> None:
     with raw_connection(gateway.port) as connection:
@@ -239,7 +242,7 @@ def test_a_head_that_stops_ends_the_connection(gateway: Rig, sent: bytes) -> Non
 def test_a_head_that_drips_ends_the_connection(gateway: Rig) -> None:
     began = time.monotonic()
     with raw_connection(gateway.port) as connection:
-        connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n")
+        connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
         with contextlib.suppress(ConnectionError):
             while time.monotonic() - began < 10 * SECONDS:
                 connection.sendall(b"A: b\r\n")
@@ -422,7 +425,7 @@ def test_connections_have_a_limit(gateway: Rig) -> None:
         for connection in connections:
             connection.settimeout(0.2)
             try:
-                connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 refused.append(connection.recv(100) == b"")
             except ConnectionError:
                 refused.append(True)

@@ -76,7 +76,7 @@ def send(
     connection: socket.socket, model: str, body: bytes, size: int = 0, header_size: int = 0
 ) -> None:
     """Send an inference; `size` is the body's when only a part of it is sent."""
-    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: x\r\n"
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
     head += f"Content-Length: {size or len(body)}\r\n"
     if header_size:
         head += f"Inference-Header-Content-Length: {header_size}\r\n"
@@ -202,7 +202,7 @@ def test_the_deadline_is_the_tighter_one(
 
 def test_a_connection_answers_in_order(gateway: Rig, simple: Scheduler) -> None:
     body = [simple_body(id=f"r{number}") for number in range(40)]
-    head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     with raw_connection(gateway.port) as connection:
         connection.sendall(b"".join(head % len(one) + one for one in body))
         stream = connection.makefile("rb")
@@ -577,7 +577,8 @@ def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
 
 def region(name: str, memory_id: int, byte_size: int = 1000, offset: int = 4096) -> Any:
     return lambda number: m.RegionPublished(
-        name, "/key", memory_id, os.getpid(), 3, 77, offset + byte_size, offset, byte_size, number
+        *(name, "/key", memory_id, os.getpid(), 3, 77, offset + byte_size, offset, byte_size),
+        *(os.getuid(), -1, False, number),
     )
 
 

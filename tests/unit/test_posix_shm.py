@@ -46,7 +46,9 @@ def test_pages_are_taken_at_registration(sparse: str) -> None:
     shared = posix_shm.open_object(sparse)
     try:
         assert os.fstat(shared.fd).st_blocks == 0
-        posix_shm.reserve("r", shared, 4096, 8192)
+        assert posix_shm.unallocated(shared, 8192) == 8192
+        assert posix_shm.reserve("r", shared, 4096, 8192) == 8192
+        assert posix_shm.reserve("r", shared, 4096, 8192) == 0
         assert os.fstat(shared.fd).st_blocks * 512 == 8192
         assert os.fstat(shared.fd).st_size == 1 << 20
     finally:
@@ -60,7 +62,7 @@ def test_ranges_outside_the_object(sparse: str, offset: int, size: int) -> None:
     shared = posix_shm.open_object(sparse)
     try:
         with pytest.raises(InvalidArgument, match="invalid args"):
-            posix_shm.reserve("r", shared, offset, size)
+            posix_shm.check_range("r", shared, offset, size)
     finally:
         os.close(shared.fd)
 

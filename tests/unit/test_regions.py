@@ -14,17 +14,29 @@ import pytest
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.regions import Registrar
+from shmserve.trust import NO_GROUP, Peer, ShmPolicy
 
 KEY = f"/shmserve-test-regions-{os.getpid()}"
+ME = Peer(os.getuid(), tuple(os.getgroups()))
+POLICY = ShmPolicy(
+    allow=None,
+    group=NO_GROUP,
+    max_regions=100,
+    max_regions_per_uid=100,
+    max_byte_size=1 << 30,
+    max_byte_size_per_uid=1 << 30,
+    sparse_byte_size=1 << 20,
+    overlap="warn",
+)
 
 
 class Office:
     """A registrar with one gateway, whose messages are written down."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: ShmPolicy = POLICY) -> None:
         self.told: list[Any] = []
         self.workers: list[Any] = []
-        self.registrar = Registrar(self.publish, lambda: [7], self.workers.append)
+        self.registrar = Registrar(self.publish, lambda: [7], self.workers.append, policy)
 
     async def publish(self, make: Callable[[int], Any]) -> None:
         self.told.append(make(1))
@@ -47,11 +59,11 @@ def key() -> Iterator[str]:
 def test_register_and_unregister(key: str) -> None:
     async def steps() -> None:
         office = Office()
-        await office.registrar.register("r", key, 100, 1000)
+        await office.registrar.register("r", key, 100, 1000, ME)
         (published,) = office.told
         assert isinstance(published, RegionPublished)
         assert (published.offset, published.byte_size, published.object_size) == (100, 1000, 1100)
-        await office.registrar.unregister("r")
+        await office.registrar.unregister("r", ME)
         withdrawn = office.told[-1]
         assert withdrawn == RegionWithdrawn("r", published.memory_id, 1)
         assert office.registrar.active() == []
@@ -65,12 +77,12 @@ def test_register_and_unregister(key: str) -> None:
 def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:
     async def steps() -> None:
         office = Office()
-        await office.registrar.register("r", key, 0, 4096)
-        await office.registrar.register("r", key, 0, 4096)
+        await office.registrar.register("r", key, 0, 4096, ME)
+        await office.registrar.register("r", key, 0, 4096, ME)
         assert len(office.told) == 1
         for offset, size in ((0, 4095), (1, 4096)):
             with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-                await office.registrar.register("r", key, offset, size)
+                await office.registrar.register("r", key, offset, size, ME)
         office.registrar.close()
 
     asyncio.run(steps())
@@ -79,10 +91,10 @@ def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:
 def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
     async def steps() -> None:
         office = Office()
-        await office.registrar.register("r", key, 0, 4096)
+        await office.registrar.register("r", key, 0, 4096, ME)
         posix_ipc.unlink_shared_memory(key)
         make_object()
-        await office.registrar.register("r", key, 0, 8192)
+        await office.registrar.register("r", key, 0, 8192, ME)
         kinds = [type(message) for message in office.told]
         assert kinds == [RegionPublished, RegionWithdrawn, RegionPublished]
         assert office.told[0].inode != office.told[2].inode
@@ -96,13 +108,13 @@ def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
 def test_a_key_made_again_while_its_object_lives_under_another_name(key: str) -> None:
     async def steps() -> None:
         office = Office()
-        await office.registrar.register("r", key, 0, 4096)
+        await office.registrar.register("r", key, 0, 4096, ME)
         os.link(f"/dev/shm{key}", f"/dev/shm{key}-kept")
         try:
             posix_ipc.unlink_shared_memory(key)
             make_object()
             with pytest.raises(AlreadyExists):
-                await office.registrar.register("r", key, 0, 4096)
+                await office.registrar.register("r", key, 0, 4096, ME)
         finally:
             os.unlink(f"/dev/shm{key}-kept")
             office.registrar.close()
@@ -113,8 +125,8 @@ def test_a_key_made_again_while_its_object_lives_under_another_name(key: str) ->
 @pytest.mark.parametrize(("offset", "size"), [(0, 0), (0, 8193), (8192, 1), (2**62, 2**62)])
 def test_ranges_outside_the_object(key: str, offset: int, size: int) -> None:
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
-        asyncio.run(Office().registrar.register("r", key, offset, size))
+        asyncio.run(Office().registrar.register("r", key, offset, size, ME))
 
 
 def test_an_unknown_name_is_fine(key: str) -> None:
-    asyncio.run(Office().registrar.unregister("nobody"))
+    asyncio.run(Office().registrar.unregister("nobody", ME))

@@ -1,0 +1,195 @@
+"""Who may use which API: bearer tokens with scopes, and Triton's restricted APIs on top (pure).
+
+    scope       the API that a route or an RPC belongs to; Triton's categories, and our metrics page
+    token       `Authorization: Bearer TOKEN`; opens the scopes that its file gives it
+    restricted  this API also needs that header with that value, whoever asks
+
+Both decisions are made by `Authorisation.authorise`, the same for every door. Without tokens every
+scope is open, and what guards the server is where it listens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shmserve.errors import InvalidArgument, PermissionDenied, ShmserveError, Unauthenticated
+
+# What --http-restricted-api and --grpc-restricted-protocol may name.
+RESTRICTABLE = (
+    *("health", "metadata", "inference", "shared-memory", "model-config", "model-repository"),
+    *("statistics", "trace", "logging"),
+)
+METRICS = "metrics"
+SCOPES = (*RESTRICTABLE, METRICS)
+# Probes ask without a token: whether the server is up is no secret.
+OPEN = frozenset({"health"})
+
+GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
+
+_SHORTEST_TOKEN = 16
+_TOKENS_FILE = "--auth-token-file"
+
+
+class Restricted(PermissionDenied):
+    """Triton's refusal of a restricted API: 403 over HTTP, UNAVAILABLE over gRPC."""
+
+    code = "UNAVAILABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """The header (lower case) that a restricted API needs, as it was written, and its value."""
+
+    header: str
+    value: str
+
+
+# SHA-256 of a token, hex -> the scopes that it opens
+Tokens = Mapping[str, tuple[str, ...]]
+Restrictions = Mapping[str, Restriction]
+
+
+class Authorisation:
+    """The rules of one protocol: `noun` is what its restricted APIs are called ("API" over HTTP,
+    "protocol" over gRPC). No `tokens`: none is asked for."""
+
+    def __init__(
+        self, tokens: Tokens | None, restrictions: Restrictions, noun: str = "API"
+    ) -> None:
+        self._tokens = [
+            (bytes.fromhex(digest), frozenset(scopes)) for digest, scopes in (tokens or {}).items()
+        ]
+        self.asks_for_tokens = bool(self._tokens)
+        self.restrictions = restrictions
+        self._noun = noun
+
+    def authorise(self, scope: str, metadata: Mapping[str, str]) -> ShmserveError | None:
+        """Why a request to an API of `scope` is refused; None when it is not.
+
+        `metadata` are its headers, found by their lower-case names.
+        """
+        if self.asks_for_tokens and scope not in OPEN:
+            scopes = self.scopes(metadata.get("authorization"))
+            if (refusal := self.refuse_scope(scope, scopes)) is not None:
+                return refusal
+        return self.refuse_restricted(scope, metadata)
+
+    def scopes(self, header: str | None) -> frozenset[str] | None:
+        """The scopes that the token in an Authorization header opens; None: no known token.
+
+        Takes the same time for every wrong token: digests are compared, each in constant time.
+        """
+        kind, _, token = (header or "").partition(" ")
+        if kind.lower() != "bearer":
+            return None
+        digest = hashlib.sha256(token.strip().encode(errors="surrogateescape")).digest()
+        found: frozenset[str] | None = None
+        for known, scopes in self._tokens:
+            if hmac.compare_digest(known, digest):
+                found = scopes
+        return found
+
+    @staticmethod
+    def refuse_scope(scope: str, scopes: frozenset[str] | None) -> ShmserveError | None:
+        """Why a client with a token for `scopes` may not use `scope`; None when it may."""
+        if scopes is None:
+            return Unauthenticated(
+                "this server needs a token that it knows: 'Authorization: Bearer TOKEN'"
+            )
+        if scope not in scopes:
+            return PermissionDenied(f"this token is not for the {scope} API")
+        return None
+
+    def refuse_restricted(self, scope: str, metadata: Mapping[str, str]) -> ShmserveError | None:
+        """Triton's refusal when `scope` is restricted and the header is not there or wrong."""
+        rule = self.restrictions.get(scope)
+        if rule is None:
+            return None
+        given = metadata.get(rule.header.lower(), "")
+        if hmac.compare_digest(_raw(given), _raw(rule.value)):
+            return None
+        return Restricted(f"This {self._noun} is restricted, expecting header '{rule.header}'")
+
+
+def _raw(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
+
+
+# --- from the command line ------------------------------------------------------------------------
+
+
+def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
+    """The tokens of a file, as digests: a line is `TOKEN` (all scopes) or `TOKEN scope,scope`; `#`
+    starts a comment.
+
+    Raises InvalidArgument with one line that shows no token.
+    """
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise InvalidArgument(f"{_TOKENS_FILE}: cannot read '{path}': {reason}") from None
+    if mode & 0o022:
+        raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' may be written by others than its owner")
+    tokens: dict[str, tuple[str, ...]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{_TOKENS_FILE}: '{path}' line {number}"
+        if len(words) > 2:
+            raise InvalidArgument(f"{where}: more than a token and its scopes")
+        if len(words[0]) < _SHORTEST_TOKEN:
+            raise InvalidArgument(f"{where}: a token needs {_SHORTEST_TOKEN} characters or more")
+        scopes = words[1].split(",") if len(words) == 2 else SCOPES
+        for scope in scopes:
+            if scope not in SCOPES:
+                allowed = ", ".join(SCOPES)
+                raise InvalidArgument(f"{where}: unknown scope '{scope}' (allowed: {allowed})")
+        digest = hashlib.sha256(_raw(words[0])).hexdigest()
+        if digest in tokens:
+            raise InvalidArgument(f"{where}: this token was given before")
+        tokens[digest] = tuple(scopes)
+    if not tokens:
+        raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' has no token")
+    return tokens
+
+
+def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Restrictions:
+    """Triton's `api[,api]:header=value`, each time the flag is given; `prefix` goes before the
+    header. Raises InvalidArgument."""
+    kind = flag.rpartition("-")[2]  # "api" or "protocol"
+    found: dict[str, Restriction] = {}
+    for text in values:
+        names, _, setting = text.partition(":")
+        header, _, value = setting.partition("=")
+        if not (names and header and value):
+            raise InvalidArgument(
+                f"{flag} option format is '<config name>:<setting>=<value>'. Got {names}"
+            )
+        for name in names.split(","):
+            if name not in RESTRICTABLE:
+                raise InvalidArgument(f"{flag}: unknown restricted {kind} '{name}'")
+            if name in found:
+                raise InvalidArgument(
+                    f"{flag}: restricted {kind} '{name}' can not be specified in multiple config "
+                    "groups"
+                )
+            found[name] = Restriction(prefix + header, value)
+    return found
+
+
+def encode_restrictions(restrictions: Restrictions) -> dict[str, Any]:
+    """As a message carries them."""
+    return {scope: [rule.header, rule.value] for scope, rule in restrictions.items()}
+
+
+def decode_restrictions(raw: Mapping[str, Any]) -> Restrictions:
+    """What `encode_restrictions` made."""
+    return {scope: Restriction(*pair) for scope, pair in raw.items()}

@@ -1,0 +1,505 @@
+"""What goes wrong with shared memory at such servers, row by row: a table of 23 known failures, and
+what is done about each here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import repositories
+from tests.crowd import Crowd, crowd
+from tests.faults.test_full import CLIENT, can_mount
+from tests.leaks import descriptors
+from tests.raw_http import Http, UnixHttp, in_region, json_input, shm_input
+from tests.regions import SharedObject
+from tests.servers import ROOT, Server, running
+from tests.users import ALICE, as_user
+from tests.waiting import until
+
+VALUES = np.arange(1024, dtype=np.float32)
+SIZE = VALUES.nbytes
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="sr-"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def repository(folder: Path) -> Path:
+    repositories.add(folder / "models", "identity", "gated", "simple")
+    return folder / "models"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, repository: Path) -> Iterator[Server]:
+    flags = [f"--http-unix-socket={folder / 'socket'}", "--shm-overlap=error"]
+    with running(repository, *flags) as started:
+        (folder / "socket").chmod(0o666)
+        yield started
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A server, a connection to it, a crowd of others, its unix socket, its models."""
+
+    server: Server
+    http: Http
+    people: Crowd
+    socket: Path
+    models: Path
+
+    @contextlib.contextmanager
+    def region(self, name: str, size: int = 2 * SIZE, offset: int = 0) -> Iterator[SharedObject]:
+        """An object registered as `name`, values first."""
+        with SharedObject(size + offset) as made:
+            made.write(VALUES, offset)
+            self.http.register(name, made.key, size, offset).ok()
+            yield made
+
+    def through(self, name: str, **where: int) -> int:
+        """The status of identity from a region into the same region."""
+        return self.http.infer("identity", through(name, **where)).status
+
+    def replaced(self, title: str) -> None:
+        """A worker is killed and is back."""
+        victim = self.server.one(title)
+        victim.kill()
+        until(
+            f"{title} is back",
+            lambda: self.server.find(title) and self.server.one(title).pid != victim.pid,
+        )
+        self.server.wait_ready()
+
+
+def through(
+    name: str, size: int = SIZE, input_offset: int = 0, output_offset: int = SIZE
+) -> dict[str, Any]:
+    """Identity from a region into the same region."""
+    return {
+        "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size, input_offset)],
+        "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, output_offset)}],
+    }
+
+
+def gated(value: int, region: str, offset: int = 0) -> dict[str, Any]:
+    """64 bytes of `value` into a region, once the gate is opened."""
+    outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
+    inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
+    return {"inputs": inputs, "outputs": outputs}
+
+
+def wait_regions(stage: Stage, names: list[str]) -> None:
+    until(
+        f"the regions are {names}",
+        lambda: [region["name"] for region in stage.http.regions().json()] == names,
+    )
+
+
+# --- the rows
+
+
+def unregister_in_flight(stage: Stage) -> None:
+    """It answers at once; the request ends on the memory it began with; then the region is gone."""
+    with stage.region("r") as made:
+        asked = stage.people.infer("gated", gated(5, "r"))
+        visit = stage.server.gate.next()
+        stage.http.unregister("r").ok()
+        assert stage.http.regions().json() == []
+        visit.release()
+        assert asked.result().status == 200
+        assert (made.read(np.int32, 16) == 5).all()
+        assert stage.through("r") == 404
+
+
+def unregister_under_load(stage: Stage) -> None:
+    """Whoever keeps asking gets 404 soon, and the name is free for another at once."""
+    with stage.region("r"), SharedObject(SIZE) as other:
+
+        def ask_until_refused(http: Http) -> Any:
+            request = {"inputs": [shm_input("INPUT0", "FP32", [1024], "r", SIZE)]}
+            while (reply := http.infer("identity", request)).status == 200:
+                pass
+            return reply
+
+        asked = [stage.people.do(ask_until_refused) for _ in range(4)]
+        stage.http.unregister("r").ok()
+        assert [answer.result().status for answer in asked] == [404] * 4
+        stage.http.register("r", other.key, SIZE).ok()
+
+
+PROGRAM = """
+import os, sys
+from tests.raw_http import Http
+from tests.regions import SharedObject
+made = SharedObject(8192)
+made.name = "test-%s-crasher" % sys.argv[2]
+made.path = made.path.with_name(made.name)
+if sys.argv[3] == "anew":
+    made.path.unlink(missing_ok=True)
+if not made.path.exists():
+    made.create()
+http = Http(int(sys.argv[1]))
+print(http.register("crasher", made.key, 8192).status, flush=True)
+if sys.argv[3] != "last":
+    os.kill(os.getpid(), 9)
+made.path.unlink()
+"""
+
+
+def client_crashes_and_returns(stage: Stage) -> None:
+    """The same program works at once after it was killed: with the old object, and with a new."""
+    for how in ("first", "again", "anew", "last"):
+        program = [sys.executable, "-c", PROGRAM, str(stage.server.http_port), str(os.getpid())]
+        ran = subprocess.run([*program, how], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert ran.stdout.strip() == "200", (how, ran.stderr)
+
+
+def client_dies_and_leaves_a_region(stage: Stage) -> None:
+    """A region for the life of a connection goes with it; one that is not, stays."""
+    with SharedObject(SIZE) as made:
+        body = {"key": made.key, "byte_size": SIZE, "lifetime": "connection"}
+        with stage.server.http() as client:
+            client.post("/v2/systemsharedmemory/region/leased/register", body).ok()
+            client.register("kept", made.key, SIZE).ok()
+            wait_regions(stage, ["kept", "leased"])
+        wait_regions(stage, ["kept"])
+        body["lifetime"] = "forever"
+        refused = stage.http.post("/v2/systemsharedmemory/region/leased/register", body)
+        assert refused.status == 400
+
+
+def numbers_that_overflow(stage: Stage) -> None:
+    """Offsets and sizes near every edge: refused, or right."""
+    edges = [0, 1, PAGE, 2 * SIZE, 2**31, 2**32, 2**53, 2**63, 2**64]
+    near = sorted({max(0, edge + delta) for edge in edges for delta in (-1, 0, 1)})
+    with SharedObject(2 * SIZE) as made:
+        for offset in near:
+            for size in near:
+                fits = size > 0 and offset + size <= 2 * SIZE
+                reply = stage.http.register("r", made.key, size, offset)
+                assert (reply.status == 200) == fits, (offset, size, reply)
+                if fits:
+                    stage.http.unregister("r").ok()
+        stage.http.register("r", made.key, 2 * SIZE).ok()
+        for offset in near:
+            inputs = [shm_input("INPUT0", "FP32", [16], "r", 64, offset)]
+            status = stage.http.infer("identity", {"inputs": inputs}).status
+            assert (status == 200) == (offset + 64 <= 2 * SIZE), offset
+
+
+def offset_of_the_last_page(stage: Stage) -> None:
+    """The registered offset counts once."""
+    with stage.region("r", PAGE, 1023 * PAGE) as made:
+        assert stage.through("r", size=64, output_offset=PAGE - 64) == 200
+        assert (made.read(np.float32, 16, 1024 * PAGE - 64) == VALUES[:16]).all()
+
+
+def offsets_that_no_page_begins_at(stage: Stage) -> None:
+    """Any offset may be registered."""
+    for offset in (1, 8, 4095):
+        with stage.region("r", 2 * SIZE, offset) as made:
+            assert stage.through("r") == 200
+            assert (made.read(np.uint8, SIZE, offset + SIZE).view(np.float32) == VALUES).all()
+            stage.http.unregister("r").ok()
+
+
+def truncated(stage: Stage) -> None:
+    """Before it is read, and before the output is written: an error to its client alone."""
+    with stage.region("r") as made:
+        made.truncate(SIZE)
+        assert stage.through("r") == 400
+        made.truncate(2 * SIZE)
+    with stage.region("s") as made:
+        asked = stage.people.infer("gated", gated(5, "s", SIZE))
+        visit = stage.server.gate.next()
+        made.truncate(0)
+        visit.release()
+        while not asked.done():
+            stage.server.gate.let_through(0.05)
+        assert asked.result().status in (400, 500, 503)
+    stage.server.wait_ready()
+    assert stage.http.infer("identity", {"inputs": [json_input("INPUT0", VALUES)]}).status == 200
+
+
+def shared_memory_is_full(stage: Stage) -> None:
+    """A sparse object that does not fit is refused when it is registered, not when it is used."""
+    if not can_mount():
+        pytest.skip("needs the right to mount a small /dev/shm (unshare -m)")
+    mount = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
+    server = Server([stage.models], (), prefix=["unshare", "-m", "sh", "-c", mount, "sh"])
+    try:
+        server.wait_ready()
+        enter = ["nsenter", "-m", "-t", str(server.pid), sys.executable, "-c", CLIENT]
+        ran = subprocess.run(
+            [*enter, str(server.http_port)], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        told = json.loads(ran.stdout)
+        assert told["sparse"][0] == 503
+        assert "shared memory is full" in told["sparse"][1]
+        assert (told["small"], told["infer"], told["infer while full"]) == (200, 200, 200)
+    finally:
+        server.stop()
+
+
+def killed_servers_leave_nothing(stage: Stage) -> None:
+    """Kill every process at once: no object, socket or process stays."""
+    before = set(os.listdir("/dev/shm"))
+    for _ in range(2):
+        server = Server([stage.models]).wait_ready()
+        members = server.tree()
+        for process in members:
+            process.kill()
+        server.process.wait()
+        with contextlib.suppress(AssertionError):
+            # The last one clears the run directory away; if it was killed too, the next start does.
+            server.assert_gone(members, within_s=1.0)
+        server.discard(members)
+        assert not {
+            name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("test-")
+        }
+
+
+ATTACH = """
+import sys
+from multiprocessing import shared_memory
+shared_memory.SharedMemory(sys.argv[1]).close()
+"""
+
+
+def somebody_attaches_and_unlinks(stage: Stage) -> None:
+    """Python before 3.13 removes an object when a program that only attached to it ends."""
+    with stage.region("r") as made:
+        subprocess.run([sys.executable, "-W", "ignore", "-c", ATTACH, made.name], check=True)
+        with contextlib.suppress(FileNotFoundError):
+            made.path.unlink()
+        assert stage.through("r") == 200
+        assert (made.read(np.float32, 1024, SIZE) == VALUES).all()
+
+
+def unlinked_while_registered(stage: Stage) -> None:
+    """The object is what was registered, also for a worker that starts later."""
+    with stage.region("r") as made:
+        made.path.unlink()
+        assert stage.through("r") == 200
+        stage.replaced("worker identity.0")
+        made.write(VALUES + 1)
+        assert stage.through("r") == 200
+        assert (made.read(np.float32, 1024, SIZE) == VALUES + 1).all()
+
+
+def another_object_of_the_same_name(stage: Stage) -> None:
+    """A key that is made again is another object, which nobody registered."""
+    with stage.region("r") as made:
+        keeper = os.dup(made.fd)
+        try:
+            made.unlink()
+            made.create()
+            assert stage.through("r") == 200
+            assert not made.read(np.uint8, 2 * SIZE).any()
+            assert (np.frombuffer(os.pread(keeper, SIZE, SIZE), np.float32) == VALUES).all()
+        finally:
+            os.close(keeper)
+
+
+def keys_with_tricks(stage: Stage) -> None:
+    """R6: no key names anything but a plain object of shared memory."""
+    with SharedObject(SIZE) as made:
+        link = made.path.with_name(made.name + "-link")
+        pipe = made.path.with_name(made.name + "-pipe")
+        folder = made.path.with_name(made.name + "-folder")
+        link.symlink_to(made.path)
+        os.mkfifo(pipe)
+        folder.mkdir()
+        try:
+            bad = ["", "/", "//", "/.", "/..", "/a/b", "/../etc/passwd", f"{made.key}\0x", "/é"]
+            bad += ["/" + "k" * 251, "/a b", "/a\n", *(f"/{p.name}" for p in (link, pipe, folder))]
+            for key in bad:
+                refused = stage.http.register("r", key, 64)
+                assert refused.status in (400, 500), key
+                assert refused.error, key
+            for key in (made.name, made.key, "//" + made.name):
+                stage.http.register("r", key, SIZE).ok()
+        finally:
+            link.unlink()
+            pipe.unlink()
+            folder.rmdir()
+
+
+def objects_of_others(stage: Stage) -> None:
+    """R7: names of others' machinery are refused; the server's own memory has no name at all."""
+    for key in ("/sem.x", "/nccl-x", "/triton_python_backend_shm_region_1"):
+        assert "reserved prefix" in stage.http.register("r", key, 64).error
+    with stage.region("r"):
+        asked = stage.people.infer("gated", gated(1, "r"))
+        visit = stage.server.gate.next()
+        names = set()
+        for process in stage.server.tree():
+            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = os.readlink(entry)
+                    if target.startswith("/dev/shm/"):
+                        names.add(target.removeprefix("/dev/shm/").removesuffix(" (deleted)"))
+        assert all(name.startswith("test-") for name in names), names
+        for name in set(os.listdir("/dev/shm")) - names:
+            if os.stat(f"/dev/shm/{name}").st_uid != os.geteuid():
+                assert stage.http.register("x", name, 1).status in (400, 403, 500)
+        visit.release()
+        assert asked.result().status == 200
+
+
+def users_on_one_host(stage: Stage) -> None:
+    """A user registers what is its own; the text tells "not yours" from "not there"."""
+
+    def ask(name: str, key: str) -> Any:
+        with contextlib.closing(UnixHttp(stage.socket)) as http:
+            return http.register(name, key, SIZE)
+
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    with SharedObject(SIZE) as mine, SharedObject(SIZE) as hers:
+        os.fchown(hers.fd, ALICE, ALICE)
+        refused = as_user(ALICE, lambda: ask("mine", mine.key))
+        assert refused.status == 403
+        assert f"it belongs to uid {os.geteuid()} (mode 0600)" in refused.error
+        assert as_user(ALICE, lambda: ask("hers", hers.key)).status == 200
+        missing = as_user(ALICE, lambda: ask("none", "/not-there"))
+        assert missing.status == 500
+        assert missing.error.startswith("Unable to open shared memory region: '/not-there'")
+
+
+def another_mount(stage: Stage) -> None:
+    """A client whose /dev/shm is another one is told what is wrong."""
+    refused = stage.http.register("r", "/of-another-container", 64)
+    assert refused.status == 500
+    assert refused.error.startswith("Unable to open shared memory region: '/of-another-container'")
+    assert "another container must share its shared memory mount" in refused.error
+
+
+def outputs_in_one_place(stage: Stage) -> None:
+    """Of two requests in flight that write to the same bytes the second gets an error."""
+    with stage.region("r") as made:
+        asked = stage.people.infer("gated", gated(5, "r"))
+        visit = stage.server.gate.next()
+        refused = stage.http.infer("gated", gated(6, "r", 60))
+        assert refused.status == 400
+        assert "overlaps one of a request in flight" in refused.error
+        visit.release()
+        assert asked.result().status == 200
+        assert (made.read(np.int32, 16) == 5).all()
+
+
+def before_it_is_registered(stage: Stage) -> None:
+    """404, with how many there are and what to do, and no other region's name."""
+    with stage.region("secret-name"):
+        refused = stage.http.infer("identity", through("r"))
+        assert refused.status == 404
+        assert "(1 are registered; register it before the request" in refused.error
+        assert "secret-name" not in refused.error
+
+
+def output_larger_than_its_place(stage: Stage) -> None:
+    """Refused before it is computed where the size is known; else it fails alone."""
+    executed = stage.server.metric("nv_inference_exec_count", model="simple")
+    with stage.region("r"):
+        row = np.zeros((1, 16), np.int32)
+        request = {
+            "inputs": [json_input("INPUT0", row), json_input("INPUT1", row)],
+            "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 60)}],
+        }
+        assert "should be at least 64 bytes" in stage.http.infer("simple", request).error
+        assert stage.server.metric("nv_inference_exec_count", model="simple") == executed
+        small = through("r")
+        small["outputs"][0]["parameters"]["shared_memory_byte_size"] = SIZE - 4
+        assert stage.http.infer("identity", small).status == 500
+        assert stage.through("r") == 200
+
+
+def pinned_memory(stage: Stage) -> None:
+    """Zero-byte registrations poison the next call of the driver: there are none."""
+    pytest.skip("pinning is a matter of CUDA devices; there is none here")
+
+
+def registrations_that_fail(stage: Stage) -> None:
+    """1,000 of them leave no descriptor behind."""
+    with SharedObject(SIZE) as made:
+        stage.http.register("r", made.key, SIZE + 1)
+        before = descriptors(stage.server.pid)
+        for number in range(500):
+            assert stage.http.register("r", made.key, SIZE + 1 + number).status == 400
+            assert stage.http.register("r", f"/nothing-{number}", 1).status == 500
+        assert descriptors(stage.server.pid) == before
+
+
+def status_shows_ones_own(stage: Stage) -> None:
+    """A user sees its own regions; who runs the server sees all over the unix socket."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+
+    def names() -> list[str]:
+        with contextlib.closing(UnixHttp(stage.socket)) as http:
+            return [region["name"] for region in http.regions().ok().json()]
+
+    with stage.region("mine"):
+        assert as_user(ALICE, names) == []
+        assert names() == ["mine"]
+
+
+ROWS: dict[int, Callable[[Stage], None]] = {
+    1: unregister_in_flight,
+    2: unregister_under_load,
+    3: client_crashes_and_returns,
+    4: client_dies_and_leaves_a_region,
+    5: numbers_that_overflow,
+    6: offset_of_the_last_page,
+    7: offsets_that_no_page_begins_at,
+    8: truncated,
+    9: shared_memory_is_full,
+    10: killed_servers_leave_nothing,
+    11: somebody_attaches_and_unlinks,
+    12: unlinked_while_registered,
+    13: another_object_of_the_same_name,
+    14: keys_with_tricks,
+    15: objects_of_others,
+    16: users_on_one_host,
+    17: another_mount,
+    18: outputs_in_one_place,
+    19: before_it_is_registered,
+    20: output_larger_than_its_place,
+    21: pinned_memory,
+    22: registrations_that_fail,
+    23: status_shows_ones_own,
+}
+
+
+def test_the_table_is_whole() -> None:
+    assert list(ROWS) == list(range(1, 24))
+
+
+@pytest.mark.parametrize(
+    "number", ROWS, ids=[f"row {number}: {row.__name__}" for number, row in ROWS.items()]
+)
+def test_row(server: Server, folder: Path, number: int) -> None:
+    with server.http() as http, crowd(server) as people:
+        try:
+            ROWS[number](Stage(server, http, people, folder / "socket", folder / "models"))
+        finally:
+            with contextlib.closing(UnixHttp(folder / "socket")) as admin:
+                admin.unregister().ok()

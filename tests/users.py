@@ -1,0 +1,60 @@
+"""Being another user for a moment, for tests of who may do what; needs root.
+
+Linux keeps credentials by thread, and only the C library hides that: so another user is a thread
+that has asked the kernel itself. What it connects, creates and opens is that user's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+# setgroups, setresgid, setresuid
+_CALLS = {"x86_64": (116, 119, 117), "aarch64": (159, 149, 147)}.get(os.uname().machine)
+
+# Users and a group that need no entry in any database.
+ALICE, BOB, FRIENDS = 54321, 54322, 54399
+
+needs_users = pytest.mark.skipif(
+    os.geteuid() != 0 or _CALLS is None, reason="only root can be another user"
+)
+
+
+def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> T:
+    """What `action` returns when user `uid`, who is in `groups`, does it; raises what it raises."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def be() -> None:
+        try:
+            _become(uid, groups)
+            found.append(action())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=be)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _become(uid: int, groups: tuple[int, ...]) -> None:
+    assert _CALLS is not None
+    libc = ctypes.CDLL(None, use_errno=True)
+    wanted = (ctypes.c_uint * len(groups))(*groups)
+    for arguments in (
+        (_CALLS[0], len(groups), wanted),
+        (_CALLS[1], uid, uid, uid),
+        (_CALLS[2], uid, uid, uid),
+    ):
+        if libc.syscall(*arguments) != 0:
+            raise OSError(ctypes.get_errno(), "cannot become another user")
