@@ -149,7 +149,7 @@ class Deployment:
             self.config = self.plan.complete(completed)
             groups = expand_instances(self.config)
             self.instances[1:] = groups[1:]
-            await self._start_scheduler()
+            await self._start_scheduler(self.number)
             async with asyncio.TaskGroup() as group:
                 for instance in self.instances:
                     group.create_task(self._load(instance))
@@ -247,14 +247,14 @@ class Deployment:
             return from_code(message.code, message.message)
         return InvalidArgument(f"unexpected {type(message).__name__} while loading")
 
-    async def _start_scheduler(self) -> None:
+    async def _start_scheduler(self, number: int) -> None:
         plan, config = self.plan, self.host.config
         self._scheduler_ready = asyncio.get_running_loop().create_future()
         child = await self.host.front.spawn(
             f"scheduler {plan.name}",
             "shmserve.scheduler.main:run",
             {
-                "number": self.number,
+                "number": number,
                 "model_name": plan.name,
                 "version": plan.version,
                 "config": self.config,
@@ -272,6 +272,7 @@ class Deployment:
         await self.host.either(self._scheduler_ready, child.exited)
         if not self._scheduler_ready.done():
             raise Unavailable(f"the scheduler ended while starting ({child.exited.result()})")
+        self.number = number  # now there is something at its endpoints
         for instance in self.instances:
             if instance.state is not InstanceState.FAILED:
                 self._tell_scheduler(m.InstanceExpected(instance.index))
@@ -370,11 +371,10 @@ class Deployment:
         logger.error("%s ended (%s); a new one takes over", dead.title, dead.exited.result())
         lost = self.endpoint
         while not self.stopping:
-            self.number = next(self.host.numbers)
             self._scheduler_ready = asyncio.get_running_loop().create_future()
             self._on_change(self)
             try:
-                await self._start_scheduler()
+                await self._start_scheduler(next(self.host.numbers))
             except ShmserveError as error:
                 logger.error("%s", error.message)
                 await asyncio.sleep(0.5)
