@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,8 @@ def test_users_and_doors(server: Server, folder: Path, door: str) -> None:
             refused = user.infer(name)
             assert refused.status == 404
             assert refused.error.startswith(f"Unable to find shared memory region: '{name}'")
-            assert user.ask(lambda http, name=name: http.regions(name)).status == 404
-            user.ask(lambda http, name=name: http.unregister(name)).ok()
+            assert user.ask(partial(Http.regions, name=name)).status == 404
+            user.ask(partial(Http.unregister, name=name)).ok()
         alice.ask(lambda http: http.unregister()).ok()
         assert bob.names() == ["his"]
         assert (his.read(np.float32, 1024, SIZE) == 0).all()
