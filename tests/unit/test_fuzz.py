@@ -1,4 +1,4 @@
-"""The fuzzer's targets on its corpus, and on what hypothesis makes of the words of the protocols."""
+"""The fuzzer's targets on its corpus, and on what hypothesis makes of the protocols' words."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def tensor(name: str, **members: Any) -> dict[str, Any]:
         [tensor("INPUT0", shape=[2**62]), tensor("INPUT1")],
         [tensor("INPUT0", shape=[1 << 30, 16]), tensor("INPUT1")],
         [tensor("INPUT0", parameters={"binary_data_size": 64}), tensor("INPUT1")],
-        [tensor("INPUT0", data="x", parameters=[]), tensor("INPUT1", name=1)],
+        [tensor("INPUT0", data="x", parameters=[]), {**tensor("INPUT1"), "name": 1}],
         [tensor("INPUT0", datatype="FP99"), tensor("INPUT1")],
     ],
 )
