@@ -38,7 +38,20 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
     peer = request.connection.caller.peer()
     check_name(name)
-    body = await _register_body(gateway, request)
+    key, offset, size, leased = registration(await _register_body(gateway, request))
+    groups = list(peer.groups)
+    asked = gateway.supervisor.ask(
+        lambda number: RegisterRegion(number, name, key, offset, size, peer.uid, groups, leased)
+    )
+    await (_lease(gateway, request.connection.caller, asked) if leased else asked)
+    return Reply()
+
+
+def registration(body: dict[str, Any]) -> tuple[str, int, int, bool]:
+    """The key, offset, size, and whether it is leased, of a registration's JSON (pure).
+
+    Raises InvalidArgument or JsonFault.
+    """
     key = _required(body, "key")
     byte_size = _required(body, "byte_size")
     if type(key) is not str:
@@ -48,13 +61,7 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
     lifetime = body.get("lifetime", "server")
     if lifetime not in ("server", "connection"):
         raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
-    leased = lifetime == "connection"
-    groups = list(peer.groups)
-    asked = gateway.supervisor.ask(
-        lambda number: RegisterRegion(number, name, key, offset, size, peer.uid, groups, leased)
-    )
-    await (_lease(gateway, request.connection.caller, asked) if leased else asked)
-    return Reply()
+    return key, offset, size, lifetime == "connection"
 
 
 async def _lease(gateway: Gateway, caller: Caller, asked: Awaitable[dict[str, Any]]) -> None:

@@ -39,6 +39,7 @@ def test_one_server_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_folders_that_are_not_private(tmp_path: Path) -> None:
+    """R3: a link, a foreign folder and one that others enter are refused."""
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     link = tmp_path / "link"
