@@ -474,6 +474,15 @@ class KillInstance:
     reason: str
 
 
+@_message
+class StatisticsKept:
+    """What the scheduler has counted and just told somebody; its successor goes on from there.
+    `metrics` are its model's own, as shmserve.model_metrics keeps them."""
+
+    statistics: dict[str, Any]
+    metrics: list[list[Any]]
+
+
 # --- supervisor and worker
 # ---------------------------------------------------------------------------------------
 
@@ -571,7 +580,7 @@ GatewayToSupervisor = (
 SupervisorToScheduler = (
     InstanceExpected | InstanceExited | PoolFailed | ProcessExited | Drain | Stop
 )
-SchedulerToSupervisor = SchedulerReady | KillInstance | Drained
+SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
 SupervisorToWorker = (
     CompleteConfig
     | LoadInstance

@@ -115,6 +115,7 @@ class Deployment:
         self.stopping = False
         self.failure = ""
         self.load_seconds = 0.0
+        self._kept: list[Any] = []  # of StatisticsKept, for the scheduler's successor
         self._on_change = on_change
         self._on_call = on_call
         self._scheduler_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -259,6 +260,8 @@ class Deployment:
                 "version": plan.version,
                 "config": self.config,
                 "run_dir": str(self.host.run_dir),
+                "kept": self._kept,
+                "alive": self.pids(),
                 "settings": {
                     "execution_timeout_s": config.execution_timeout_s,
                     "max_queue_size": config.max_queue_size,
@@ -285,6 +288,8 @@ class Deployment:
             case m.Drained():
                 if not self._drained.done():
                     self._drained.set_result(None)
+            case m.StatisticsKept(statistics, metrics):
+                self._kept = [statistics, metrics]
             case m.KillInstance(index, reason):
                 self._kill_instance(index, reason)
             case _:

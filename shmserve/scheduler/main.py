@@ -24,7 +24,8 @@ def run(args: dict[str, Any]) -> None:
     """Schedule one model version until told to stop.
 
     `args`: number (of this scheduler), version, config (normalised), run_dir, settings
-    (execution_timeout_s, max_queue_size, delay_scheduler, verbose).
+    (execution_timeout_s, max_queue_size, delay_scheduler, verbose), kept and alive (what
+    `Scheduler.go_on` takes, of a predecessor that died; empty for the first).
     """
     server = args["settings"]
     settings = Settings.read(args["config"], args["version"], server)
@@ -41,6 +42,8 @@ def run(args: dict[str, Any]) -> None:
     control = Dealer(endpoints.control(run_dir), f"scheduler.{number}.{os.getpid()}")
     control.send(SchedulerReady(os.getpid()))
     scheduler = Scheduler(settings, clients, workers, control, time.time_ns)
+    if args["kept"]:
+        scheduler.go_on(args["kept"], args["alive"], time.monotonic_ns())
     gc.freeze()  # what is here now stays: no collection needs to look at it
     try:
         Loop(scheduler, control, workers, clients).run()

@@ -95,6 +95,13 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def restore(self, report: dict[str, Any]) -> None:
+        """Go on from there; raises ValueError for another histogram's."""
+        if report["buckets"] != self._shown or len(report["counts"]) != len(self._counts):
+            raise ValueError("these are other buckets")
+        self._counts = list(map(int, report["counts"]))
+        self._sum = round(report["sum"] * self._scale)
+
     def report(self) -> dict[str, Any]:
         """As the module says."""
         return {
@@ -170,6 +177,38 @@ class Statistics:
         self._fail_ns += max(now_ns - arrived_ns, 0)
         self._failures[reason] += 1
 
+    def restore(self, report: dict[str, Any], now_ns: int, wall_ns: int) -> None:
+        """Go on from what a predecessor has reported.
+
+        Raises KeyError, TypeError or ValueError for anything else, and may then be half done.
+        """
+        last_ms = int(report["last_inference"])
+        self._last_execution_ns = now_ns - (wall_ns - last_ms * 1_000_000) if last_ms else 0
+        self._executions = int(report["execution_count"])
+        self._inferences = int(report["inference_count"])
+        parts = report["inference_stats"]
+        self._succeeded, self._success_ns = _taken(parts["success"])
+        self._failed, self._fail_ns = _taken(parts["fail"])
+        _, self._queue_ns = _taken(parts["queue"])
+        _, self._input_ns = _taken(parts["compute_input"])
+        _, self._infer_ns = _taken(parts["compute_infer"])
+        _, self._output_ns = _taken(parts["compute_output"])
+        for row in report["batch_stats"]:
+            count, input_ns = _taken(row["compute_input"])
+            _, infer_ns = _taken(row["compute_infer"])
+            _, output_ns = _taken(row["compute_output"])
+            self._by_size[int(row["batch_size"])] = [count, input_ns, infer_ns, output_ns]
+        ours = report["shmserve"]
+        self._failures.update({Reason(key): int(n) for key, n in ours["failures"].items()})
+        self._closed.update({Closed(key): int(n) for key, n in ours["batches_closed"].items()})
+        self._request_times.restore(ours["histograms"]["request_seconds"])
+        self._queue_times.restore(ours["histograms"]["queue_seconds"])
+        self._compute_times.restore(ours["histograms"]["compute_seconds"])
+        self._sizes.restore(ours["histograms"]["batch_size"])
+        self.workers_lost = int(ours["workers_lost"])
+        self.retried = int(ours["retried"])
+        self.overruns = int(ours["overruns"])
+
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
         """Everything as the module says; `gauges` are the `shmserve` keys that others know."""
         last = self._last_execution_ns
@@ -216,6 +255,10 @@ class Statistics:
                 **gauges,
             },
         }
+
+
+def _taken(duration: dict[str, int]) -> tuple[int, int]:
+    return int(duration["count"]), int(duration["ns"])
 
 
 def _duration(count: int, ns: int) -> dict[str, int]:
