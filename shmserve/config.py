@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shmserve import grpc_config
 from shmserve.errors import InvalidArgument
 from shmserve.flags import Parsed
+from shmserve.grpc_config import GrpcConfig
 from shmserve.model_config import ModelDefaults
 from shmserve.repository import is_inline
 
@@ -34,6 +36,7 @@ class ServerConfig:
     http_max_input_size: int
     http_body_timeout_s: float
     gateways: int
+    grpc: GrpcConfig | None
     allow_metrics: bool
     metrics_address: str
     metrics_port: int
@@ -100,6 +103,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         http_max_input_size=value["http-max-input-size"],
         http_body_timeout_s=value["http-body-timeout-secs"],
         gateways=value["gateways"],
+        grpc=grpc_config.from_values(value),
         allow_metrics=value["allow-metrics"],
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics_port=value["metrics-port"],

@@ -28,16 +28,23 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
     """POST /v2/systemsharedmemory/region/NAME/register."""
     if not name:
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
-    check_name(name)
     body = await _register_body(gateway, request)
     key = _required(body, "key")
     byte_size = _required(body, "byte_size")
     if type(key) is not str:
         raise JsonFault("attempt to access JSON non-string as string")
-    size = whole(byte_size, "byte_size")
-    offset = whole(body.get("offset", 0), "offset")
-    await gateway.supervisor.ask(lambda number: RegisterRegion(number, name, key, offset, size))
+    await register_region(gateway, name, key, body.get("offset", 0), byte_size)
     return Reply()
+
+
+async def register_region(
+    gateway: Gateway, name: str, key: str, offset: Any, byte_size: Any
+) -> None:
+    """Register a client's POSIX object; raises what it is refused with. The same for every door."""
+    check_name(name)
+    size = whole(byte_size, "byte_size")
+    start = whole(offset, "offset")
+    await gateway.supervisor.ask(lambda number: RegisterRegion(number, name, key, start, size))
 
 
 async def _register_body(gateway: Gateway, request: Request) -> dict[str, Any]:
@@ -63,8 +70,13 @@ async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
 
 async def unregister(gateway: Gateway, request: Request, name: str | None) -> Reply:
     """POST /v2/systemsharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    await gateway.supervisor.ask(lambda number: UnregisterRegion(number, name or ""))
+    await unregister_region(gateway, name or "")
     return Reply()
+
+
+async def unregister_region(gateway: Gateway, name: str) -> None:
+    """Unregister a region, all of them for ""; an unknown name is fine."""
+    await gateway.supervisor.ask(lambda number: UnregisterRegion(number, name))
 
 
 async def register_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:

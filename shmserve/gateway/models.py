@@ -116,6 +116,21 @@ class ModelTable:
         ]
 
 
+def checked_version(text: str) -> str:
+    """A version as a message gives it, "" for the latest; raises InvalidArgument with Triton's
+    text."""
+    if not text or (text.isascii() and text.isdecimal()):
+        return text
+    if text.isascii() and text[0] == "-" and text[1:].isdecimal():
+        raise InvalidArgument(
+            f"invalid model version specified '{text}' , version should be an integral value > 0"
+        )
+    raise InvalidArgument(
+        f"failed to get model version from specified version string '{text}' (details: stol), "
+        "version should be an integral value > 0"
+    )
+
+
 def whole_version(text: str) -> str:
     """A version from a URL in its plain form: "01" is 1. Raises InvalidArgument beyond 63 bits."""
     if len(text) > 19 or int(text) > LARGEST:

@@ -1,0 +1,107 @@
+"""The process of the gRPC gateway.
+
+gRPC makes the listening sockets itself, on the addresses that the supervisor holds for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import uvloop
+
+from shmserve.gateway import process
+from shmserve.gateway.grpc.infer import InFlight
+from shmserve.gateway.grpc.responses import LARGEST_MESSAGE
+from shmserve.gateway.grpc.service import Service
+from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.gateway.settings import Settings
+from shmserve.gateway.state import Gateway
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 0.2
+
+
+def run(args: dict[str, Any]) -> None:
+    """Be the gRPC gateway until told to stop.
+
+    `args["addresses"]` are [host, port] pairs, `grpc` is decoded by `GrpcSettings`, `settings` by
+    `Settings`; `run_dir` is where the supervisor's socket is.
+    """
+    settings = Settings.decode(args["settings"])
+    ours = GrpcSettings.decode(args["addresses"], args["grpc"])
+    process.prepare("gateway grpc", "gateway grpc", settings)
+    uvloop.run(
+        process.serve(
+            "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcDoor(gateway, ours)
+        )
+    )
+
+
+class GrpcDoor(process.Door):
+    """A gRPC server."""
+
+    def __init__(self, gateway: Gateway, settings: GrpcSettings) -> None:
+        self._settings = settings
+        self._in_flight = InFlight()
+        self._service = Service(gateway, self._in_flight)
+        self._server: Any = None
+
+    async def open(self) -> None:
+        """Listen and accept calls."""
+        settings = self._settings
+        server = grpc.aio.server(
+            handlers=(self._service,),
+            options=(
+                ("grpc.so_reuseport", 0),  # the port is ours alone
+                ("grpc.max_send_message_length", LARGEST_MESSAGE),
+                ("grpc.max_receive_message_length", LARGEST_MESSAGE),
+                *settings.options,
+            ),
+            compression=grpc.Compression.Gzip if settings.compress else None,
+        )
+        credentials = None if settings.tls is None else _credentials(*settings.tls)
+        for host, port in settings.addresses:
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            if credentials is None:
+                server.add_insecure_port(address)
+            else:
+                server.add_secure_port(address, credentials)
+        await server.start()
+        self._server = server
+
+    def health_changed(self) -> None:
+        """Those who watch hear of it."""
+        self._service.health_changed()
+
+    def drain(self, drained: Callable[[], None]) -> None:
+        """Every inference counts, in a stream or not."""
+
+        def idle() -> None:
+            self._in_flight.on_idle = None
+            drained()
+
+        self._in_flight.on_idle = idle
+        if not self._in_flight.count:
+            idle()
+
+    async def close(self) -> None:
+        """What was answered is still sent; streams that wait for requests are cut off."""
+        if self._server is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._server.stop(_LAST_WORDS_S)
+
+
+def _credentials(certificate: str, key: str, root: str | None) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials(
+        [(Path(key).read_bytes(), Path(certificate).read_bytes())],
+        None if root is None else Path(root).read_bytes(),
+        require_client_auth=root is not None,
+    )
