@@ -85,12 +85,15 @@ class ModelTable:
 
     def resolve(self, name: str, version: str) -> Model:
         """The model for a request; version "" means the latest. Raises NotFound or Unavailable."""
-        if version:
-            versions = self._models.get(name, {})
-            model = versions.get(version) or versions.get(whole_version(version))
-        else:
-            model = self._latest.get(name)
+        model = self.find(name, version)
         return model if model is not None else self._absent(name, version)
+
+    def find(self, name: str, version: str) -> Model | None:
+        """Like `resolve`, None when there is none."""
+        if not version:
+            return self._latest.get(name)
+        versions = self._models.get(name, {})
+        return versions.get(version) or versions.get(whole_version(version))
 
     def _absent(self, name: str, version: str) -> Never:
         unknown = f"Request for unknown model: '{name}'"

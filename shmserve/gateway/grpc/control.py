@@ -135,9 +135,7 @@ async def repository_model_unload(
         if key == "unload_dependents":
             _expect(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
             dependents = parameter.bool_param
-    await gateway.supervisor.ask(
-        lambda number: UnloadModel(number, request.model_name, dependents)
-    )
+    await gateway.supervisor.ask(lambda number: UnloadModel(number, request.model_name, dependents))
     return pb.RepositoryModelUnloadResponse()
 
 

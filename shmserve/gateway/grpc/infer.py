@@ -14,6 +14,7 @@ from shmserve.gateway.answers import check_size
 from shmserve.gateway.assembly import Taken, build
 from shmserve.gateway.dispatch import Pending
 from shmserve.gateway.grpc.codec import wire_request
+from shmserve.gateway.grpc.plans import Plans, split
 from shmserve.gateway.grpc.responses import encode
 from shmserve.gateway.infer import failure, log_failure, submission
 from shmserve.gateway.models import Model, checked_version
@@ -28,32 +29,16 @@ _STOPPING = "GRPC server is shutting down and has stopped accepting new requests
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 
-class InFlight:
-    """How many inferences are not answered yet; `on_idle` hears when none is left."""
-
-    __slots__ = ("count", "on_idle")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.on_idle: Callable[[], None] | None = None
-
-    def left(self) -> None:
-        """One less."""
-        self.count -= 1
-        if not self.count and self.on_idle is not None:
-            self.on_idle()
-
-
 class Submitted:
     """A request that a scheduler has; every one must be answered or abandoned."""
 
-    __slots__ = ("_gateway", "_in_flight", "_model", "_pending", "_taken", "request_id")
+    __slots__ = ("_gateway", "_inferences", "_model", "_pending", "_taken", "request_id")
 
     def __init__(
-        self, gateway: Gateway, in_flight: InFlight, model: Model, taken: Taken, pending: Pending
+        self, gateway: Gateway, inferences: Inferences, model: Model, taken: Taken, pending: Pending
     ) -> None:
         self._gateway = gateway
-        self._in_flight = in_flight
+        self._inferences = inferences
         self._model = model
         self._taken = taken
         self._pending = pending
@@ -69,7 +54,7 @@ class Submitted:
         except asyncio.CancelledError:
             self.abandon()
             raise
-        self._in_flight.left()
+        self._inferences.left()
         try:
             if isinstance(message, m.Failed):
                 raise failure(message)
@@ -105,7 +90,7 @@ class Submitted:
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more."""
-        self._in_flight.left()
+        self._inferences.left()
         self._gateway.dispatcher.cancel(self._pending)
 
 
@@ -118,25 +103,37 @@ class Refused(Exception):
         self.request_id = request_id
 
 
-def submit(
-    gateway: Gateway, in_flight: InFlight, raw: bytes, remaining_s: float | None
-) -> Submitted:
-    """Hand the serialized ModelInferRequest `raw` to its scheduler.
+class Inferences:
+    """The way in for inferences, in calls of their own and in streams.
 
-    `remaining_s` is how long its client's call lasts, in seconds, None for any time. Raises
-    `Refused`.
+    `count` is how many are not answered yet; `on_idle` hears when none is left.
     """
-    arrived_ns = time.monotonic_ns()
-    request_id = ""
-    try:
+
+    __slots__ = ("_gateway", "_plans", "count", "on_idle")
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._plans = Plans(gateway.models)
+        self.count = 0
+        self.on_idle: Callable[[], None] | None = None
+
+    def left(self) -> None:
+        """One less."""
+        self.count -= 1
+        if not self.count and self.on_idle is not None:
+            self.on_idle()
+
+    def submit(self, raw: bytes, remaining_s: float | None) -> Submitted:
+        """Hand the serialized ModelInferRequest `raw` to its scheduler.
+
+        `remaining_s` is how long its client's call lasts, in seconds, None for any time. Raises
+        `Refused`.
+        """
+        arrived_ns = time.monotonic_ns()
+        gateway = self._gateway
         if gateway.draining or gateway.health.exiting:
-            raise Unavailable(_STOPPING)
-        message = _parsed(raw)
-        request_id = message.id
-        model = gateway.models.resolve(message.model_name, checked_version(message.model_version))
-        if model.decoupled:
-            raise Unsupported(_DECOUPLED)
-        taken = build(gateway, model, wire_request(message), b"", 0)
+            raise Refused(Unavailable(_STOPPING), "")
+        model, taken = self._take(raw)
         try:
             number = gateway.dispatcher.next_number()
             limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
@@ -144,11 +141,28 @@ def submit(
         except BaseException:
             taken.release()
             raise
-    except ShmserveError as error:
-        raise Refused(error, request_id) from None
-    pending = gateway.dispatcher.submit(model.peer, order, taken.release)
-    in_flight.count += 1
-    return Submitted(gateway, in_flight, model, taken, pending)
+        pending = gateway.dispatcher.submit(model.peer, order, taken.release)
+        self.count += 1
+        return Submitted(gateway, self, model, taken, pending)
+
+    def _take(self, raw: bytes) -> tuple[Model, Taken]:
+        parts = split(raw)
+        if parts is not None and (found := self._plans.follow(*parts)) is not None:
+            return found
+        request_id = ""
+        try:
+            message = _parsed(raw)
+            request_id = message.id
+            version = checked_version(message.model_version)
+            model = self._gateway.models.resolve(message.model_name, version)
+            if model.decoupled:
+                raise Unsupported(_DECOUPLED)
+            taken = build(self._gateway, model, wire_request(message), b"", 0)
+        except ShmserveError as error:
+            raise Refused(error, request_id) from None
+        if parts is not None:
+            self._plans.remember(parts[0], version, model, taken)
+        return model, taken
 
 
 def _parsed(raw: bytes) -> ModelInferRequest:

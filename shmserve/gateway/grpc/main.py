@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import uvloop
 
 from shmserve.gateway import process
-from shmserve.gateway.grpc.infer import InFlight
+from shmserve.gateway.grpc import loop
+from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.responses import LARGEST_MESSAGE
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.grpc.settings import GrpcSettings
@@ -38,7 +38,7 @@ def run(args: dict[str, Any]) -> None:
     settings = Settings.decode(args["settings"])
     ours = GrpcSettings.decode(args["addresses"], args["grpc"])
     process.prepare("gateway grpc", "gateway grpc", settings)
-    uvloop.run(
+    loop.run(
         process.serve(
             "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcDoor(gateway, ours)
         )
@@ -50,8 +50,8 @@ class GrpcDoor(process.Door):
 
     def __init__(self, gateway: Gateway, settings: GrpcSettings) -> None:
         self._settings = settings
-        self._in_flight = InFlight()
-        self._service = Service(gateway, self._in_flight)
+        self._inferences = Inferences(gateway)
+        self._service = Service(gateway, self._inferences)
         self._server: Any = None
 
     async def open(self) -> None:
@@ -85,11 +85,11 @@ class GrpcDoor(process.Door):
         """Every inference counts, in a stream or not."""
 
         def idle() -> None:
-            self._in_flight.on_idle = None
+            self._inferences.on_idle = None
             drained()
 
-        self._in_flight.on_idle = idle
-        if not self._in_flight.count:
+        self._inferences.on_idle = idle
+        if not self._inferences.count:
             idle()
 
     async def close(self) -> None:

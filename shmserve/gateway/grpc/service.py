@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.grpc import control, log_and_trace, memory
 from shmserve.gateway.grpc.access import Authorise, Scope, anyone
-from shmserve.gateway.grpc.infer import InFlight, Refused, submit
+from shmserve.gateway.grpc.infer import Inferences, Refused
 from shmserve.gateway.grpc.stream import stream_infer
 from shmserve.gateway.state import Gateway
 from shmserve.proto import grpc_service_pb2 as pb
@@ -90,10 +90,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     """
 
     def __init__(
-        self, gateway: Gateway, in_flight: InFlight, authorise: Authorise = anyone
+        self, gateway: Gateway, inferences: Inferences, authorise: Authorise = anyone
     ) -> None:
         self._gateway = gateway
-        self._in_flight = in_flight
+        self._inferences = inferences
         self._authorise = authorise
         self._health_changed = asyncio.Event()
         self._handlers: dict[str, Any] = {
@@ -140,7 +140,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _infer(self, raw: bytes, context: Any) -> bytes:
         try:
-            submitted = submit(self._gateway, self._in_flight, raw, context.time_remaining())
+            submitted = self._inferences.submit(raw, context.time_remaining())
             return await submitted.answer()
         except Refused as refused:
             await _abort(context, refused.error)
@@ -153,7 +153,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         try:
-            await stream_infer(self._gateway, self._in_flight, requests, context)
+            await stream_infer(self._inferences, requests, context)
         except ShmserveError as error:
             await _abort(context, error)
 

@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.grpc.infer import InFlight, Refused, Submitted, submit
+from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.responses import streamed, streamed_error
-from shmserve.gateway.state import Gateway
 
 # Requests of one stream that wait for their turn to be answered; more are not read yet.
 _MOST_WAITING = 1024
@@ -22,7 +21,7 @@ _Item = Submitted | Refused | None  # None: the client sends no more
 
 
 async def stream_infer(
-    gateway: Gateway, in_flight: InFlight, requests: AsyncIterator[bytes], context: Any
+    inferences: Inferences, requests: AsyncIterator[bytes], context: Any
 ) -> None:
     """Answer until the client has sent its last request, or is gone.
 
@@ -37,7 +36,7 @@ async def stream_infer(
             async for raw in requests:
                 await room.acquire()
                 try:
-                    item: _Item = submit(gateway, in_flight, raw, context.time_remaining())
+                    item: _Item = inferences.submit(raw, context.time_remaining())
                 except Refused as refused:
                     item = refused
                 waiting.put_nowait(item)
