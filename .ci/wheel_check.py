@@ -106,7 +106,12 @@ def serve_one_request(python: Path, folder: Path) -> None:
     # `-m` puts the working folder in front of everything else: the harder way to start.
     command = [
         *(str(python), "-m", "shmserve", "serve", "--model-repository=models"),
-        *("--http-address=127.0.0.1", f"--http-port={port}", "--allow-metrics=false"),
+        *(
+            "--http-address=127.0.0.1",
+            f"--http-port={port}",
+            "--allow-metrics=false",
+            "--allow-grpc=false",
+        ),
         f"--run-dir={folder / 'run'}",
     ]
     shown = subprocess.run(

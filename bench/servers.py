@@ -68,6 +68,7 @@ class Shmserve:
         """`python -m shmserve serve ...`, with a run directory in `scratch`."""
         flags = [f"--model-repository={repository}", f"--run-dir={scratch / 'run'}"]
         flags += ["--http-address=127.0.0.1", f"--http-port={ports.http}"]
+        flags += ["--grpc-address=127.0.0.1", f"--grpc-port={ports.grpc}"]
         flags += ["--metrics-address=127.0.0.1", f"--metrics-port={ports.metrics}"]
         return [sys.executable, "-m", "shmserve", "serve", *flags]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shmserve import grpc_config
 from shmserve.errors import InvalidArgument
 from shmserve.flags import Parsed
 from shmserve.gateway.authorisation import (
@@ -19,6 +20,7 @@ from shmserve.gateway.authorisation import (
     parse_restrictions,
     read_tokens,
 )
+from shmserve.grpc_config import GrpcConfig
 from shmserve.model_config import ModelDefaults
 from shmserve.repository import is_inline
 from shmserve.trust import NO_GROUP, ShmPolicy
@@ -49,6 +51,7 @@ class ServerConfig:
     http_max_input_size: int
     http_body_timeout_s: float
     gateways: int
+    grpc: GrpcConfig | None
     allow_metrics: bool
     metrics_address: str
     metrics_port: int
@@ -88,6 +91,7 @@ class ServerConfig:
             "http_address": self.http_address,
             "tokens": dict(self.tokens),
             "http_restricted": encode_restrictions(self.http_restricted),
+            "grpc_restricted": encode_restrictions(self.grpc_restricted),
             "allow_client_shm": self.shm.allow,
             "shm_overlap": self.shm.overlap,
         }
@@ -132,6 +136,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         http_max_input_size=value["http-max-input-size"],
         http_body_timeout_s=value["http-body-timeout-secs"],
         gateways=value["gateways"],
+        grpc=grpc_config.from_values(value),
         allow_metrics=value["allow-metrics"],
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics_port=value["metrics-port"],

@@ -23,6 +23,7 @@ from shmserve.trust import NO_GROUP
 
 logger = logging.getLogger(__name__)
 
+_GRPC = "grpc"
 _PAUSES_S = (0.0, 0.0, 0.1, 0.3, 0.6, 1.0)
 
 
@@ -52,6 +53,22 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
     Raises InvalidArgument naming `flag` when the address cannot be had, or other hosts reach it and
     it is not `guarded`.
     """
+    return _bound(address, port, flag, guarded, backlog=1024)
+
+
+def hold(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
+    """Like `listen`, but the sockets are only bound: they keep the port for one that listens.
+
+    gRPC takes no listening socket, it makes its own. Linux lets it bind to the same address as long
+    as the holder does not listen (both with SO_REUSEADDR), and when it dies with its gateway the
+    port is still held for the next one. A port where somebody listens cannot be held.
+    """
+    return _bound(address, port, flag, guarded, backlog=None)
+
+
+def _bound(
+    address: str, port: int, flag: str, guarded: bool, backlog: int | None
+) -> list[socket.socket]:
     made: list[socket.socket] = []
     for family, kind, protocol, _, where in resolve(address, port, flag, guarded):
         sock = socket.socket(family, kind, protocol)
@@ -60,7 +77,8 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.bind(where)
-            sock.listen(1024)
+            if backlog is not None:
+                sock.listen(backlog)
             sock.setblocking(False)
         except OSError as error:
             for opened in (sock, *made):
@@ -122,38 +140,48 @@ class Doors:
         host: Host,
         http: list[socket.socket],
         metrics: list[socket.socket],
+        grpc: list[socket.socket],
         snapshot: Callable[[], Iterable[Any]],
         on_message: Callable[[int, Any], None],
     ) -> None:
         self._host = host
         self._http = http
         self._metrics = metrics
+        self._grpc = grpc
         self._snapshot = snapshot
         self._on_message = on_message
-        self._children: dict[int, Child] = {}  # by index
+        self._children: dict[str, Child] = {}  # by name: "0", "1", ..., "grpc"
         self._deaths = 0
         self._drained: dict[int, asyncio.Future[None]] = {}
         self.stopping = False
 
     async def start(self) -> None:
         """Start every gateway."""
-        await asyncio.gather(*(self._start(index) for index in range(self._host.config.gateways)))
+        names = [str(index) for index in range(self._host.config.gateways)]
+        if self._grpc:
+            names.append(_GRPC)
+        await asyncio.gather(*map(self._start, names))
 
-    async def _start(self, index: int) -> None:
+    async def _start(self, name: str) -> None:
+        entry, own, sockets = self._grpc_entry() if name == _GRPC else self._http_entry(name)
         config = self._host.config
+        common = {"run_dir": str(self._host.run_dir), "settings": config.gateway_settings()}
         child = await self._host.front.spawn(
-            f"gateway {index}",
-            "shmserve.gateway.main:run",
-            {
-                "index": index,
-                "run_dir": str(self._host.run_dir),
-                "http_count": len(self._http),
-                "settings": config.gateway_settings(),
-            },
-            [sock.fileno() for sock in (*self._http, *self._metrics)],
+            f"gateway {name}", entry, {**common, **own}, [sock.fileno() for sock in sockets]
         )
-        self._children[index] = child
+        self._children[name] = child
         self._host.enrol(child.pid, "gateway", lambda message: self._from_gateway(child, message))
+
+    def _http_entry(self, name: str) -> tuple[str, dict[str, Any], list[socket.socket]]:
+        own = {"index": int(name), "http_count": len(self._http)}
+        return "shmserve.gateway.main:run", own, [*self._http, *self._metrics]
+
+    def _grpc_entry(self) -> tuple[str, dict[str, Any], list[socket.socket]]:
+        config = self._host.config.grpc
+        assert config is not None
+        addresses = [sock.getsockname()[:2] for sock in self._grpc]
+        own = {"addresses": addresses, "grpc": config.gateway_settings()}
+        return "shmserve.gateway.grpc.main:run", own, []
 
     def _from_gateway(self, child: Child, message: Any) -> None:
         match message:
@@ -190,22 +218,22 @@ class Doors:
     def process_exited(self, child: Child) -> None:
         """Start a gateway again if `child` was one; the listening sockets are here, so no
         connection is refused."""
-        for index, known in self._children.items():
+        for name, known in self._children.items():
             if known is child and not self.stopping:
                 logger.error("%s ended (%s); starting it again", child.title, child.exited.result())
-                self._host.background(self._restart(index))
+                self._host.background(self._restart(name))
 
-    async def _restart(self, index: int) -> None:
+    async def _restart(self, name: str) -> None:
         pause = _PAUSES_S[min(self._deaths, len(_PAUSES_S) - 1)]
         self._deaths += 1
         asyncio.get_running_loop().call_later(30.0, self._forgive)
         await asyncio.sleep(pause)
         if not self.stopping:
             try:
-                await self._start(index)
+                await self._start(name)
             except ShmserveError as error:
-                logger.error("gateway %d could not be started: %s", index, error.message)
-                self._host.background(self._restart(index))
+                logger.error("gateway %s could not be started: %s", name, error.message)
+                self._host.background(self._restart(name))
 
     def _forgive(self) -> None:
         self._deaths -= 1
@@ -224,9 +252,9 @@ class Doors:
             await asyncio.wait(waits)
 
     async def stop(self) -> None:
-        """End every gateway and close the listening sockets."""
+        """End every gateway and close the sockets."""
         self.stopping = True
-        for sock in (*self._http, *self._metrics):
+        for sock in (*self._http, *self._metrics, *self._grpc):
             sock.close()
         for child in self._children.values():
             self._host.control.send(child.pid, m.Stop())

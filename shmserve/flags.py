@@ -205,6 +205,63 @@ ACTED_ON: tuple[Flag, ...] = (
         group="Doors",
     ),
     Flag(
+        "allow-grpc",
+        kind=bool,
+        default=True,
+        help="serve gRPC, where the extra `grpc` is installed",
+        group="gRPC",
+    ),
+    Flag("grpc-address", help="where gRPC listens (as --http-address)", group="gRPC"),
+    Flag(
+        "grpc-port",
+        kind=int,
+        default=8001,
+        high=65535,
+        help="0 picks a free port",
+        group="gRPC",
+    ),
+    Flag("grpc-use-ssl", kind=bool, default=False, help="TLS", group="gRPC"),
+    Flag(
+        "grpc-use-ssl-mutual",
+        kind=bool,
+        default=False,
+        help="TLS, and clients must show a certificate that --grpc-root-cert has signed",
+        group="gRPC",
+    ),
+    Flag("grpc-server-cert", help="file of the server's certificates, PEM", group="gRPC"),
+    Flag("grpc-server-key", help="file of the server's private key, PEM", group="gRPC"),
+    Flag("grpc-root-cert", help="file of the root certificates for clients, PEM", group="gRPC"),
+    Flag(
+        "grpc-infer-response-compression-level",
+        default="none",
+        choices=("none", "low", "medium", "high"),
+        help="none: as is; others: gzip, where the client takes it",
+        group="gRPC",
+    ),
+    *(
+        Flag(f"grpc-{name}", kind=int, default=default, high=2**31 - 1, help=text, group="gRPC")
+        for name, default, text in (
+            ("keepalive-time", 7_200_000, "milliseconds of silence before the server pings"),
+            ("keepalive-timeout", 20_000, "milliseconds that a ping's answer may take"),
+            ("http2-max-pings-without-data", 2, "pings in a row without data; 0: any number"),
+            (
+                "http2-min-recv-ping-interval-without-data",
+                300_000,
+                "milliseconds between pings of a client that sends no data",
+            ),
+            ("http2-max-ping-strikes", 2, "pings too many before a client is cut off; 0: any"),
+            ("max-connection-age", 0, "milliseconds that a connection may last; 0: any"),
+            ("max-connection-age-grace", 0, "milliseconds for its calls after that; 0: any"),
+        )
+    ),
+    Flag(
+        "grpc-keepalive-permit-without-calls",
+        kind=bool,
+        default=False,
+        help="ping connections without calls too",
+        group="gRPC",
+    ),
+    Flag(
         "auth-token-file",
         help="clients must send one of its tokens (Authorization: Bearer); a line is TOKEN or "
         "TOKEN SCOPE,SCOPE",
@@ -332,14 +389,8 @@ _WITHOUT_EFFECT = """
 log-info:bool log-warning:bool log-error:bool log-format log-file model-config-name
 model-load-thread-count model-load-retry-count model-namespacing:bool enable-peer-access:bool
 reuse-http-port:bool http-header-forward-pattern http-thread-count
-allow-grpc:bool grpc-address grpc-port reuse-grpc-port:bool
-grpc-header-forward-pattern grpc-infer-allocation-pool-size grpc-max-response-pool-size
-grpc-use-ssl:bool grpc-use-ssl-mutual:bool grpc-server-cert grpc-server-key grpc-root-cert
-grpc-infer-response-compression-level grpc-keepalive-time grpc-keepalive-timeout
-grpc-keepalive-permit-without-calls:bool grpc-http2-max-pings-without-data
-grpc-http2-min-recv-ping-interval-without-data grpc-http2-max-ping-strikes
-grpc-max-connection-age grpc-max-connection-age-grace
-grpc-infer-thread-count grpc-infer-max-completion-queue-thread-count
+reuse-grpc-port:bool grpc-header-forward-pattern grpc-infer-allocation-pool-size
+grpc-max-response-pool-size grpc-infer-thread-count grpc-infer-max-completion-queue-thread-count
 allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
 allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model
 allow-gpu-metrics:bool allow-cpu-metrics:bool metrics-interval-ms metrics-config trace-config

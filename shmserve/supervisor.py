@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import importlib.util
 import logging
 import os
 import resource
@@ -22,7 +23,7 @@ from shmserve import devices, logs
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Control
-from shmserve.doors import Doors, listen, listen_unix, remove_unix
+from shmserve.doors import Doors, hold, listen, listen_unix, remove_unix
 from shmserve.errors import Internal, ShmserveError
 from shmserve.host import Host
 from shmserve.ipc import endpoints
@@ -52,9 +53,10 @@ def serve(config: ServerConfig) -> int:
     _raise_descriptor_limit()
     http, metrics = _listen(config)
     try:
+        grpc = _grpc_sockets(config)
         run_dir = RunDirectory(config.run_dir)
         try:
-            return asyncio.run(Supervisor(config, run_dir, http, metrics).run())
+            return asyncio.run(Supervisor(config, run_dir, http, metrics, grpc).run())
         finally:
             run_dir.remove()
     finally:
@@ -76,6 +78,20 @@ def _listen(config: ServerConfig) -> tuple[list[socket.socket], list[socket.sock
     return http, metrics
 
 
+def _grpc_sockets(config: ServerConfig) -> list[socket.socket]:
+    """What holds gRPC's port; none when it is switched off or not installed."""
+    if config.grpc is None:
+        return []
+    found = importlib.util.find_spec("grpc")
+    if found is None or found.origin is None:  # no origin: some folder of this name
+        logger.warning(
+            "gRPC is not served: the package is not installed (pip install 'shmserve[grpc]'; "
+            "--allow-grpc=false says that it is not wanted)"
+        )
+        return []
+    return hold(config.grpc.address, config.grpc.port, "--grpc-address", config.guarded)
+
+
 def _raise_descriptor_limit() -> None:
     # Each region, connection and model takes descriptors; the soft limit of 1024 is for programs
     # that use select on all of them.
@@ -93,11 +109,13 @@ class Supervisor:
         run_dir: RunDirectory,
         http: list[socket.socket],
         metrics: list[socket.socket],
+        grpc: list[socket.socket],
     ) -> None:
         self.config = config
         self._run_dir = run_dir
         self._http = http
         self._metrics = metrics
+        self._grpc = grpc
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._health = m.HealthChanged(live=True, ready=False, exiting=False)
         self._started = False
@@ -152,7 +170,9 @@ class Supervisor:
         self.host = Host(self.config, self._run_dir.path, children, control, front, makers)
         makers.start()  # first: torch takes longest
         front.start()
-        self.doors = Doors(self.host, self._http, self._metrics, self._snapshot, self._asked)
+        self.doors = Doors(
+            self.host, self._http, self._metrics, self._grpc, self._snapshot, self._asked
+        )
         self.regions = Registrar(
             self.doors.publish,
             self.doors.pids,
@@ -194,9 +214,10 @@ class Supervisor:
         return 0
 
     def _log_addresses(self, seconds: float) -> None:
-        for name, sockets, path in (
-            ("HTTP", self._http, ""),
-            ("metrics", self._metrics, "/metrics"),
+        for name, sockets, start, path in (
+            ("HTTP", self._http, "http://", ""),
+            ("gRPC", self._grpc, "", ""),
+            ("metrics", self._metrics, "http://", "/metrics"),
         ):
             for sock in sockets:
                 if sock.family == socket.AF_UNIX:
@@ -204,7 +225,7 @@ class Supervisor:
                     continue
                 host, port = sock.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host
-                logger.info("%s service at http://%s:%d%s", name, shown, port, path)
+                logger.info("%s service at %s%s:%d%s", name, start, shown, port, path)
         logger.info("the server is ready after %.2f s", seconds)
 
     # --- events
@@ -319,7 +340,7 @@ class Supervisor:
         await self.doors.stop()
 
     async def _kill_rest(self) -> None:
-        for sock in (*self._http, *self._metrics):
+        for sock in (*self._http, *self._metrics, *self._grpc):
             sock.close()
         self.host.front.stop()
         self.host.makers.stop()

@@ -37,7 +37,7 @@ RUNNING: list[Server] = []
 
 class Server:
     """A server of a repository; `folder` is a short, private one that holds its run directory, log
-    and gate.
+    and gate. Without `grpc` it serves HTTP alone, which starts faster.
     """
 
     def __init__(
@@ -49,11 +49,13 @@ class Server:
         run_dir: Path | None = None,
         ports: tuple[int, int] | None = None,
         prefix: Sequence[str] = (),
+        grpc: bool = False,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="st-"))
         self.run_dir = run_dir or self.folder / "run"
         self.log_path = self.folder / "log"
         self.http_port, self.metrics_port = ports or free_ports(2)
+        self.grpc_port = free_ports(1)[0] if grpc else 0
         self.gate = Gate(self.folder / "gate")
         # The gate and the temporary files are this server's; nothing of it is in a folder others
         # use.
@@ -69,6 +71,11 @@ class Server:
             *(f"--model-repository={repository}" for repository in repositories),
             *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
             *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
+            *(
+                ("--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}")
+                if grpc
+                else ("--allow-grpc=false",)
+            ),
             f"--run-dir={self.run_dir}",
             *flags,
         ]
@@ -257,11 +264,14 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(
-    repository: Path | Sequence[Path], *flags: str, environment: Mapping[str, str] | None = None
+    repository: Path | Sequence[Path],
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    grpc: bool = False,
 ) -> Iterator[Server]:
     """A ready server, stopped at the end of the with block."""
     repositories = [repository] if isinstance(repository, Path) else repository
-    server = Server(repositories, flags, environment=environment)
+    server = Server(repositories, flags, environment=environment, grpc=grpc)
     try:
         yield server.wait_ready()
     except BaseException:

@@ -201,10 +201,10 @@ def tensor_ref(
 def from_json(tensor: WireInput) -> bytes:
     """The bytes of a tensor that was given as JSON; raises what is wrong with it."""
     data = tensor.data
+    if type(data) is bytes:
+        return data  # a large array, which was read before; or from gRPC
     if not tensor.count:
         return b""
-    if type(data) is bytes:
-        return data  # a large array, which was read before
     if type(data) is not list:
         raise JsonFault("Unable to parse 'data': attempt to access JSON non-array as array")
     return jsontensors.decode(data, tensor.datatype, tensor.count, tensor.name)

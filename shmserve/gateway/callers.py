@@ -147,13 +147,17 @@ class Caller:
         found: Peer | None = None
         if self.door.kind is DoorKind.LOOPBACK:
             with contextlib.suppress(OSError):
-                ours, theirs = self._sock.getsockname(), self._sock.getpeername()
-                found = loopback_peer(_address(ours), _address(theirs))
+                found = self._find_user()
         if found is None:
             if not self.door.shm_of_strangers:
                 raise PermissionDenied("the server cannot tell which user of this host asks")
             found = REMOTE
         return found
+
+    def _find_user(self) -> Peer | None:
+        """The user of a client on this host, None if nobody knows it; raises OSError."""
+        ours, theirs = self._sock.getsockname(), self._sock.getpeername()
+        return loopback_peer(_address(ours), _address(theirs))
 
     def administrator(self) -> Peer:
         """Its user, for whom every region is there to see if it runs the server."""

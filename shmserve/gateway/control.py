@@ -66,25 +66,40 @@ async def model_config(gateway: Gateway, request: Request, name: str, version: s
 
 async def model_ready(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
     """GET /v2/models/NAME/ready."""
+    if is_ready(gateway, name, version or ""):
+        return Reply()
+    return error_reply(400, "Model version not ready")
+
+
+def is_ready(gateway: Gateway, name: str, version: str) -> bool:
+    """Whether a model's version is ready; raises InvalidArgument for what is no version."""
     try:
-        is_ready = gateway.models.resolve(name, version or "").ready
+        return gateway.models.resolve(name, version).ready
     except InvalidArgument:
         raise
     except ShmserveError:
-        is_ready = False
-    return Reply() if is_ready else error_reply(400, "Model version not ready")
+        return False
 
 
 async def statistics(gateway: Gateway, request: Request) -> Reply:
     """GET /v2/models/stats."""
-    reports = await collect(gateway, gateway.models.all())
-    return _statistics_reply(reports)
+    return _statistics_reply(await reported(gateway, "", ""))
 
 
 async def model_statistics(
     gateway: Gateway, request: Request, name: str, version: str | None
 ) -> Reply:
     """GET /v2/models/NAME/stats."""
+    return _statistics_reply(await reported(gateway, name, version or ""))
+
+
+async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, Any]]:
+    """The statistics of a model's version, of all its versions for "", of all models without name.
+
+    Raises InvalidArgument or Unavailable.
+    """
+    if not name:
+        return await collect(gateway, gateway.models.all())
     versions = gateway.models.versions(name)
     if not versions:
         raise InvalidArgument(f"requested model '{name}' is not available")
@@ -97,7 +112,7 @@ async def model_statistics(
     reports = await collect(gateway, chosen[:1] if version else chosen)
     if not reports:
         raise Unavailable(f"the statistics of model '{name}' are not available now")
-    return _statistics_reply(reports)
+    return reports
 
 
 def _statistics_reply(reports: list[dict[str, Any]]) -> Reply:

@@ -59,7 +59,7 @@ async def infer(gateway: Gateway, request: Request, name: str, version: str | No
     try:
         reply = await _run(gateway, model, request, taken, arrived_ns)
     except ShmserveError as error:
-        _log_failure(model, taken.wire.id, error)
+        log_failure(model, taken.wire.id, error)
         raise
     if logger.isEnabledFor(logging.DEBUG):
         passed_us = (time.monotonic_ns() - arrived_ns) // 1000
@@ -76,7 +76,7 @@ async def _run(
     try:
         if taken.regions:
             admit(taken.regions, request.connection.caller.peer())
-        submit = _submission(gateway, taken, dispatcher.next_number(), arrived_ns)
+        submit = submission(gateway, taken, dispatcher.next_number(), arrived_ns)
     except BaseException:
         taken.release()
         raise
@@ -87,7 +87,7 @@ async def _run(
         dispatcher.cancel(pending)
         raise
     if isinstance(message, m.Failed):
-        raise _failure(message)
+        raise failure(message)
     try:
         answer = unpack_inferred(message.body)
     except MalformedMessage as error:
@@ -111,12 +111,20 @@ async def _run(
     return reply
 
 
-def _submission(gateway: Gateway, taken: Taken, number: int, arrived_ns: int) -> m.Submit:
+def submission(
+    gateway: Gateway, taken: Taken, number: int, arrived_ns: int, call_limit_us: int = 0
+) -> m.Submit:
+    """What the scheduler is told; `call_limit_us` is how long the client's own call lasts, 0: any.
+
+    The shortest of the limits that there are makes the deadline.
+    """
     wire = taken.wire
     timeout_us = min(wire.timeout_us, LONGEST_TIMEOUT_US)
     limit_us = gateway.settings.request_timeout_us
     if timeout_us and (not limit_us or timeout_us < limit_us):
         limit_us = timeout_us
+    if call_limit_us and (not limit_us or call_limit_us < limit_us):
+        limit_us = call_limit_us
     deadline_ns = arrived_ns + limit_us * 1000 if limit_us else 0
     return m.Submit(
         number,
@@ -131,13 +139,15 @@ def _submission(gateway: Gateway, taken: Taken, number: int, arrived_ns: int) ->
     )
 
 
-def _failure(message: m.Failed) -> ShmserveError:
+def failure(message: m.Failed) -> ShmserveError:
+    """The exception for a scheduler's refusal."""
     if message.retry_after_s > 0:
         return QueueFull(message.message, message.retry_after_s)
     return from_code(message.code, message.message)
 
 
-def _log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
+def log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
+    """Log what is our fault, and at debug level what is the client's."""
     if error.status == 500 and not isinstance(error, JsonFault):
         logger.error(
             "inference of model '%s' failed: %s",

@@ -17,6 +17,7 @@ from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import JsonFault
 from shmserve.ipc.messages import RegionAbandoned, RegisterRegion, UnregisterRegion
 from shmserve.ipc.ranges import whole
+from shmserve.trust import Peer
 
 _LONGEST_NAME = 255
 
@@ -39,10 +40,7 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
     peer = request.connection.caller.peer()
     check_name(name)
     key, offset, size, leased = registration(await _register_body(gateway, request))
-    groups = list(peer.groups)
-    asked = gateway.supervisor.ask(
-        lambda number: RegisterRegion(number, name, key, offset, size, peer.uid, groups, leased)
-    )
+    asked = ask_to_register(gateway, peer, name, key, offset, size, leased=leased)
     await (_lease(gateway, request.connection.caller, asked) if leased else asked)
     return Reply()
 
@@ -62,6 +60,25 @@ def registration(body: dict[str, Any]) -> tuple[str, int, int, bool]:
     if lifetime not in ("server", "connection"):
         raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
     return key, offset, size, lifetime == "connection"
+
+
+def ask_to_register(
+    gateway: Gateway,
+    peer: Peer,
+    name: str,
+    key: str,
+    offset: int,
+    byte_size: int,
+    *,
+    leased: bool = False,
+) -> Awaitable[dict[str, Any]]:
+    """Have a POSIX object of `peer` registered, whatever the door; raises why it is refused."""
+    groups = list(peer.groups)
+    return gateway.supervisor.ask(
+        lambda number: RegisterRegion(
+            number, name, key, offset, byte_size, peer.uid, groups, leased
+        )
+    )
 
 
 async def _lease(gateway: Gateway, caller: Caller, asked: Awaitable[dict[str, Any]]) -> None:
@@ -89,27 +106,35 @@ def _required(body: dict[str, Any], field: str) -> Any:
 
 async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
     """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user."""
-    caller = request.connection.caller
+    regions = visible(gateway, request.connection.caller, name or "")
+    return json_reply([region.status() for region in regions])
+
+
+def visible(gateway: Gateway, caller: Caller, name: str) -> list[Region]:
+    """The regions of the caller's user, or the one of this name; raises NotFound."""
     regions: list[Region] = []
     if caller.door.shm:
         peer = caller.administrator()
         regions = [region for region in gateway.regions.all() if region.admits(peer)]
     if not name:
-        return json_reply([region.status() for region in regions])
-    region = next((region for region in regions if region.name == name), None)
-    if region is None:
+        return regions
+    regions = [region for region in regions if region.name == name]
+    if not regions:
         raise NotFound(f"Unable to find system shared memory region: '{name}'")
-    return json_reply([region.status()])
+    return regions
 
 
 async def unregister(gateway: Gateway, request: Request, name: str | None) -> Reply:
     """POST /v2/systemsharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    peer = request.connection.caller.administrator()
-    groups = list(peer.groups)
-    await gateway.supervisor.ask(
-        lambda number: UnregisterRegion(number, name or "", peer.uid, groups)
-    )
+    await ask_to_unregister(gateway, request.connection.caller, name or "")
     return Reply()
+
+
+async def ask_to_unregister(gateway: Gateway, caller: Caller, name: str) -> None:
+    """Have a region of the caller's user unregistered, all of them for ""."""
+    peer = caller.administrator()
+    groups = list(peer.groups)
+    await gateway.supervisor.ask(lambda number: UnregisterRegion(number, name, peer.uid, groups))
 
 
 async def register_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:

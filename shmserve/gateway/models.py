@@ -85,12 +85,15 @@ class ModelTable:
 
     def resolve(self, name: str, version: str) -> Model:
         """The model for a request; version "" means the latest. Raises NotFound or Unavailable."""
-        if version:
-            versions = self._models.get(name, {})
-            model = versions.get(version) or versions.get(whole_version(version))
-        else:
-            model = self._latest.get(name)
+        model = self.find(name, version)
         return model if model is not None else self._absent(name, version)
+
+    def find(self, name: str, version: str) -> Model | None:
+        """Like `resolve`, None when there is none."""
+        if not version:
+            return self._latest.get(name)
+        versions = self._models.get(name, {})
+        return versions.get(version) or versions.get(whole_version(version))
 
     def _absent(self, name: str, version: str) -> Never:
         unknown = f"Request for unknown model: '{name}'"
@@ -114,6 +117,21 @@ class ModelTable:
             for name in sorted(self._models)
             for version in self.versions(name)
         ]
+
+
+def checked_version(text: str) -> str:
+    """A version as a message gives it, "" for the latest; raises InvalidArgument with Triton's
+    text."""
+    if not text or (text.isascii() and text.isdecimal()):
+        return text
+    if text.isascii() and text[0] == "-" and text[1:].isdecimal():
+        raise InvalidArgument(
+            f"invalid model version specified '{text}' , version should be an integral value > 0"
+        )
+    raise InvalidArgument(
+        f"failed to get model version from specified version string '{text}' (details: stol), "
+        "version should be an integral value > 0"
+    )
 
 
 def whole_version(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, PermissionDenied, Unsupported
 from shmserve.gateway.bodies import JSON_TOO_LARGE, Body
+from shmserve.gateway.callers import Caller
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.requests import Request
 from shmserve.gateway.state import Gateway
@@ -43,13 +44,18 @@ async def load(gateway: Gateway, request: Request, repository: str | None, name:
     _check_repository(repository)
     check_model_name(name)
     config, files = _load_parameters(_parameters(await read_json(gateway, request)))
-    if (config or files) and request.connection.caller.anonymous:
-        # Files are programs that the server would run.
+    if config or files:
+        check_may_send(request.connection.caller)
+    await gateway.supervisor.ask(lambda number: LoadModel(number, name, config, files))
+    return Reply()
+
+
+def check_may_send(caller: Caller) -> None:
+    """Raise PermissionDenied unless the server may run what this client sends as model files."""
+    if caller.anonymous:
         raise PermissionDenied(
             "a configuration or files for a model may come from another host only with a token"
         )
-    await gateway.supervisor.ask(lambda number: LoadModel(number, name, config, files))
-    return Reply()
 
 
 async def unload(gateway: Gateway, request: Request, repository: str | None, name: str) -> Reply:

@@ -13,8 +13,8 @@ class Settings:
     `max_input_size` bounds JSON, raw input and decompressed bodies, in bytes
     (--http-max-input-size). `request_timeout_us` is the server's end-to-end limit for requests, 0
     for none. `arena_byte_size` bounds the memory for request bodies. `body_timeout_s` is how long a
-    client may stall while it sends a body or reads a response. `tokens` and `http_restricted` are
-    as gateway/authorisation.py has them, `allow_client_shm` and `shm_overlap` as shmserve/trust.py.
+    client may stall while it sends a body or reads a response. `tokens` and `..._restricted` are as
+    gateway/authorisation.py has them, `allow_client_shm` and `shm_overlap` as shmserve/trust.py.
     """
 
     id: str = "triton"
@@ -28,6 +28,7 @@ class Settings:
     http_address: str = "127.0.0.1"
     tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)
     http_restricted: dict[str, Any] = field(default_factory=dict)
+    grpc_restricted: dict[str, Any] = field(default_factory=dict)
     allow_client_shm: bool | None = None
     shm_overlap: str = "warn"
 

@@ -8,7 +8,9 @@ nothing collides with the classes of a client library.
 from __future__ import annotations
 
 import base64
+import importlib
 import zlib
+from pathlib import PurePath
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -25,9 +27,11 @@ def encode(file_descriptor: bytes) -> str:
 def load(encoded: str) -> dict[str, Any]:
     """A file's message classes, enums and enum values by name, and its `DESCRIPTOR`."""
     serialized = zlib.decompress(base64.b64decode(encoded))
+    described = descriptor_pb2.FileDescriptorProto.FromString(serialized)
+    for imported in described.dependency:
+        importlib.import_module(f"shmserve.proto.{PurePath(imported).stem}_pb2")
     _POOL.AddSerializedFile(serialized)
-    name = descriptor_pb2.FileDescriptorProto.FromString(serialized).name
-    file = _POOL.FindFileByName(name)
+    file = _POOL.FindFileByName(described.name)
     found: dict[str, Any] = {"DESCRIPTOR": file}
     for message in file.message_types_by_name.values():
         found[message.name] = _message_class(message)

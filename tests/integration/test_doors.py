@@ -192,6 +192,7 @@ def test_no_token_is_seen_anywhere(guarded: Server, http: Http) -> None:
         (("--http-address=0.0.0.0",), "--http-address: other hosts reach '0.0.0.0'"),
         (("--http-address=::",), "--http-address: other hosts reach '::'"),
         (("--http-address=",), "--http-address: other hosts reach ''"),
+        (("--grpc-address=0.0.0.0",), "--grpc-address: other hosts reach '0.0.0.0'"),
         (("--metrics-address=0.0.0.0",), "--metrics-address: other hosts reach '0.0.0.0'"),
         (("--auth-token-file=/nowhere",), "--auth-token-file: cannot read '/nowhere'"),
         (("--shm-group=no-such-group",), "--shm-group: there is no group 'no-such-group'"),
@@ -205,7 +206,7 @@ def test_no_token_is_seen_anywhere(guarded: Server, http: Http) -> None:
 )
 def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
     """R4: an address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
-    ports = ("--http-port=0", "--metrics-port=0")
+    ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
     refused = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
     assert refused.returncode == 2
     assert said in refused.stderr

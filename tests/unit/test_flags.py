@@ -93,8 +93,9 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
 
 
 def test_flags_without_effect_are_named_once() -> None:
-    found = settings("--grpc-port=8001", "--rate-limit", "off", "--grpc-port", "9", "--allow-grpc")
-    assert found.without_effect == ("--grpc-port", "--rate-limit", "--allow-grpc")
+    ports = ("--vertex-ai-port=8001", "--rate-limit", "off", "--vertex-ai-port", "9")
+    found = settings(*ports, "--allow-vertex-ai")
+    assert found.without_effect == ("--vertex-ai-port", "--rate-limit", "--allow-vertex-ai")
 
 
 def test_what_repeats_and_what_the_last_one_decides() -> None:

@@ -1,0 +1,193 @@
+"""ModelInfer: from a request's bytes to a scheduler and back, for single calls and for streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError
+
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable, Unsupported
+from shmserve.gateway.answers import check_size
+from shmserve.gateway.assembly import Taken, build
+from shmserve.gateway.callers import Caller
+from shmserve.gateway.codec import WireRequest
+from shmserve.gateway.dispatch import Pending
+from shmserve.gateway.grpc.codec import wire_request
+from shmserve.gateway.grpc.plans import Plans, split
+from shmserve.gateway.grpc.responses import encode
+from shmserve.gateway.infer import failure, log_failure, submission
+from shmserve.gateway.models import Model, checked_version
+from shmserve.gateway.regions import admit
+from shmserve.gateway.state import Gateway
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors import Inferred, MalformedMessage, unpack_inferred
+from shmserve.proto.grpc_service_pb2 import ModelInferRequest
+
+logger = logging.getLogger(__name__)
+
+_STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
+_DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+
+
+class Submitted:
+    """A request that a scheduler has; every one must be answered or abandoned."""
+
+    __slots__ = ("_gateway", "_inferences", "_model", "_pending", "_taken", "request_id")
+
+    def __init__(
+        self, gateway: Gateway, inferences: Inferences, model: Model, taken: Taken, pending: Pending
+    ) -> None:
+        self._gateway = gateway
+        self._inferences = inferences
+        self._model = model
+        self._taken = taken
+        self._pending = pending
+        self.request_id = taken.wire.id
+
+    async def answer(self) -> bytes:
+        """The ModelInferResponse, serialized; raises what the request failed with.
+
+        Cancelled, it is abandoned.
+        """
+        try:
+            message = await self._pending.future
+        except asyncio.CancelledError:
+            self.abandon()
+            raise
+        self._inferences.left()
+        try:
+            if isinstance(message, m.Failed):
+                raise failure(message)
+            return self._encoded(message.body)
+        except ShmserveError as error:
+            log_failure(self._model, self.request_id, error)
+            raise
+
+    def _encoded(self, body: bytes) -> bytes:
+        try:
+            answer = unpack_inferred(body)
+        except MalformedMessage as error:
+            logger.error("a worker's answer is malformed: %s", error)
+            raise Internal("internal error") from None
+        try:
+            return self._response(answer)
+        finally:
+            # The response is a copy: the worker's memory is free again.
+            self._pending.peer.release_outputs(answer)
+
+    def _response(self, answer: Inferred) -> bytes:
+        placed = {out.name for out in self._taken.wire.outputs if out.place is not None}
+        contents: list[bytes | memoryview] = []
+        for tensor in answer.outputs:
+            if tensor.name in placed:
+                contents.append(b"")
+                continue
+            raw = tensor.data
+            data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
+            check_size(tensor, data)
+            contents.append(data)
+        return encode(self._model, self.request_id, answer, contents)
+
+    def abandon(self) -> None:
+        """Nobody waits for the answer any more."""
+        self._inferences.left()
+        self._gateway.dispatcher.cancel(self._pending)
+
+
+class Refused(Exception):
+    """A request was refused; `request_id` is its own, as far as it was understood."""
+
+    def __init__(self, error: ShmserveError, request_id: str) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.request_id = request_id
+
+
+class Inferences:
+    """The way in for inferences, in calls of their own and in streams.
+
+    `count` is how many are not answered yet; `on_idle` hears when none is left.
+    """
+
+    __slots__ = ("_gateway", "_plans", "count", "on_idle")
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._plans = Plans(gateway.models)
+        self.count = 0
+        self.on_idle: Callable[[], None] | None = None
+
+    def left(self) -> None:
+        """One less."""
+        self.count -= 1
+        if not self.count and self.on_idle is not None:
+            self.on_idle()
+
+    def submit(self, raw: bytes, caller: Caller, remaining_s: float | None) -> Submitted:
+        """Hand the serialized ModelInferRequest `raw` of `caller` to its scheduler.
+
+        `remaining_s` is how long its client's call lasts, in seconds, None for any time. Raises
+        `Refused`.
+        """
+        arrived_ns = time.monotonic_ns()
+        gateway = self._gateway
+        if gateway.draining or gateway.health.exiting:
+            raise Refused(Unavailable(_STOPPING), "")
+        model, taken = self._take(raw)
+        try:
+            if taken.regions:
+                admit(taken.regions, caller.peer())
+            number = gateway.dispatcher.next_number()
+            limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
+            order = submission(gateway, taken, number, arrived_ns, limit_us)
+        except ShmserveError as error:
+            taken.release()
+            raise Refused(error, taken.wire.id) from None
+        except BaseException:
+            taken.release()
+            raise
+        pending = gateway.dispatcher.submit(model.peer, order, taken.release)
+        self.count += 1
+        return Submitted(gateway, self, model, taken, pending)
+
+    def _take(self, raw: bytes) -> tuple[Model, Taken]:
+        parts = split(raw)
+        request_id = ""
+        try:
+            if parts is not None and (found := self._plans.follow(*parts)) is not None:
+                return found
+            message = _parsed(raw)
+            request_id = message.id
+            version = checked_version(message.model_version)
+            model = self._gateway.models.resolve(message.model_name, version)
+            if model.decoupled:
+                raise Unsupported(_DECOUPLED)
+            wire = wire_request(message)
+            if parts is None:
+                return model, build(self._gateway, model, wire, b"", 0)[0]
+            key, contents = parts
+            if contents:
+                _behind(wire)
+            taken, plan = build(self._gateway, model, wire, b"".join(contents), 0)
+        except ShmserveError as error:
+            raise Refused(error, request_id) from None
+        if plan is not None:
+            self._plans.remember(key, version, model, plan)
+        return model, taken
+
+
+def _behind(wire: WireRequest) -> None:
+    """Have the raw contents one behind the other, as binary tensors are in an HTTP body."""
+    for tensor in wire.inputs:
+        if tensor.place is None:
+            tensor.binary_size, tensor.data = len(tensor.data), None
+
+
+def _parsed(raw: bytes) -> ModelInferRequest:
+    try:
+        return ModelInferRequest.FromString(raw)
+    except DecodeError:
+        raise InvalidArgument("malformed ModelInferRequest") from None

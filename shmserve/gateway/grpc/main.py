@@ -1,0 +1,121 @@
+"""The process of the gRPC gateway.
+
+gRPC makes the listening sockets itself, on the addresses that the supervisor holds for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from shmserve.gateway import process
+from shmserve.gateway.authorisation import Authorisation, decode_restrictions
+from shmserve.gateway.callers import Door, DoorKind
+from shmserve.gateway.grpc import loop
+from shmserve.gateway.grpc.infer import Inferences
+from shmserve.gateway.grpc.responses import LARGEST_MESSAGE
+from shmserve.gateway.grpc.service import Service
+from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.gateway.peers import is_loopback
+from shmserve.gateway.settings import Settings
+from shmserve.gateway.state import Gateway
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 0.2
+
+
+def run(args: dict[str, Any]) -> None:
+    """Be the gRPC gateway until told to stop.
+
+    `args["addresses"]` are [host, port] pairs, `grpc` is decoded by `GrpcSettings`, `settings` by
+    `Settings`; `run_dir` is where the supervisor's socket is.
+    """
+    settings = Settings.decode(args["settings"])
+    ours = GrpcSettings.decode(args["addresses"], args["grpc"])
+    process.prepare("gateway grpc", "gateway grpc", settings)
+    loop.run(
+        process.serve(
+            "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcFront(gateway, ours)
+        )
+    )
+
+
+class GrpcFront(process.Front):
+    """A gRPC server."""
+
+    def __init__(self, gateway: Gateway, settings: GrpcSettings) -> None:
+        self._settings = settings
+        self._inferences = Inferences(gateway)
+        self._service = Service(gateway, self._inferences, _door(gateway, settings))
+        self._server: Any = None
+
+    async def open(self) -> None:
+        """Listen and accept calls."""
+        settings = self._settings
+        server = grpc.aio.server(
+            handlers=(self._service,),
+            options=(
+                ("grpc.so_reuseport", 0),  # the port is ours alone
+                ("grpc.max_send_message_length", LARGEST_MESSAGE),
+                ("grpc.max_receive_message_length", LARGEST_MESSAGE),
+                *settings.options,
+            ),
+            compression=grpc.Compression.Gzip if settings.compress else None,
+        )
+        credentials = None if settings.tls is None else _credentials(*settings.tls)
+        for host, port in settings.addresses:
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            if credentials is None:
+                server.add_insecure_port(address)
+            else:
+                server.add_secure_port(address, credentials)
+        await server.start()
+        self._server = server
+
+    def health_changed(self) -> None:
+        """Those who watch hear of it."""
+        self._service.health_changed()
+
+    def drain(self, drained: Callable[[], None]) -> None:
+        """Every inference counts, in a stream or not."""
+
+        def idle() -> None:
+            self._inferences.on_idle = None
+            drained()
+
+        self._inferences.on_idle = idle
+        if not self._inferences.count:
+            idle()
+
+    async def close(self) -> None:
+        """What was answered is still sent; streams that wait for requests are cut off."""
+        if self._server is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._server.stop(_LAST_WORDS_S)
+
+
+def _door(gateway: Gateway, settings: GrpcSettings) -> Door:
+    """One for all addresses: gRPC does not say to which of them a client has connected."""
+    told = gateway.settings
+    here = all(is_loopback(host) for host, _ in settings.addresses)
+    return Door(
+        DoorKind.LOOPBACK if here else DoorKind.REMOTE,
+        Authorisation(told.tokens, decode_restrictions(told.grpc_restricted), "protocol"),
+        told.allow_client_shm,
+    )
+
+
+def _credentials(certificate: str, key: str, root: str | None) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials(
+        [(Path(key).read_bytes(), Path(certificate).read_bytes())],
+        None if root is None else Path(root).read_bytes(),
+        require_client_auth=root is not None,
+    )

@@ -1,0 +1,74 @@
+"""The shared memory extensions over gRPC. The regions are those of every other door."""
+
+from __future__ import annotations
+
+from shmserve.errors import InvalidArgument, NotFound
+from shmserve.gateway.callers import Caller
+from shmserve.gateway.memory import ask_to_register, ask_to_unregister, check_name, visible
+from shmserve.gateway.state import Gateway
+from shmserve.ipc.ranges import whole
+from shmserve.proto import grpc_service_pb2 as pb
+
+
+async def system_status(
+    gateway: Gateway, caller: Caller, request: pb.SystemSharedMemoryStatusRequest
+) -> pb.SystemSharedMemoryStatusResponse:
+    """SystemSharedMemoryStatus, of all regions of the client's user without a name."""
+    response = pb.SystemSharedMemoryStatusResponse()
+    for region in visible(gateway, caller, request.name):
+        entry = response.regions[region.name]
+        entry.name, entry.key = region.name, region.key
+        entry.offset, entry.byte_size = region.offset, region.byte_size
+    return response
+
+
+async def system_register(
+    gateway: Gateway, caller: Caller, request: pb.SystemSharedMemoryRegisterRequest
+) -> pb.SystemSharedMemoryRegisterResponse:
+    """SystemSharedMemoryRegister."""
+    peer = caller.peer()
+    check_name(request.name)
+    size = whole(request.byte_size, "byte_size")
+    offset = whole(request.offset, "offset")
+    await ask_to_register(gateway, peer, request.name, request.key, offset, size)
+    return pb.SystemSharedMemoryRegisterResponse()
+
+
+async def system_unregister(
+    gateway: Gateway, caller: Caller, request: pb.SystemSharedMemoryUnregisterRequest
+) -> pb.SystemSharedMemoryUnregisterResponse:
+    """SystemSharedMemoryUnregister, of all regions without a name; an unknown one is fine."""
+    await ask_to_unregister(gateway, caller, request.name)
+    return pb.SystemSharedMemoryUnregisterResponse()
+
+
+async def cuda_status(
+    gateway: Gateway, caller: Caller, request: pb.CudaSharedMemoryStatusRequest
+) -> pb.CudaSharedMemoryStatusResponse:
+    """CudaSharedMemoryStatus."""
+    if not request.name:
+        return pb.CudaSharedMemoryStatusResponse()
+    if gateway.regions.get(request.name) is not None:
+        raise NotFound(
+            f"The region named '{request.name}' is registered as system shared memory, "
+            "not CUDA shared memory"
+        )
+    raise NotFound(f"Unable to find cuda shared memory region: '{request.name}'")
+
+
+async def cuda_register(
+    gateway: Gateway, caller: Caller, request: pb.CudaSharedMemoryRegisterRequest
+) -> pb.CudaSharedMemoryRegisterResponse:
+    """CudaSharedMemoryRegister: there is none here."""
+    caller.peer()
+    check_name(request.name)
+    raise InvalidArgument(
+        f"failed to register CUDA shared memory region: '{request.name}', GPUs not supported"
+    )
+
+
+async def cuda_unregister(
+    gateway: Gateway, caller: Caller, request: pb.CudaSharedMemoryUnregisterRequest
+) -> pb.CudaSharedMemoryUnregisterResponse:
+    """CudaSharedMemoryUnregister: nothing to do."""
+    return pb.CudaSharedMemoryUnregisterResponse()

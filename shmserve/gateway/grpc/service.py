@@ -1,0 +1,195 @@
+"""The table of RPCs, and the way of every call: look up, authorise, handle, errors to a status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
+from shmserve.gateway.callers import Caller, Door
+from shmserve.gateway.grpc import control, log_and_trace, memory
+from shmserve.gateway.grpc.callers import CallCaller, Users
+from shmserve.gateway.grpc.infer import Inferences, Refused
+from shmserve.gateway.grpc.stream import stream_infer
+from shmserve.gateway.state import Gateway
+from shmserve.proto import grpc_service_pb2 as pb
+from shmserve.proto.health_pb2 import HealthCheckRequest
+
+logger = logging.getLogger(__name__)
+
+_STATUS = {
+    "INVALID_ARG": grpc.StatusCode.INVALID_ARGUMENT,
+    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
+    "CANCELLED": grpc.StatusCode.CANCELLED,
+    "UNKNOWN": grpc.StatusCode.UNKNOWN,
+    "NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "UNSUPPORTED": grpc.StatusCode.UNIMPLEMENTED,
+    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
+    "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
+    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "INTERNAL": grpc.StatusCode.INTERNAL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rpc:
+    """One RPC: the API it belongs to (`scope`, as gateway/authorisation.py has them), and
+    `handler(gateway, caller, request) -> response` for plain ones.
+
+    Those without a handler are the `Service`'s own.
+    """
+
+    scope: str
+    request: type[Message] | None = None
+    handler: Callable[[Gateway, Caller, Any], Awaitable[Message]] | None = None
+
+
+_TRITON = "/inference.GRPCInferenceService/"
+_HEALTH = "/grpc.health.v1.Health/"
+MODEL_INFER = _TRITON + "ModelInfer"
+MODEL_STREAM_INFER = _TRITON + "ModelStreamInfer"
+HEALTH_WATCH = _HEALTH + "Watch"
+
+RPCS: dict[str, Rpc] = {
+    MODEL_INFER: Rpc("inference"),
+    MODEL_STREAM_INFER: Rpc("inference"),
+    HEALTH_WATCH: Rpc("health"),
+    _HEALTH + "Check": Rpc("health", HealthCheckRequest, control.check),
+    **{
+        _TRITON + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
+        for scope, request, handler in (
+            ("health", pb.ServerLiveRequest, control.server_live),
+            ("health", pb.ServerReadyRequest, control.server_ready),
+            ("health", pb.ModelReadyRequest, control.model_ready),
+            ("metadata", pb.ServerMetadataRequest, control.server_metadata),
+            ("metadata", pb.ModelMetadataRequest, control.model_metadata),
+            ("model-config", pb.ModelConfigRequest, control.model_config),
+            ("statistics", pb.ModelStatisticsRequest, control.model_statistics),
+            ("model-repository", pb.RepositoryIndexRequest, control.repository_index),
+            ("model-repository", pb.RepositoryModelLoadRequest, control.repository_model_load),
+            ("model-repository", pb.RepositoryModelUnloadRequest, control.repository_model_unload),
+            ("shared-memory", pb.SystemSharedMemoryStatusRequest, memory.system_status),
+            ("shared-memory", pb.SystemSharedMemoryRegisterRequest, memory.system_register),
+            ("shared-memory", pb.SystemSharedMemoryUnregisterRequest, memory.system_unregister),
+            ("shared-memory", pb.CudaSharedMemoryStatusRequest, memory.cuda_status),
+            ("shared-memory", pb.CudaSharedMemoryRegisterRequest, memory.cuda_register),
+            ("shared-memory", pb.CudaSharedMemoryUnregisterRequest, memory.cuda_unregister),
+            ("trace", pb.TraceSettingRequest, log_and_trace.trace_setting),
+            ("logging", pb.LogSettingsRequest, log_and_trace.log_settings),
+        )
+    },
+}
+
+
+class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Finds the handler of every call, after the door's rules have let it pass.
+
+    Messages go through as bytes: the handlers know best how to read and write theirs.
+    """
+
+    def __init__(self, gateway: Gateway, inferences: Inferences, door: Door) -> None:
+        self._gateway = gateway
+        self._inferences = inferences
+        self._door = door
+        self._users = Users()
+        self._health_changed = asyncio.Event()
+        self._handlers: dict[str, Any] = {
+            path: grpc.unary_unary_rpc_method_handler(self._plain(path, rpc))
+            for path, rpc in RPCS.items()
+            if rpc.handler is not None
+        }
+        self._handlers[MODEL_INFER] = grpc.unary_unary_rpc_method_handler(self._infer)
+        self._handlers[MODEL_STREAM_INFER] = grpc.stream_stream_rpc_method_handler(self._stream)
+        self._handlers[HEALTH_WATCH] = grpc.unary_stream_rpc_method_handler(self._watch)
+
+    def service(self, call: grpc.HandlerCallDetails) -> Any:
+        """The handler for a call, None for an unknown method; every call passes here."""
+        handler = self._handlers.get(call.method)
+        if handler is None:
+            return None
+        given = {key: value for key, value in call.invocation_metadata if type(value) is str}
+        error = self._door.authorisation.authorise(RPCS[call.method].scope, given)
+        return handler if error is None else _refusal(error)
+
+    def health_changed(self) -> None:
+        """Tell those who watch."""
+        self._health_changed.set()
+        self._health_changed = asyncio.Event()
+
+    def _caller(self, context: Any) -> Caller:
+        return CallCaller(self._door, self._users, context)
+
+    def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        assert rpc.handler is not None and rpc.request is not None
+        handle, parse = rpc.handler, rpc.request.FromString
+
+        async def call(raw: bytes, context: Any) -> bytes:
+            try:
+                try:
+                    request = parse(raw)
+                except DecodeError:
+                    raise InvalidArgument("malformed request") from None
+                response = await handle(self._gateway, self._caller(context), request)
+                return response.SerializeToString()
+            except ShmserveError as error:
+                await _abort(context, error)
+            except Exception:
+                logger.exception("%s failed", path)
+                await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+            raise AssertionError("abort raises")
+
+        return call
+
+    async def _infer(self, raw: bytes, context: Any) -> bytes:
+        try:
+            submitted = self._inferences.submit(
+                raw, self._caller(context), context.time_remaining()
+            )
+            return await submitted.answer()
+        except Refused as refused:
+            await _abort(context, refused.error)
+        except ShmserveError as error:
+            await _abort(context, error)
+        except Exception:
+            logger.exception("an inference failed")
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+        raise AssertionError("abort raises")
+
+    async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        try:
+            await stream_infer(self._inferences, self._caller(context), requests, context)
+        except ShmserveError as error:
+            await _abort(context, error)
+
+    async def _watch(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        said = None
+        while True:
+            changed = self._health_changed
+            status = control.serving(self._gateway)
+            if status != said:
+                said = status
+                yield status.SerializeToString()
+            await changed.wait()
+
+
+def _refusal(error: ShmserveError) -> Any:
+    """A handler that answers a call of any kind with this error."""
+
+    async def refuse(requests: Any, context: Any) -> None:
+        await _abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def _abort(context: Any, error: ShmserveError) -> None:
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, QueueFull):
+        # gRPC's own word for Retry-After.
+        metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
+    await context.abort(_STATUS[error.code], error.message, metadata)

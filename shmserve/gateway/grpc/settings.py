@@ -1,0 +1,30 @@
+"""What the gRPC gateway is told when it starts: frozen, decoded once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcSettings:
+    """Where it listens and how.
+
+    `tls` is (server certificate, its key, root certificate of clients or None), all file names;
+    `options` are (name, value) pairs for gRPC itself.
+    """
+
+    addresses: tuple[tuple[str, int], ...]
+    compress: bool = False
+    tls: tuple[str, str, str | None] | None = None
+    options: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def decode(cls, addresses: list[list[Any]], raw: dict[str, Any]) -> GrpcSettings:
+        """From the entry point's arguments."""
+        return cls(
+            addresses=tuple((host, port) for host, port in addresses),
+            compress=raw["compress"],
+            tls=raw["tls"] and tuple(raw["tls"]),
+            options=tuple((name, value) for name, value in raw["options"]),
+        )

@@ -1,0 +1,69 @@
+"""ModelStreamInfer: requests and responses in one call, answered in the order of the requests.
+
+A request that fails does not end the stream: its response carries the error. With the metadata
+`triton_grpc_error: true` the first error ends the stream with its status instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from shmserve.errors import ShmserveError
+from shmserve.gateway.callers import Caller
+from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
+from shmserve.gateway.grpc.responses import streamed, streamed_error
+
+# Requests of one stream that wait for their turn to be answered; more are not read yet.
+_MOST_WAITING = 1024
+
+_Item = Submitted | Refused | None  # None: the client sends no more
+
+
+async def stream_infer(
+    inferences: Inferences, caller: Caller, requests: AsyncIterator[bytes], context: Any
+) -> None:
+    """Answer until the client has sent its last request, or is gone.
+
+    Raises the first error in strict mode.
+    """
+    strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
+    waiting: asyncio.Queue[_Item] = asyncio.Queue()
+    room = asyncio.Semaphore(_MOST_WAITING)
+
+    async def read() -> None:
+        try:
+            async for raw in requests:
+                await room.acquire()
+                try:
+                    item: _Item = inferences.submit(raw, caller, context.time_remaining())
+                except Refused as refused:
+                    item = refused
+                waiting.put_nowait(item)
+        finally:
+            waiting.put_nowait(None)
+
+    reader = asyncio.create_task(read())
+    try:
+        while (item := await waiting.get()) is not None:
+            await context.write(await _response(item, strict=strict))
+            room.release()
+    finally:
+        reader.cancel()
+        await asyncio.wait((reader,))
+        while not waiting.empty():
+            left = waiting.get_nowait()
+            if isinstance(left, Submitted):
+                left.abandon()
+
+
+async def _response(item: Submitted | Refused, *, strict: bool) -> bytes:
+    try:
+        if isinstance(item, Refused):
+            raise item.error
+        return streamed(await item.answer())
+    except ShmserveError as error:
+        if strict:
+            raise
+        return streamed_error(error.message, item.request_id)

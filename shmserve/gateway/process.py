@@ -1,0 +1,147 @@
+"""What the process of every gateway does, whatever it speaks to its clients.
+
+GatewayReady ──> the supervisor says what there is, last HealthChanged ──> clients are let in
+Drain ──> inferences are refused, what is in flight finishes ──> Drained ──> Stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shmserve import logs
+from shmserve.gateway.dispatch import Dispatcher
+from shmserve.gateway.models import ModelTable
+from shmserve.gateway.regions import RegionTable
+from shmserve.gateway.settings import Settings
+from shmserve.gateway.state import Gateway
+from shmserve.gateway.supervisor import Supervisor
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.arena import Arena
+from shmserve.ipc.processes import name_process
+from shmserve.ipc.regions import Mappings
+
+logger = logging.getLogger(__name__)
+
+
+class Front(ABC):
+    """Where a gateway's clients come in."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Take requests from now on; the gateway knows everything that the supervisor knows."""
+
+    def health_changed(self) -> None:  # noqa: B027
+        """The gateway's `health` is another one now."""
+
+    @abstractmethod
+    def drain(self, drained: Callable[[], None]) -> None:
+        """Call `drained` once no inference is in flight; new ones are refused already."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End every connection, now."""
+
+
+def prepare(role: str, title: str, settings: Settings) -> None:
+    """Set up this process: its log, its name for `ps`, and no ending but the supervisor's."""
+    logs.configure(role, settings.verbose)
+    name_process(title)
+    # The supervisor decides when this ends; a Ctrl-C reaches the whole process group.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+async def serve(
+    name: str, run_dir: Path, settings: Settings, make_front: Callable[[Gateway], Front]
+) -> None:
+    """Be the gateway that the supervisor knows as `name` until it says `Stop`."""
+    await _Process(name, run_dir, settings, make_front).run()
+
+
+class _Process:
+    def __init__(
+        self, name: str, run_dir: Path, settings: Settings, make_front: Callable[[Gateway], Front]
+    ) -> None:
+        self._informed = asyncio.Event()
+        self._stopped = asyncio.Event()
+        dispatcher = Dispatcher()
+        supervisor = Supervisor(
+            endpoints.control(run_dir),
+            f"gateway.{name}.{os.getpid()}",
+            self._take,
+        )
+        self._gateway = Gateway(
+            settings=settings,
+            dispatcher=dispatcher,
+            models=ModelTable(dispatcher),
+            regions=RegionTable(
+                lambda memory_id: supervisor.tell(m.RegionReleased(memory_id)),
+                settings.shm_overlap,
+            ),
+            supervisor=supervisor,
+            arena=Arena(settings.arena_byte_size),
+            mappings=Mappings(),
+            health=m.HealthChanged(live=True, ready=False, exiting=False),
+        )
+        self._front = make_front(self._gateway)
+
+    async def run(self) -> None:
+        """Serve until `Stop`."""
+        gateway = self._gateway
+        gateway.supervisor.tell(m.GatewayReady(os.getpid()))
+        try:
+            # A gateway that takes over from one that died would answer 404 before it knows the
+            # models.
+            await self._informed.wait()
+            await self._front.open()
+            await self._stopped.wait()
+        finally:
+            await self._front.close()
+            gateway.supervisor.close()
+            gateway.dispatcher.close()
+
+    def _take(self, message: Any) -> None:
+        gateway = self._gateway
+        match message:
+            case m.ModelPublished():
+                gateway.models.publish(message)
+                self._acknowledge(message.acknowledge)
+            case m.ModelWithdrawn(name, version, acknowledge):
+                gateway.models.withdraw(name, version)
+                self._acknowledge(acknowledge)
+            case m.SchedulerLost(endpoint, successor):
+                gateway.dispatcher.lost(endpoint, successor)
+            case m.RegionPublished():
+                gateway.regions.publish(message)
+                self._acknowledge(message.acknowledge)
+            case m.RegionWithdrawn(memory_id=memory_id, acknowledge=acknowledge):
+                gateway.regions.withdraw(memory_id)
+                self._acknowledge(acknowledge)
+            case m.HealthChanged():
+                gateway.health = message
+                self._front.health_changed()
+                self._informed.set()
+            case m.ProcessExited(pid):
+                gateway.mappings.drop_process(pid)
+            case m.Drain():
+                gateway.draining = True
+                self._front.drain(self._drained)
+            case m.Stop():
+                self._stopped.set()
+            case _:
+                logger.warning("the supervisor sent a %s", type(message).__name__)
+
+    def _acknowledge(self, number: int) -> None:
+        if number > 0:
+            self._gateway.supervisor.tell(m.Acknowledged(number))
+
+    def _drained(self) -> None:
+        self._gateway.supervisor.tell(m.Drained())

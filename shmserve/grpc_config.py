@@ -1,0 +1,95 @@
+"""The settings of the gRPC door: frozen, made from the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shmserve.errors import InvalidArgument
+
+# flag -> gRPC's own name of the setting
+_CHANNEL_OPTIONS = {
+    "grpc-keepalive-time": "grpc.keepalive_time_ms",
+    "grpc-keepalive-timeout": "grpc.keepalive_timeout_ms",
+    "grpc-keepalive-permit-without-calls": "grpc.keepalive_permit_without_calls",
+    "grpc-http2-max-pings-without-data": "grpc.http2.max_pings_without_data",
+    "grpc-http2-min-recv-ping-interval-without-data": (
+        "grpc.http2.min_ping_interval_without_data_ms"
+    ),
+    "grpc-http2-max-ping-strikes": "grpc.http2.max_ping_strikes",
+}
+# These mean "no limit" when they are 0, which gRPC says by leaving them out.
+_AGES = {
+    "grpc-max-connection-age": "grpc.max_connection_age_ms",
+    "grpc-max-connection-age-grace": "grpc.max_connection_age_grace_ms",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files in PEM; with `root_cert` clients must show a certificate that it has signed."""
+
+    server_cert: str
+    server_key: str
+    root_cert: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcConfig:
+    """What the gRPC gateway is told; `options` are (name, value) pairs for gRPC itself."""
+
+    address: str
+    port: int
+    compress: bool
+    tls: Tls | None
+    options: tuple[tuple[str, int], ...]
+
+    def gateway_settings(self) -> dict[str, Any]:
+        """As the gateway's entry point takes it."""
+        tls = self.tls
+        return {
+            "compress": self.compress,
+            "tls": tls and [tls.server_cert, tls.server_key, tls.root_cert],
+            "options": self.options,
+        }
+
+
+def from_values(value: Mapping[str, Any]) -> GrpcConfig | None:
+    """The settings that the flags' values give, None for --allow-grpc=false.
+
+    Raises InvalidArgument with one line naming the flag.
+    """
+    if not value["allow-grpc"]:
+        return None
+    options = [(name, int(value[flag])) for flag, name in _CHANNEL_OPTIONS.items()]
+    options += [(name, value[flag]) for flag, name in _AGES.items() if value[flag]]
+    return GrpcConfig(
+        address=value["grpc-address"] or value["http-address"],
+        port=value["grpc-port"],
+        compress=value["grpc-infer-response-compression-level"] != "none",
+        tls=_tls(value),
+        options=tuple(options),
+    )
+
+
+def _tls(value: Mapping[str, Any]) -> Tls | None:
+    mutual: bool = value["grpc-use-ssl-mutual"]
+    if not (value["grpc-use-ssl"] or mutual):
+        return None
+    return Tls(
+        server_cert=_file(value, "grpc-server-cert"),
+        server_key=_file(value, "grpc-server-key"),
+        root_cert=_file(value, "grpc-root-cert") if mutual else None,
+    )
+
+
+def _file(value: Mapping[str, Any], flag: str) -> str:
+    path: str = value[flag] or ""
+    if not path:
+        raise InvalidArgument(f"--{flag}: a file is needed for TLS")
+    if not os.access(path, os.R_OK) or not os.path.isfile(path):
+        raise InvalidArgument(f"--{flag}: '{path}' is not a file that can be read")
+    return str(Path(path).absolute())
