@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class ServerConfig:
     metrics_port: int
     server_id: str
     run_dir: Path | None
+    guest_group: int  # -1: none
     arena_byte_size: int
     exit_timeout_s: int
     exit_on_error: bool
@@ -105,6 +107,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         metrics_port=value["metrics-port"],
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
+        guest_group=_group(value["client-group"]),
         arena_byte_size=value["arena-byte-size"],
         exit_timeout_s=value["exit-timeout-secs"],
         exit_on_error=value["exit-on-error"],
@@ -143,6 +146,16 @@ def _backend_setting(text: str) -> tuple[str, str, str]:
     if not equals or not head:
         raise InvalidArgument(f"--backend-config: '{text}' is not BACKEND,SETTING=VALUE")
     return (backend, setting, value) if comma else ("", backend, value)
+
+
+def _group(name: str) -> int:
+    """The id of a group by name or number; -1 for no name."""
+    if not name:
+        return -1
+    try:
+        return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise InvalidArgument(f"--client-group: there is no group '{name}'") from None
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:

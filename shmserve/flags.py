@@ -195,7 +195,14 @@ ACTED_ON: tuple[Flag, ...] = (
     Flag("id", default="triton", help="the name that GET /v2 shows", group="Server"),
     Flag(
         "run-dir",
-        help="private folder for sockets (default: a fresh one in the temporary folder)",
+        help="private folder for sockets (default: where shmserve.client looks, "
+        "$XDG_RUNTIME_DIR/shmserve or /tmp/shmserve-UID; a fresh one when another server is there)",
+        group="Server",
+    ),
+    Flag(
+        "client-group",
+        default="",
+        help="the group, besides this user, whose programs may use shmserve.client",
         group="Server",
     ),
     Flag(

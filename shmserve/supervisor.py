@@ -12,6 +12,7 @@ import ctypes
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import time
@@ -24,9 +25,11 @@ from shmserve.config import ServerConfig
 from shmserve.control import Control
 from shmserve.doors import Doors, listen
 from shmserve.errors import Internal, ShmserveError
+from shmserve.guests import Guests
 from shmserve.host import Host
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
+from shmserve.ipc.guests import KEY_SIZE, Seals
 from shmserve.ipc.processes import name_process
 from shmserve.models import Models
 from shmserve.progress import Progress, model_table
@@ -55,7 +58,8 @@ def serve(config: ServerConfig) -> int:
         if config.allow_metrics
         else []
     )
-    run_dir = RunDirectory(config.run_dir)
+    group = config.guest_group
+    run_dir = RunDirectory(config.run_dir, group) if config.run_dir else RunDirectory.usual(group)
     try:
         return asyncio.run(Supervisor(config, run_dir, http, metrics).run())
     finally:
@@ -135,12 +139,21 @@ class Supervisor:
         single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         front = Zygote(children, self._run_dir, "front zygote", _FRONT, single)
         makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), os.environ)
-        self.host = Host(self.config, self._run_dir.path, children, control, front, makers)
+        seals = Seals(secrets.token_bytes(KEY_SIZE))
+        self.host = Host(self.config, self._run_dir.path, children, control, front, makers, seals)
         makers.start()  # first: torch takes longest
         front.start()
         self.doors = Doors(self.host, self._http, self._metrics, self._snapshot, self._asked)
         self.regions = Registrar(
             self.doors.publish, self.doors.pids, lambda msg: self.host.broadcast(msg, "worker")
+        )
+        self.host.guests = Guests(
+            self._run_dir.path,
+            self.config.guest_group if self.config.guest_group >= 0 else None,
+            seals,
+            self._told_to_guests,
+            self._guest_left,
+            lambda memory_id: self.host.broadcast(m.MemoryDropped(memory_id), "worker"),
         )
         self.models = Models(
             self.host,
@@ -196,6 +209,17 @@ class Supervisor:
         self.doors.process_exited(child)
         self.models.process_exited(child)
         self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker")
+
+    def _told_to_guests(self) -> Iterator[Any]:
+        yield from self.models.published()
+        yield self._health
+
+    def _guest_left(self, number: int, memories: list[int]) -> None:
+        # Its requests first, so that no worker begins one whose memory it has dropped.
+        self.host.broadcast(m.ProcessExited(number), "scheduler")
+        for memory_id in memories:
+            self.host.broadcast(m.MemoryDropped(memory_id), "worker")
+        self.host.broadcast(m.ProcessExited(number), "worker")
 
     def _update_health(self) -> None:
         ready = self._started and not self._exiting and self._models_ready()
@@ -280,6 +304,8 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self.host.tasks, return_exceptions=True)
         await self._kill_rest()
+        if self.host.guests is not None:
+            self.host.guests.close()
         self.regions.close()
         self.host.control.close()
         self.host.children.close()

@@ -10,8 +10,15 @@ from typing import Any, get_args
 import zmq
 
 from shmserve.ipc.channels import Dealer, Router
-from shmserve.ipc.messages import ClientToScheduler, SupervisorToScheduler, WorkerToScheduler
+from shmserve.ipc.messages import (
+    ClientToScheduler,
+    GuestToScheduler,
+    ProcessExited,
+    SupervisorToScheduler,
+    WorkerToScheduler,
+)
 from shmserve.scheduler.core import Scheduler
+from shmserve.scheduler.guests import GuestDoor
 from shmserve.scheduler.requests import NEVER
 
 # A sleeping thread runs again some time after its timer: up to this much is anticipated.
@@ -53,12 +60,18 @@ class _Inbox:
 
 
 class Loop:
-    """Runs a scheduler on its three sockets until it is told to stop."""
+    """Runs a scheduler on its sockets until it is told to stop."""
 
     def __init__(
-        self, scheduler: Scheduler, control: Dealer, workers: Router, clients: Router
+        self,
+        scheduler: Scheduler,
+        control: Dealer,
+        workers: Router,
+        clients: Router,
+        guests: GuestDoor | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._guests = guests
         self._late_ns = 0
         # The supervisor first: it says who is gone and who will come.
         self._inboxes = {
@@ -66,6 +79,8 @@ class Loop:
             workers.fd: _Inbox(workers, self._from_worker),
             clients.fd: _Inbox(clients, self._from_client),
         }
+        if guests is not None:
+            self._inboxes[guests.link.fd] = _Inbox(guests.link, self._from_guest)
 
     def run(self) -> None:
         """Return after `Stop`."""
@@ -100,6 +115,8 @@ class Loop:
         return readable
 
     def _from_control(self, message: Any) -> None:
+        if type(message) is ProcessExited and self._guests is not None:
+            self._guests.forget(message.pid)
         if type(message) in _FROM_CONTROL:
             self._scheduler.from_control(message, time.monotonic_ns())
         else:
@@ -119,8 +136,19 @@ class Loop:
         else:
             self._scheduler.misplaced()
 
+    def _from_guest(self, item: tuple[bytes, Any]) -> None:
+        assert self._guests is not None
+        peer, message = item
+        if type(message) in _FROM_GUEST:
+            believed = self._guests.check(peer, message)
+            if believed is not None:
+                self._scheduler.from_client(peer, believed, time.monotonic_ns())
+        else:
+            self._scheduler.misplaced()
+
 
 # What a peer may say: a well-formed message in the wrong direction is garbage too.
 _FROM_CONTROL = frozenset(get_args(SupervisorToScheduler))
 _FROM_WORKER = frozenset(get_args(WorkerToScheduler))
 _FROM_CLIENT = frozenset(get_args(ClientToScheduler))
+_FROM_GUEST = frozenset(get_args(GuestToScheduler))
