@@ -65,6 +65,7 @@ class Exchange:
         self._name = connection.next_link_name()
         self._links: dict[str, Dealer] = {}
         self._busy: list[Dealer] = []  # with something to flush
+        self.unsent = 0
         self._pending: dict[int, Pending] = {}
         self._settling: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
@@ -107,6 +108,7 @@ class Exchange:
     def flush(self) -> None:
         """Send what is queued."""
         busy, self._busy = self._busy, []
+        self.unsent = 0
         for link in busy:
             link.flush()
 
@@ -118,6 +120,7 @@ class Exchange:
             link = self._links[endpoint] = Dealer(connection.context, endpoint, identity)
             self._on_link(link.fd)
         link.post(message)
+        self.unsent += 1
         if link not in self._busy:
             self._busy.append(link)
 

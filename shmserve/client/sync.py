@@ -31,6 +31,8 @@ class _Waiter:
     def until(self, pending: Pending) -> None:
         """Return when it is answered; raises TimedOut when its deadline passes first."""
         exchange = self.exchange
+        if pending.outcome is not None:
+            return
         exchange.flush()
         deadline_ns = pending.prepared.options.deadline_ns
         while pending.outcome is None:
@@ -104,11 +106,14 @@ class Server:
         """
         waiting: deque[Pending] = deque()
         waiter = self._waiter()
+        few = max(1, in_flight // 4)  # several a message, and the server is never without any
         try:
             for given in inputs:
                 options = options_of("", None, 0, timeout)
                 prepared = self._session.prepared(model, given, outputs, version, options, {})
                 waiting.append(waiter.exchange.submit(prepared))
+                if waiter.exchange.unsent >= few:
+                    waiter.exchange.flush()
                 if len(waiting) >= in_flight:
                     yield _wait(waiter, waiting.popleft())
             while waiting:
