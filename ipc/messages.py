@@ -605,7 +605,14 @@ WorkerToSupervisor = (
 )
 
 SupervisorToGuest = (
-    Welcome | ModelPublished | ModelWithdrawn | SchedulerLost | HealthChanged | Answered | Refused
+    Welcome
+    | ModelPublished
+    | ModelWithdrawn
+    | SchedulerLost
+    | HealthChanged
+    | ProcessExited
+    | Answered
+    | Refused
 )
 GuestToSupervisor = Hello | Acknowledged | ShareMemory | WithdrawMemory
 GuestToScheduler = Submit | Cancel | Release

@@ -208,7 +208,7 @@ class Supervisor:
         self.regions.gateway_exited(child.pid)
         self.doors.process_exited(child)
         self.models.process_exited(child)
-        self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker")
+        self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker", "guest")
 
     def _told_to_guests(self) -> Iterator[Any]:
         yield from self.models.published()

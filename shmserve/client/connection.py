@@ -27,7 +27,7 @@ from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.regions import Mappings
-from shmserve.ipc.tensors import MalformedMessage, Memory
+from shmserve.ipc.tensors import MalformedMessage, Memory, Place
 
 _MESSAGE = 4 * 1024 * 1024
 _GONE = "there is no server any more"
@@ -45,7 +45,8 @@ class Connection:
         self.lost: dict[str, str] = {}
         self.losses = 0
         self.alive = True
-        self.mappings = Mappings()
+        self._mappings = Mappings()
+        self._mapping = threading.Lock()
         self.pid = os.getpid()
         self.identity = ""
         self._names = itertools.count(1)
@@ -68,9 +69,12 @@ class Connection:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poll = select.epoll()
         self._poll.register(self._door, select.EPOLLIN)
-        self._own = Exchange(self, lambda fd: self._poll.register(fd, select.EPOLLIN))
+        self._own = Exchange(self, self._watch, self._poll.unregister)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
+
+    def _watch(self, fd: int) -> None:
+        self._poll.register(fd, select.EPOLLIN)
 
     # --- the door
 
@@ -95,6 +99,9 @@ class Connection:
                     self._acknowledge(acknowledge)
                 case m.SchedulerLost(endpoint, successor):
                     self._lose(endpoint, successor)
+                case m.ProcessExited(pid):
+                    with self._mapping:
+                        self._mappings.drop_process(pid)
                 case m.HealthChanged():
                     informed = True
                 case m.Answered(number, payload):
@@ -128,6 +135,8 @@ class Connection:
         answer = _Answer()
         number = next(self._numbers)
         with self._lock:
+            if not self.alive:
+                raise Disconnected(_GONE)
             self._answers[number] = answer
         self._tell(m.ShareMemory(number, segment.size), (segment.fd,))
         answer.done.wait()
@@ -147,6 +156,11 @@ class Connection:
             answer.payload = payload
             answer.done.set()
 
+    def copied(self, place: Place) -> bytes:
+        """What a worker wrote to its own memory. Raises Unavailable when that cannot be had."""
+        with self._mapping:
+            return bytes(self._mappings.view(place))
+
     # --- exchanges
 
     def next_link_name(self) -> int:
@@ -159,9 +173,13 @@ class Connection:
             self._exchanges.add(exchange)
 
     def part(self, exchange: Exchange) -> None:
-        """Forget an exchange."""
+        """Forget an exchange, whose owner has closed it; with the last one goes the rest."""
         with self._lock:
             self._exchanges.discard(exchange)
+            last = not self._exchanges and not self.alive
+        if last:
+            self.context.term()
+            self._mappings.drop_all()
 
     def _wake_all(self) -> None:
         with self._lock:
@@ -169,9 +187,12 @@ class Connection:
                 exchange.wake()
 
     def call(self, task: Callable[[Exchange], None]) -> None:
-        """Run something in the connection's own thread, with its exchange."""
-        self._tasks.append(lambda: task(self._own))
-        self._own.wake()
+        """Run something in the connection's own thread, with its exchange. Raises Disconnected."""
+        with self._lock:
+            if not self.alive:
+                raise Disconnected(_GONE)
+            self._tasks.append(lambda: task(self._own))
+            self._own.wake()
 
     # --- its thread
 
@@ -195,26 +216,24 @@ class Connection:
             self._end()
 
     def _end(self) -> None:
-        self.alive = False
+        with self._lock:
+            self.alive = False
         self._wake_all()
         while self._tasks:
             self._tasks.popleft()()
         own = self._own
-        own.take()
         own.close()
+        self.models.close()
         for number in list(self._answers):
             self._answered(number, Disconnected(_GONE))
         self._poll.close()
 
     def close(self) -> None:
-        """End it: the server forgets this client."""
+        """End it: the server forgets this client. Owners of exchanges are woken, to close them."""
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._door.close()
-        for exchange in list(self._exchanges):
-            exchange.close()
-        self.context.destroy(0)
 
 
 class _Answer:

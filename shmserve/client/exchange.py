@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shmserve.client.errors import Disconnected, TimedOut
@@ -56,12 +56,18 @@ class Pending:
 
 
 class Exchange:
-    """The requests of one thread, or event loop, of a connection. `on_link(fd)` hears of a new
-    descriptor to wait for."""
+    """The requests of one thread, or event loop, of a connection. `watch(fd)` hears of a descriptor
+    to wait for, `unwatch(fd)` that it is about to go."""
 
-    def __init__(self, connection: Connection, on_link: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        watch: Callable[[int], None],
+        unwatch: Callable[[int], None],
+    ) -> None:
         self.connection = connection
-        self._on_link = on_link
+        self._watch = watch
+        self._unwatch = unwatch
         self._name = connection.next_link_name()
         self._links: dict[str, Dealer] = {}
         self._busy: list[Dealer] = []  # with something to flush
@@ -72,7 +78,7 @@ class Exchange:
         self._losses = 0
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
-        on_link(self.waker)
+        watch(self.waker)
         connection.join(self)
 
     # --- out
@@ -80,7 +86,10 @@ class Exchange:
     def submit(
         self, prepared: Prepared, on_done: Callable[[Pending], None] | None = None
     ) -> Pending:
-        """Queue a request for the next `flush`."""
+        """Queue a request for the next `flush`. Raises Disconnected once this is closed."""
+        if self._closed:
+            prepared.end()
+            raise Disconnected("this client is closed")
         options = prepared.options
         number = next(self._numbers)
         submit = Submit(
@@ -118,7 +127,7 @@ class Exchange:
             connection = self.connection
             identity = f"{connection.identity}.{self._name}"
             link = self._links[endpoint] = Dealer(connection.context, endpoint, identity)
-            self._on_link(link.fd)
+            self._watch(link.fd)
         link.post(message)
         self.unsent += 1
         if link not in self._busy:
@@ -160,7 +169,7 @@ class Exchange:
 
         outcome: Result | ShmserveError
         try:
-            outcome = read(pending.prepared, body, self.connection.mappings, release)
+            outcome = read(pending.prepared, body, self.connection.copied, release)
         except ShmserveError as error:
             outcome = error
         except MalformedMessage:
@@ -217,7 +226,7 @@ class Exchange:
                 self._handle(message)
             if link in self._busy:
                 self._busy.remove(link)
-            link.close()
+            self._close(link)
             self._lose(endpoint, connection.lost[endpoint])
 
     def _lose(self, endpoint: str, successor: str) -> None:
@@ -239,7 +248,7 @@ class Exchange:
 
     def _drop_all(self) -> None:
         for link in self._links.values():
-            link.close()
+            self._close(link)
         self._links.clear()
         self._busy.clear()
         for pending in self._settling.values():
@@ -249,6 +258,10 @@ class Exchange:
             pending.prepared.end()
             self._done(pending, Disconnected(ENDED))
         self._pending.clear()
+
+    def _close(self, link: Dealer) -> None:
+        self._unwatch(link.fd)
+        link.close()
 
     def wake(self) -> None:
         """Have whoever waits for this exchange look around; for any thread."""
@@ -262,18 +275,13 @@ class Exchange:
         except BlockingIOError:
             return
 
-    def descriptors(self) -> Iterator[int]:
-        """What to wait for."""
-        yield self.waker
-        for link in self._links.values():
-            yield link.fd
-
     def close(self) -> None:
         """Close every link; what is pending fails."""
         if not self._closed:
             self._closed = True
-            self.connection.part(self)
             self._drop_all()
+            self._unwatch(self.waker)
+            self.connection.part(self)
             os.close(self.waker)
 
 

@@ -9,7 +9,6 @@ and nobody holds an array over it any more.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -47,12 +46,13 @@ class Segment:
             os.ftruncate(self.fd, self.size)
             os.posix_fallocate(self.fd, 0, self.size)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self.map = mmap.mmap(self.fd, self.size, flags)
+            mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             os.close(self.fd)
             raise Unavailable(f"{byte_size} bytes of shared memory cannot be had") from error
-        self.address: int = np.frombuffer(self.map, np.uint8).ctypes.data
+        # numpy keeps this object and no more: it is unmapped with the last array over it.
+        self.bytes = memoryview(mapped)
+        self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
         self.free = FreeList(self.size)
         self.memory: Memory | None = None
 
@@ -64,8 +64,6 @@ class Segment:
     def close(self) -> None:
         """Give the memory back once the last array over it is gone."""
         os.close(self.fd)
-        with contextlib.suppress(BufferError):  # arrays over it: it is unmapped with the last
-            self.map.close()
 
 
 class Block:
@@ -167,6 +165,7 @@ class Memories:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
+            self._returned.clear()
 
 
 class Lease:
@@ -198,7 +197,7 @@ class View(np.ndarray):  # type: ignore[type-arg]
         cls, segment: Segment, offset: int, shape: tuple[int, ...], dtype: object, lease: Lease
     ) -> View:
         """The tensor at `offset`."""
-        made: View = np.ndarray.__new__(cls, shape, dtype, segment.map, offset)  # type: ignore[call-overload]
+        made: View = np.ndarray.__new__(cls, shape, dtype, segment.bytes, offset)  # type: ignore[call-overload]
         made._lease = lease
         return made
 

@@ -75,3 +75,9 @@ class Models:
     def names(self) -> list[tuple[str, str]]:
         """Name and version of each, in order."""
         return sorted(key for key in list(self._models) if key[1])
+
+    def close(self) -> None:
+        """Forget all."""
+        for model in list(self._models.values()):
+            model.close()
+        self._models.clear()

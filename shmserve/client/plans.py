@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,24 +86,28 @@ def pack(
 
 class Slot:
     """Memory for one request at a time. `inputs` are arrays to write to, `work` its packed request
-    (b"": not the same each time), `end` makes it free for the next."""
+    (b"": not the same each time)."""
 
-    __slots__ = ("block", "end", "inputs", "outputs", "places", "work")
+    __slots__ = ("block", "inputs", "outputs", "places", "plan", "work")
 
     def __init__(
         self,
+        plan: Plan,
         block: Block,
         inputs: list[Array],
         places: list[Place],
         outputs: tuple[RequestedOutput, ...],
-        end: Callable[[], None],
     ) -> None:
+        self.plan = plan
         self.block = block
         self.inputs = inputs
         self.places = places
         self.outputs = outputs
         self.work = b""
-        self.end = end
+
+    def end(self) -> None:
+        """Free for the next request."""
+        self.plan.take_back(self)
 
 
 class Plan:
@@ -171,19 +175,21 @@ class Plan:
         arrays: list[Array] = []
         places: list[Place] = []
         for form in inside:
-            arrays.append(np.ndarray(form.shape, dtype_of(form.datatype), segment.map, at))
+            arrays.append(np.ndarray(form.shape, dtype_of(form.datatype), segment.bytes, at))
             places.append(segment.place(at, form.byte_size))
             at += aligned(form.byte_size)
         outputs: list[RequestedOutput] = []
         for name, size in self._rooms.items():
-            outputs.append(RequestedOutput(name, size and segment.place(at, size)))
+            place = None if size is None else segment.place(at, size)
+            outputs.append(RequestedOutput(name, place))
             at += aligned(size or 0)
-        slot = Slot(block, arrays, places, tuple(outputs) or self._asked, lambda: self._end(slot))
+        slot = Slot(self, block, arrays, places, tuple(outputs) or self._asked)
         if inside:
             slot.work = self.packed((), slot, PLAIN)
         return slot
 
-    def _end(self, slot: Slot) -> None:
+    def take_back(self, slot: Slot) -> None:
+        """A slot is free again; at any moment, in any thread."""
         if self._closed:
             self._memories.give_back(slot.block)
         else:

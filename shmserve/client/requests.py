@@ -19,7 +19,6 @@ from shmserve.client.models import Model
 from shmserve.client.plans import PLAIN, Form, Options, Plan, Slot, pack
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.ranges import LARGEST
-from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import (
     INLINE_LIMIT,
     ITEM_SIZE,
@@ -367,7 +366,7 @@ class _Loose:
                 data = array.tobytes()
             else:
                 segment = block.segment
-                np.copyto(np.ndarray(array.shape, array.dtype, segment.map, at), array)
+                np.copyto(np.ndarray(array.shape, array.dtype, segment.bytes, at), array)
                 data = segment.place(at, array.nbytes)
                 at += aligned(array.nbytes)
             refs.append(form.ref(data))
@@ -412,10 +411,11 @@ class _Loose:
 def read(
     prepared: Prepared,
     body: bytes,
-    mappings: Mappings,
+    copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
 ) -> Result:
-    """The result in an answer. `release(pid, offsets)` tells a worker that its memory was read.
+    """The result in an answer. `copied(place)` gives what is in a worker's memory, and
+    `release(pid, offsets)` tells the worker that it was read.
 
     Raises Unsupported for outputs that only the server's own user may read.
     """
@@ -433,7 +433,7 @@ def read(
         lease = Lease(prepared.end)  # from here on it ends with the last array
     else:
         prepared.end()
-    found = _Outputs(prepared, lease, mappings)
+    found = _Outputs(prepared, lease, copied)
     try:
         outputs = {tensor.name: found.array(tensor) for tensor in answer.outputs}
     finally:
@@ -466,10 +466,12 @@ def _of_workers(answer: Inferred, own: Sequence[Segment]) -> dict[int, list[int]
 class _Outputs:
     """Where the outputs of one answer are."""
 
-    def __init__(self, prepared: Prepared, lease: Lease | None, mappings: Mappings) -> None:
+    def __init__(
+        self, prepared: Prepared, lease: Lease | None, copied: Callable[[Place], bytes]
+    ) -> None:
         self._prepared = prepared
         self._lease = lease
-        self._mappings = mappings
+        self._from_worker = copied
 
     def array(self, tensor: TensorRef) -> tuple[Array, str]:
         """An output and its datatype."""
@@ -499,9 +501,9 @@ class _Outputs:
 
     def _copied(self, place: Place, segment: Segment | None) -> bytes:
         if segment is not None:
-            return bytes(segment.map[place.offset : place.offset + place.byte_size])
+            return bytes(segment.bytes[place.offset : place.offset + place.byte_size])
         try:
-            return bytes(self._mappings.view(place))
+            return self._from_worker(place)
         except Unavailable as error:
             if not isinstance(error.__cause__, PermissionError):
                 raise

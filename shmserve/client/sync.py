@@ -25,8 +25,12 @@ class _Waiter:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.lock = threading.Lock()  # held while the thread is in it: others may only close it
         self._poll = select.epoll()
-        self.exchange = Exchange(connection, lambda fd: self._poll.register(fd, select.EPOLLIN))
+        self.exchange = Exchange(connection, self._watch, self._poll.unregister)
+
+    def _watch(self, fd: int) -> None:
+        self._poll.register(fd, select.EPOLLIN)
 
     def until(self, pending: Pending) -> None:
         """Return when it is answered; raises TimedOut when its deadline passes first."""
@@ -50,8 +54,9 @@ class _Waiter:
 
     def close(self) -> None:
         """Close all of it."""
-        self.exchange.close()
-        self._poll.close()
+        with self.lock:
+            self.exchange.close()
+            self._poll.close()
 
 
 class Server:
@@ -119,9 +124,10 @@ class Server:
             while waiting:
                 yield _wait(waiter, waiting.popleft())
         finally:
-            for pending in waiting:
-                waiter.exchange.cancel(pending)
-            waiter.exchange.flush()
+            with waiter.lock:
+                for pending in waiting:
+                    waiter.exchange.cancel(pending)
+                waiter.exchange.flush()
 
     def stream(
         self, model: str, inputs: Tensors | None = None, /, **options: Any
@@ -189,12 +195,13 @@ class Server:
 
 
 def _wait(waiter: _Waiter, pending: Pending) -> Result:
-    try:
-        waiter.until(pending)
-    except BaseException:
-        waiter.exchange.cancel(pending)
-        waiter.exchange.flush()
-        raise
+    with waiter.lock:
+        try:
+            waiter.until(pending)
+        except BaseException:
+            waiter.exchange.cancel(pending)
+            waiter.exchange.flush()
+            raise
     return pending.result()
 
 
