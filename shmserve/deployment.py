@@ -259,6 +259,7 @@ class Deployment:
                 "version": plan.version,
                 "config": self.config,
                 "run_dir": str(self.host.run_dir),
+                "guests": {"key": self.host.seals.key, "group": config.shm.group},
                 "settings": {
                     "execution_timeout_s": config.execution_timeout_s,
                     "max_queue_size": config.max_queue_size,
@@ -385,10 +386,11 @@ class Deployment:
                     self._send(instance, attach)
             self._on_change(self)
             # Whoever submits keeps what it submitted, and submits it again.
-            self.host.broadcast(m.SchedulerLost(lost, self.endpoint), "gateway", "worker")
+            successor = m.SchedulerLost(lost, self.endpoint)
+            self.host.broadcast(successor, "gateway", "worker", "guest")
             return
         # Retired meanwhile: models that called it look for who serves now.
-        self.host.broadcast(m.SchedulerLost(lost, ""), "worker")
+        self.host.broadcast(m.SchedulerLost(lost, ""), "worker", "guest")
 
     # --- end
 
