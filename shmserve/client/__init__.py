@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 
 from shmserve.client.errors import Disconnected, Released, TimedOut
-from shmserve.client.requests import Region, Result
+from shmserve.client.region import Region
+from shmserve.client.results import Result
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import (

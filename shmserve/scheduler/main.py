@@ -55,7 +55,8 @@ def run(args: dict[str, Any]) -> None:
     try:
         Loop(scheduler, control, workers, clients, door).run()
     finally:
-        for link in (clients, workers, control, *([door.link] if door else [])):
+        links: list[Router | Dealer] = [clients, workers, control]
+        for link in [*links, door.link] if door is not None else links:
             link.socket.close(_PARTING_MS)
         context.term()
 
