@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 
 from shmserve.client.errors import Disconnected, Released, TimedOut
-from shmserve.client.requests import Region, Result
+from shmserve.client.region import Region
+from shmserve.client.results import Result
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import (
@@ -21,6 +22,7 @@ from shmserve.errors import (
     Internal,
     InvalidArgument,
     NotFound,
+    PermissionDenied,
     QueueFull,
     ShmserveError,
     Unavailable,
@@ -35,6 +37,7 @@ __all__ = [
     "Internal",
     "InvalidArgument",
     "NotFound",
+    "PermissionDenied",
     "QueueFull",
     "Region",
     "Released",

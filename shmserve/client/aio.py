@@ -15,7 +15,8 @@ from typing import Any
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
 from shmserve.client.exchange import Exchange, Pending
-from shmserve.client.requests import Region, Result
+from shmserve.client.region import Region
+from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors, options_of
 
 _LATE = "nobody answered within the timeout"
@@ -29,10 +30,13 @@ class _Turns:
         self._loop = asyncio.get_running_loop()
         self._flushing = False
         self._closed = False
-        self.exchange = Exchange(connection, self._watch, self._loop.remove_reader)
+        self.exchange = Exchange(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
         self._loop.add_reader(fd, lambda: self.exchange.take((fd,)))
+
+    def _unwatch(self, fd: int) -> None:
+        self._loop.remove_reader(fd)
 
     def flush_soon(self) -> None:
         """Send what is queued at the end of this turn."""

@@ -46,12 +46,12 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
         return array, "BYTES"
     if wanted == "BF16" and array.dtype == BF16:
         return np.ascontiguousarray(array), "BF16"
-    datatype = _DATATYPES.get(array.dtype)
-    if datatype is None:
+    known = _DATATYPES.get(array.dtype)
+    if known is None:
         raise InvalidArgument(f"input '{name}' is of {array.dtype}, which no datatype is")
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
-    return array, datatype
+    return array, known
 
 
 def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:

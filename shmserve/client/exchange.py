@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.requests import Prepared, Result, read
+from shmserve.client.requests import Prepared
+from shmserve.client.results import Result, read
 from shmserve.errors import Internal, QueueFull, ShmserveError, from_code
 from shmserve.ipc.channels import Dealer
 from shmserve.ipc.messages import Cancel, Failed, Finished, Release, Settled, Submit

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shmserve.client.errors import Released
 from shmserve.errors import Unavailable
 from shmserve.ipc.arena import FreeList
 from shmserve.ipc.tensors import Memory, Place
@@ -147,7 +146,7 @@ class Memories:
                 return segment, offset
         return None
 
-    def any_within(self, arrays: Sequence[np.ndarray]) -> bool:  # type: ignore[type-arg]
+    def any_within(self, arrays: Sequence[np.ndarray]) -> bool:
         """Whether one of the arrays lies in a segment."""
         if not self._segments:
             return False
@@ -166,100 +165,3 @@ class Memories:
                 segment.close()
             self._segments.clear()
             self._returned.clear()
-
-
-class Lease:
-    """A block on loan to whoever holds arrays over it: `on_end` runs when the last is gone.
-
-    `released`: it was given back by hand, and the arrays raise.
-    """
-
-    __slots__ = ("__weakref__", "_on_end", "released")
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-        self.released = False
-
-    def __del__(self) -> None:
-        self._on_end()
-
-
-class View(np.ndarray):  # type: ignore[type-arg]
-    """An array over shared memory, which raises Released once that was given back.
-
-    What numpy makes of it is a plain array; a plain view of it keeps the memory, whatever happens.
-    """
-
-    _lease: Lease | None
-
-    @classmethod
-    def over(
-        cls, segment: Segment, offset: int, shape: tuple[int, ...], dtype: object, lease: Lease
-    ) -> View:
-        """The tensor at `offset`."""
-        made: View = np.ndarray.__new__(cls, shape, dtype, segment.bytes, offset)  # type: ignore[call-overload]
-        made._lease = lease
-        return made
-
-    def __array_finalize__(self, source: object) -> None:
-        self._lease = getattr(source, "_lease", None)
-
-    def plain(self) -> np.ndarray:  # type: ignore[type-arg]
-        """The same memory as a plain array. Raises Released."""
-        if self._lease is not None and self._lease.released:
-            raise Released("this memory was released: copy what should stay")
-        return self.view(np.ndarray)
-
-    def __getitem__(self, key: object) -> object:
-        return self.plain()[key]  # type: ignore[index]
-
-    def __setitem__(self, key: object, value: object) -> None:
-        self.plain()[key] = _plain(value)  # type: ignore[index]
-
-    def __array_ufunc__(
-        self, ufunc: np.ufunc, method: str, *inputs: object, **options: object
-    ) -> object:
-        if "out" in options:
-            options["out"] = tuple(map(_plain, options["out"]))  # type: ignore[call-overload]
-        return getattr(ufunc, method)(*map(_plain, inputs), **options)
-
-    def __array_function__(
-        self,
-        function: Callable[..., object],
-        types: object,
-        arguments: tuple[object, ...],
-        options: dict[str, object],
-    ) -> object:
-        named = {key: _deeply_plain(value) for key, value in options.items()}
-        return function(*map(_deeply_plain, arguments), **named)
-
-    def __repr__(self) -> str:
-        return repr(self.plain())
-
-    def __str__(self) -> str:
-        return str(self.plain())
-
-    def __dlpack__(self, **options: object) -> object:
-        return self.plain().__dlpack__(**options)  # type: ignore[arg-type]
-
-    def copy(self, order: object = "C") -> np.ndarray:  # type: ignore[type-arg,override]
-        """A plain array of its own. Raises Released."""
-        return self.plain().copy(order)  # type: ignore[arg-type]
-
-    def tobytes(self, order: object = "C") -> bytes:
-        """The bytes. Raises Released."""
-        return self.plain().tobytes(order)  # type: ignore[arg-type]
-
-    def tolist(self) -> object:  # type: ignore[override]
-        """The elements as Python objects. Raises Released."""
-        return self.plain().tolist()
-
-
-def _plain(value: object) -> object:
-    return value.plain() if isinstance(value, View) else value
-
-
-def _deeply_plain(value: object) -> object:
-    if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value))
-    return _plain(value)

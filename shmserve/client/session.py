@@ -14,7 +14,8 @@ from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected
 from shmserve.client.memory import Memories, Segment
 from shmserve.client.plans import PLAIN, Options
-from shmserve.client.requests import Prepared, Region, prepare
+from shmserve.client.region import Region
+from shmserve.client.requests import Prepared, prepare
 from shmserve.errors import InvalidArgument
 
 Tensors = Mapping[str, Any]

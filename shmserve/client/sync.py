@@ -14,7 +14,9 @@ from typing import Any
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
 from shmserve.client.exchange import Exchange, Pending
-from shmserve.client.requests import Prepared, Region, Result
+from shmserve.client.region import Region
+from shmserve.client.requests import Prepared
+from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors, options_of
 
 _LATE = "nobody answered within the timeout"
