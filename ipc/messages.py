@@ -6,6 +6,7 @@ tense.
     supervisor <-> gateway     SupervisorToGateway, GatewayToSupervisor
     supervisor <-> scheduler   SupervisorToScheduler, SchedulerToSupervisor
     supervisor <-> worker      SupervisorToWorker, WorkerToSupervisor
+    supervisor <-> guest       SupervisorToGuest, GuestToSupervisor   (a program outside the server)
 
 On the wire a frame is MessagePack: [VERSION, [tag, field, ...], [tag, field, ...], ...], several
 messages a frame, fields in the order of the class. Field types are checked on arrival, so a
@@ -548,6 +549,44 @@ class FindModel:
     version: str
 
 
+# --- supervisor and guest (a program with shmserve.client), over a unix socket
+# ---------------------------------------------------------------------------------------
+
+
+@_message
+class Hello:
+    """A program asks to be a guest; `version` is the protocol's."""
+
+    version: int
+
+
+@_message
+class Welcome:
+    """The program is guest `number`. A link to a scheduler has the identity "NUMBER.TOKEN.LINK"."""
+
+    number: int
+    token: str
+
+
+@_message
+class ShareMemory:
+    """Let requests of this guest use the first `byte_size` bytes of the attached descriptor: a
+    sealed memfd.
+
+    Answered with {"memory": [id, pid, fd, inode, byte_size, sealed]}, as places have it.
+    """
+
+    id: int
+    byte_size: int
+
+
+@_message
+class WithdrawMemory:
+    """No request of this guest uses the memory any more."""
+
+    memory_id: int
+
+
 ClientToScheduler = Submit | Cancel | Release | ReportStatistics
 SchedulerToClient = Finished | Failed | Settled | StatisticsReported
 SchedulerToWorker = Execute | CancelExecution | ReleaseOutputs
@@ -603,6 +642,19 @@ WorkerToSupervisor = (
     | UnloadModel
     | IndexRepository
 )
+
+SupervisorToGuest = (
+    Welcome
+    | ModelPublished
+    | ModelWithdrawn
+    | SchedulerLost
+    | HealthChanged
+    | ProcessExited
+    | Answered
+    | Refused
+)
+GuestToSupervisor = Hello | Acknowledged | ShareMemory | WithdrawMemory
+GuestToScheduler = Submit | Cancel | Release
 
 
 def pack(messages: Iterable[Any]) -> bytes:

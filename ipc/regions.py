@@ -114,3 +114,8 @@ class Mappings:
         """Forget every memory that process `pid` held: it is gone."""
         for memory_id in [key for key, mapping in self._known.items() if mapping.pid == pid]:
             self.drop(memory_id)
+
+    def drop_all(self) -> None:
+        """Forget every memory."""
+        for memory_id in list(self._known):
+            self.drop(memory_id)

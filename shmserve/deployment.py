@@ -262,6 +262,7 @@ class Deployment:
                 "run_dir": str(self.host.run_dir),
                 "kept": self._kept,
                 "alive": self.pids(),
+                "guests": {"key": self.host.seals.key, "group": config.shm.group},
                 "settings": {
                     "execution_timeout_s": config.execution_timeout_s,
                     "max_queue_size": config.max_queue_size,
@@ -390,10 +391,11 @@ class Deployment:
                     self._send(instance, attach)
             self._on_change(self)
             # Whoever submits keeps what it submitted, and submits it again.
-            self.host.broadcast(m.SchedulerLost(lost, self.endpoint), "gateway", "worker")
+            successor = m.SchedulerLost(lost, self.endpoint)
+            self.host.broadcast(successor, "gateway", "worker", "guest")
             return
         # Retired meanwhile: models that called it look for who serves now.
-        self.host.broadcast(m.SchedulerLost(lost, ""), "worker")
+        self.host.broadcast(m.SchedulerLost(lost, ""), "worker", "guest")
 
     # --- end
 

@@ -10,6 +10,9 @@ The object is opened once, here; workers map that very object through the superv
 so a key that is unlinked and made again is never confused with what was registered. Gateways count
 the requests that use a generation. Who may register and unregister what is decided by
 shmserve.trust, how much by shmserve.region_ledger.
+
+What a guest shares (shmserve/guests.py) is a region without a name: no gateway hears of it, and it
+is the guest's alone until the guest gives it back, or is gone.
 """
 
 from __future__ import annotations
@@ -22,12 +25,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.errors import AlreadyExists, InvalidArgument
+from shmserve.errors import AlreadyExists, InvalidArgument, Unsupported
 from shmserve.ipc import posix_shm
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.ranges import whole
 from shmserve.region_ledger import Ledger
-from shmserve.trust import EVERYONE, Ownership, Peer, ShmPolicy, ownership
+from shmserve.trust import EVERYONE, SHM_DISABLED, Ownership, Peer, ShmPolicy, ownership
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ class Region:
     owner: Ownership
     users: set[int]
     blocks: int  # of the object, when its pages had been taken
-    lessor: int  # the process through which it is leased, or 0
+    lessor: int  # the process through which it is leased, or the guest it is of, or 0
 
     def shrank(self) -> bool:
         """Whether pages of the object have been given back since (it may be as long as before)."""
@@ -96,6 +99,7 @@ class Registrar:
         self._ledger = Ledger(policy)
         self._active: dict[str, Region] = {}
         self._draining: dict[int, Region] = {}
+        self._lent: dict[int, Region] = {}  # without a name
         # Registrations and unregistrations take effect one after the other, everywhere.
         self._turn = asyncio.Lock()
 
@@ -200,6 +204,29 @@ class Registrar:
                 if region.lessor == lessor and memory_id in (0, region.memory_id):
                     await self._withdraw(region)
 
+    def lend(
+        self, memory_id: int, shared: posix_shm.SharedObject, byte_size: int, peer: Peer, guest: int
+    ) -> None:
+        """Keep a sealed object of a guest's until `give_back`; its descriptor is ours from then on.
+
+        Raises Unsupported, PermissionDenied or InvalidArgument, as the policy has it.
+        """
+        if self._policy.allow is False:
+            raise Unsupported(SHM_DISABLED)
+        owner = ownership(peer, "memfd", shared.uid, shared.gid, shared.mode, self._policy.group)
+        self._ledger.enter(peer.uid, byte_size, shared.file)
+        self._lent[memory_id] = Region(
+            "", "", memory_id, shared, 0, byte_size, owner, set(), 0, guest
+        )
+
+    def give_back(self, guest: int, memory_id: int = 0) -> None:
+        """A guest needs a memory no more, or (without `memory_id`) is gone."""
+        for region in list(self._lent.values()):
+            if region.lessor == guest and memory_id in (0, region.memory_id):
+                del self._lent[region.memory_id]
+                self._tell_workers(MemoryDropped(region.memory_id))
+                self._close(region)
+
     async def drop_shrunk(self) -> None:
         """A worker died of a page that is not there: unregister the regions that can have lost it.
 
@@ -240,7 +267,7 @@ class Registrar:
 
     def close(self) -> None:
         """Close every object."""
-        for region in [*self._active.values(), *self._draining.values()]:
-            self._close(region)
-        self._active.clear()
-        self._draining.clear()
+        for regions in (self._active, self._draining, self._lent):
+            for region in regions.values():
+                self._close(region)
+            regions.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -13,7 +14,10 @@ import time
 from pathlib import Path
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
+
+logger = logging.getLogger(__name__)
 
 # A server that was just killed is followed by its last process, which clears the folder; that
 # takes milliseconds.
@@ -24,8 +28,9 @@ class RunDirectory:
     """Opened by the supervisor, one server at a time; `path` is absolute, `lock_fd` holds the
     lock."""
 
-    def __init__(self, wanted: Path | None) -> None:
-        """Use `wanted` (created 0700 if missing), or a fresh folder of our own.
+    def __init__(self, wanted: Path | None, group: int = -1) -> None:
+        """Use `wanted` (created 0700 if missing), or a fresh folder of our own. With a `group`,
+        its programs may pass through, and nothing more.
 
         Raises InvalidArgument when the folder is a link, somebody else's, open to others, too long
         a name, or in use.
@@ -36,13 +41,24 @@ class RunDirectory:
             self.path = Path(os.path.abspath(wanted))
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700, parents=True)
-        self._check()
+        self._check(through=0o010 if group >= 0 else 0)
         self.lock_fd = self._lock()
+        if group >= 0:
+            admit_group(self.path, group)
         for entry in self.path.iterdir():
             if entry.name != "lock":
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
-    def _check(self) -> None:
+    @classmethod
+    def usual(cls, group: int = -1) -> RunDirectory:
+        """The folder where clients look; a fresh one when it cannot be had."""
+        try:
+            return cls(endpoints.usual_run_directory(os.environ), group)
+        except (InvalidArgument, OSError) as error:
+            logger.warning("clients must be told where the server is: %s", error)
+            return cls(None, group)
+
+    def _check(self, through: int) -> None:
         status = self.path.lstat()
         if not stat.S_ISDIR(status.st_mode):
             raise InvalidArgument(f"--run-dir: '{self.path}' is not a directory")
@@ -51,7 +67,7 @@ class RunDirectory:
                 f"--run-dir: '{self.path}' belongs to uid {status.st_uid}, not to this server's "
                 f"{os.geteuid()}"
             )
-        if status.st_mode & 0o077:
+        if status.st_mode & 0o077 & ~through:
             raise InvalidArgument(
                 f"--run-dir: '{self.path}' has mode {status.st_mode & 0o777:04o}; it must be 0700, "
                 "open to its owner alone"
@@ -84,3 +100,9 @@ class RunDirectory:
     def remove(self) -> None:
         """Delete the folder and all in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def admit_group(path: Path, group: int) -> None:
+    """Let a group pass through a folder, or connect to a socket."""
+    os.chown(path, -1, group)
+    path.chmod(0o710 if path.is_dir() else 0o660)

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import time
@@ -25,9 +26,11 @@ from shmserve.config import ServerConfig
 from shmserve.control import Control
 from shmserve.doors import Doors, hold, listen, listen_unix, remove_unix
 from shmserve.errors import Internal, ShmserveError
+from shmserve.guests import Guests
 from shmserve.host import Host
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
+from shmserve.ipc.guests import KEY_SIZE, Seals
 from shmserve.ipc.processes import name_process
 from shmserve.models import Models
 from shmserve.progress import Progress, model_table
@@ -52,9 +55,11 @@ def serve(config: ServerConfig) -> int:
     name_process("supervisor")
     _raise_descriptor_limit()
     http, metrics = _listen(config)
+    group = config.shm.group
     try:
         grpc = _grpc_sockets(config)
-        run_dir = RunDirectory(config.run_dir)
+        chosen = config.run_dir
+        run_dir = RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
         try:
             return asyncio.run(Supervisor(config, run_dir, http, metrics, grpc).run())
         finally:
@@ -167,7 +172,8 @@ class Supervisor:
         single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         front = Zygote(children, self._run_dir, "front zygote", _FRONT, single)
         makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), os.environ)
-        self.host = Host(self.config, self._run_dir.path, children, control, front, makers)
+        seals = Seals(secrets.token_bytes(KEY_SIZE))
+        self.host = Host(self.config, self._run_dir.path, children, control, front, makers, seals)
         makers.start()  # first: torch takes longest
         front.start()
         self.doors = Doors(
@@ -178,6 +184,14 @@ class Supervisor:
             self.doors.pids,
             lambda msg: self.host.broadcast(msg, "worker"),
             self.config.shm,
+        )
+        self.host.guests = Guests(
+            self._run_dir.path,
+            self.config.shm.group,
+            seals,
+            self.regions,
+            self._told_to_guests,
+            self._guest_left,
         )
         self.models = Models(
             self.host,
@@ -239,7 +253,17 @@ class Supervisor:
         self.models.process_exited(child)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
             self.host.background(self.regions.drop_shrunk())
-        self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker")
+        self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker", "guest")
+
+    def _told_to_guests(self) -> Iterator[Any]:
+        yield from self.models.published()
+        yield self._health
+
+    def _guest_left(self, number: int) -> None:
+        # Its requests first, so that no worker begins one whose memory it has dropped.
+        self.host.broadcast(m.ProcessExited(number), "scheduler")
+        self.regions.give_back(number)
+        self.host.broadcast(m.ProcessExited(number), "worker")
 
     def _update_health(self) -> None:
         ready = self._started and not self._exiting and self._models_ready()
@@ -329,6 +353,8 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self.host.tasks, return_exceptions=True)
         await self._kill_rest()
+        if self.host.guests is not None:
+            self.host.guests.close()
         self.regions.close()
         self.host.control.close()
         self.host.children.close()
