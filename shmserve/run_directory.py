@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 # A server that was just killed is followed by its last process, which clears the folder; that
 # takes milliseconds.
 _LOCK_PATIENCE_S = 3.0
+_LOCK_PAUSE_S = 0.02  # flock has no timeout, and this waits only for a server that is ending
+# What says that a folder is a server's, and that all in it may be deleted.
+_MARK = b"shmserve run directory\n"
 
 
 class RunDirectory:
@@ -32,15 +35,21 @@ class RunDirectory:
         """Use `wanted` (created 0700 if missing), or a fresh folder of our own. With a `group`,
         its programs may pass through, and nothing more.
 
-        Raises InvalidArgument when the folder is a link, somebody else's, open to others, too long
-        a name, or in use.
+        Raises InvalidArgument when the folder cannot be made, is a link, somebody else's, open to
+        others, too long a name, in use, or holds anything that no server left there.
         """
         if wanted is None:
             self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
         else:
             self.path = Path(os.path.abspath(wanted))
-            with contextlib.suppress(FileExistsError):
-                self.path.mkdir(mode=0o700, parents=True)
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except FileExistsError:
+                pass  # as what, is checked next
+            except OSError as error:
+                raise InvalidArgument(
+                    f"--run-dir: cannot make '{self.path}': {error.strerror}"
+                ) from None
         self._check(through=0o010 if group >= 0 else 0)
         self.lock_fd = self._lock()
         if group >= 0:
@@ -82,6 +91,15 @@ class RunDirectory:
         deadline = time.monotonic() + _LOCK_PATIENCE_S
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
+            if self._is_foreign():
+                # Or the killed server's last process has removed the lock already, but not all.
+                if time.monotonic() > deadline:
+                    raise InvalidArgument(
+                        f"--run-dir: '{self.path}' holds files that are no server's; it must be "
+                        "empty, or what a killed server left"
+                    )
+                time.sleep(_LOCK_PAUSE_S)
+                continue
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,13 +107,20 @@ class RunDirectory:
                 # the lock.
                 with contextlib.suppress(FileNotFoundError):
                     if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
+                        os.pwrite(fd, _MARK, 0)
                         return fd
             os.close(fd)
             if time.monotonic() > deadline:
                 raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server")
-            time.sleep(
-                0.02
-            )  # flock has no timeout, and this waits only for a server that is ending
+            time.sleep(_LOCK_PAUSE_S)
+
+    def _is_foreign(self) -> bool:
+        """Whether something is in the folder that we must not delete."""
+        with contextlib.suppress(OSError):
+            if not set(os.listdir(self.path)) - {"lock"}:
+                return False
+            return (self.path / "lock").read_bytes() != _MARK
+        return True
 
     def remove(self) -> None:
         """Delete the folder and all in it."""
