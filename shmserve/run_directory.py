@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 # A server that was just killed is followed by its last process, which clears the folder; that
 # takes milliseconds.
 _LOCK_PATIENCE_S = 3.0
+_USUAL_PATIENCE_S = 0.5  # a second server has another folder to go to
 _LOCK_PAUSE_S = 0.02  # flock has no timeout, and this waits only for a server that is ending
 # What says that a folder is a server's, and that all in it may be deleted.
 _MARK = b"shmserve run directory\n"
@@ -31,9 +32,12 @@ class RunDirectory:
     """Opened by the supervisor, one server at a time; `path` is absolute, `lock_fd` holds the
     lock."""
 
-    def __init__(self, wanted: Path | None, group: int = -1) -> None:
+    def __init__(
+        self, wanted: Path | None, group: int = -1, patience_s: float = _LOCK_PATIENCE_S
+    ) -> None:
         """Use `wanted` (created 0700 if missing), or a fresh folder of our own. With a `group`,
-        its programs may pass through, and nothing more.
+        its programs may pass through, and nothing more. A server that is ending has `patience_s`
+        seconds to leave it.
 
         Raises InvalidArgument when the folder cannot be made, is a link, somebody else's, open to
         others, too long a name, in use, or holds anything that no server left there.
@@ -51,7 +55,7 @@ class RunDirectory:
                     f"--run-dir: cannot make '{self.path}': {error.strerror}"
                 ) from None
         self._check(through=0o010 if group >= 0 else 0)
-        self.lock_fd = self._lock()
+        self.lock_fd = self._lock(patience_s)
         if group >= 0:
             admit_group(self.path, group)
         for entry in self.path.iterdir():
@@ -62,7 +66,7 @@ class RunDirectory:
     def usual(cls, group: int = -1) -> RunDirectory:
         """The folder where clients look; a fresh one when it cannot be had."""
         try:
-            return cls(endpoints.usual_run_directory(os.environ), group)
+            return cls(endpoints.usual_run_directory(os.environ), group, _USUAL_PATIENCE_S)
         except (InvalidArgument, OSError) as error:
             logger.warning("clients must be told where the server is: %s", error)
             return cls(None, group)
@@ -87,8 +91,8 @@ class RunDirectory:
                 "a socket's name leaves"
             )
 
-    def _lock(self) -> int:
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
+    def _lock(self, patience_s: float) -> int:
+        deadline = time.monotonic() + patience_s
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
             if self._is_foreign():
