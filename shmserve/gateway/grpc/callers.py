@@ -75,14 +75,18 @@ def _ends(fd: int, inode: int, client: Address) -> Address | None:
     try:
         if found.family not in _INTERNET or found.type != socket.SOCK_STREAM:
             return None
-        if found.getpeername()[:2] != client or os.fstat(fd).st_ino != inode:
+        if _plain(found.getpeername()) != client or os.fstat(fd).st_ino != inode:
             return None
-        ours = found.getsockname()
-        return str(ours[0]), int(ours[1])
+        return _plain(found.getsockname())
     except OSError:
         return None
     finally:
         found.detach()  # it is gRPC's
+
+
+def _plain(name: tuple[Any, ...]) -> Address:
+    # gRPC's sockets are of the newer family even where their addresses are of the older.
+    return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
 def address_of(peer: str) -> Address | None:
