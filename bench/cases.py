@@ -62,7 +62,7 @@ def _load(name: str, title: str, load: Load, column: str, must: float, aim: floa
 _JSON = ("--input-tensor-format", "json", "--output-tensor-format", "json")
 
 
-def _through_shm(elements: int, in_flight: int) -> Load:
+def through_shm(elements: int, in_flight: int) -> Load:
     """`elements` FP32 in and out through system shared memory; perf_analyzer makes the regions."""
     flags = ("--shared-memory", "system", "--output-shared-memory-size", str(4 * elements))
     return Load("identity", in_flight, (*flags, "--shape", f"INPUT0:{elements}"))
@@ -75,7 +75,7 @@ LOADS = (
     _load(
         "shm600k",
         "identity, 600 KB by shared memory, 8 in flight",
-        _through_shm(153_600, 8),
+        through_shm(153_600, 8),
         THROUGHPUT,
         1.5,
         3.0,
@@ -83,7 +83,7 @@ LOADS = (
     _load(
         "shm16m",
         "identity, 16 MiB by shared memory, 1 in flight: p50",
-        _through_shm(4_194_304, 1),
+        through_shm(4_194_304, 1),
         P50,
         0.5,
         0.25,

@@ -122,6 +122,15 @@ class Server:
         """HOST:PORT, as perf_analyzer wants it."""
         return f"127.0.0.1:{self.ports.http}"
 
+    def address(self, door: str) -> str:
+        """HOST:PORT of its door "http" or "grpc"."""
+        return f"127.0.0.1:{self.ports.grpc if door == 'grpc' else self.ports.http}"
+
+    @property
+    def run_dir(self) -> Path:
+        """Where programs on this host find it, if it is shmserve."""
+        return self.log.parent / "run"
+
     def client(self) -> Client:
         """A new connection to it."""
         return Client(self.ports.http)
