@@ -238,7 +238,7 @@ def test_dlpack_in_and_out(client) -> None:
 
     x = frames()
     y = client.infer("rows", INPUT0=Foreign(x))["OUTPUT0"]
-    assert torch.equal(torch.from_dlpack(y), torch.from_numpy(x))
+    assert torch.equal(torch.utils.dlpack.from_dlpack(y), torch.from_numpy(x))
 
 
 def test_strided_and_empty_inputs(client) -> None:
