@@ -112,10 +112,12 @@ class Runner:
             self.results.versions[server.name] = client.call("GET", "/v2")["version"]
             if case.load.model == "simple":
                 client.infer("simple")
-        perf.measure(analyzer, case.load, server.url, _WARM_UP_S)
+        perf.measure(analyzer, case.load, server.url(case.load.protocol), _WARM_UP_S)
 
     def _sample(self, server: Server, row: Row, case: LoadCase, analyzer: Analyzer) -> None:
-        report = perf.measure(analyzer, case.load, server.url, self.settings.seconds)
+        report = perf.measure(
+            analyzer, case.load, server.url(case.load.protocol), self.settings.seconds
+        )
         row.samples.setdefault(server.name, []).append(report[case.column])
         row.details.setdefault(server.name, []).append(report)
         value = f"{report[case.column]:,.0f} {case.figure.unit}"

@@ -68,6 +68,7 @@ class Shmserve:
         """`python -m shmserve serve ...`, with a run directory in `scratch`."""
         flags = [f"--model-repository={repository}", f"--run-dir={scratch / 'run'}"]
         flags += ["--http-address=127.0.0.1", f"--http-port={ports.http}"]
+        flags += ["--grpc-address=127.0.0.1", f"--grpc-port={ports.grpc}"]
         flags += ["--metrics-address=127.0.0.1", f"--metrics-port={ports.metrics}"]
         return [sys.executable, "-m", "shmserve", "serve", *flags]
 
@@ -116,10 +117,9 @@ class Server:
         """The process that the benchmark started: the root of the server's tree."""
         return self.process.pid
 
-    @property
-    def url(self) -> str:
-        """HOST:PORT, as perf_analyzer wants it."""
-        return f"127.0.0.1:{self.ports.http}"
+    def url(self, protocol: str) -> str:
+        """HOST:PORT of its door for "http" or "grpc", as perf_analyzer wants it."""
+        return f"127.0.0.1:{self.ports.grpc if protocol == 'grpc' else self.ports.http}"
 
     def client(self) -> Client:
         """A new connection to it."""

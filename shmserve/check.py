@@ -36,7 +36,7 @@ def check(config: ServerConfig) -> int:
     )
     run_dir = RunDirectory(alone.run_dir)
     try:
-        return asyncio.run(_check(Supervisor(alone, run_dir, [], [])))
+        return asyncio.run(_check(Supervisor(alone, run_dir, [], [], [])))
     finally:
         run_dir.remove()
 

@@ -49,11 +49,13 @@ class Server:
         run_dir: Path | None = None,
         ports: tuple[int, int] | None = None,
         prefix: Sequence[str] = (),
+        grpc: bool = False,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="st-"))
         self.run_dir = run_dir or self.folder / "run"
         self.log_path = self.folder / "log"
         self.http_port, self.metrics_port = ports or free_ports(2)
+        self.grpc_port = free_ports(1)[0] if grpc else 0
         self.gate = Gate(self.folder / "gate")
         # The gate and the temporary files are this server's; nothing of it is in a folder others
         # use.
@@ -70,6 +72,8 @@ class Server:
             *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
             *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
             f"--run-dir={self.run_dir}",
+            # One process less where a test does not ask for it.
+            f"--grpc-port={self.grpc_port}" if grpc else "--allow-grpc=false",
             *flags,
         ]
         with self.log_path.open("ab") as log:
@@ -93,6 +97,11 @@ class Server:
     def url(self) -> str:
         """What tritonclient takes."""
         return f"127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """What tritonclient.grpc takes."""
+        return f"127.0.0.1:{self.grpc_port}"
 
     def log(self) -> str:
         """All that it has written so far."""
@@ -127,6 +136,17 @@ class Server:
                 return http.get(path).status == status
         except (OSError, http_client_error):
             return False
+
+    def wait_listening(self, within_s: float = 10.0) -> None:
+        """Return once somebody accepts connections on gRPC's port."""
+
+        def accepts() -> bool:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self.grpc_port)).close()
+                return True
+            return False
+
+        until(f"gRPC listens:\n{self.log()}", accepts, within_s)
 
     def wait_exit(self, within_s: float) -> int | None:
         """The exit status, or None if it lives on."""
@@ -257,13 +277,19 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(
-    repository: Path | Sequence[Path], *flags: str, environment: Mapping[str, str] | None = None
+    repository: Path | Sequence[Path],
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    grpc: bool = False,
 ) -> Iterator[Server]:
-    """A ready server, stopped at the end of the with block."""
+    """A ready server, stopped at the end of the with block; with `grpc`, that door is open too."""
     repositories = [repository] if isinstance(repository, Path) else repository
-    server = Server(repositories, flags, environment=environment)
+    server = Server(repositories, flags, environment=environment, grpc=grpc)
     try:
-        yield server.wait_ready()
+        server.wait_ready()
+        if grpc:
+            server.wait_listening()
+        yield server
     except BaseException:
         # The test has failed already; how the server ends does not matter any more, only that it
         # does.

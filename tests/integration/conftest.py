@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def serve() -> Iterator[Callable[..., Server]]:
     """
     with contextlib.ExitStack() as stack:
 
-        def start(repository: Path, *flags: str, **options: dict[str, str]) -> Server:
+        def start(repository: Path, *flags: str, **options: Any) -> Server:
             return stack.enter_context(running(repository, *flags, **options))
 
         yield start

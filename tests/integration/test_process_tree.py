@@ -212,6 +212,7 @@ def test_a_taken_port_is_a_clear_error(repository: Path, serve: Serve) -> None:
                 "--http-address=127.0.0.1",
                 f"--http-port={server.http_port}",
                 f"--metrics-port={metrics}",
+                "--allow-grpc=false",
             ),
         ],
         cwd=ROOT,

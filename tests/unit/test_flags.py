@@ -93,8 +93,8 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
 
 
 def test_flags_without_effect_are_named_once() -> None:
-    found = settings("--grpc-port=8001", "--rate-limit", "off", "--grpc-port", "9", "--allow-grpc")
-    assert found.without_effect == ("--grpc-port", "--rate-limit", "--allow-grpc")
+    found = settings("--log-file=a", "--rate-limit", "off", "--log-file", "9", "--allow-http")
+    assert found.without_effect == ("--log-file", "--rate-limit", "--allow-http")
 
 
 def test_what_repeats_and_what_the_last_one_decides() -> None:
