@@ -71,6 +71,14 @@ def through_shm(elements: int, in_flight: int) -> Load:
 LOADS = (
     _load("binary", "simple, binary, 16 in flight", Load("simple", 16), THROUGHPUT, 0.8, 1.2),
     _load("json", "simple, JSON, 16 in flight", Load("simple", 16, _JSON), THROUGHPUT, 0.8, 1.5),
+    _load(
+        "grpc",
+        "simple, gRPC, 16 in flight",
+        Load("simple", 16, door="grpc"),
+        THROUGHPUT,
+        0.5,
+        1.0,
+    ),
     _load("latency", "simple, binary, 1 in flight: p50", Load("simple", 1), P50, 1.2, 0.8),
     _load(
         "shm600k",

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bench import memcpy, perf
@@ -119,8 +119,10 @@ def run(case: NativeCase, runner: Runner) -> Row:
             elif PEER in servers and analyzer is not None:
                 theirs = [
                     perf.measure(
-                        *(analyzer, case.peer, servers[PEER].address(door)),
-                        *(runner.settings.seconds, door),
+                        analyzer,
+                        replace(case.peer, door=door),
+                        servers[PEER].address(door),
+                        runner.settings.seconds,
                     )[case.column]
                     for door in case.doors
                 ]

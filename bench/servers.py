@@ -117,11 +117,6 @@ class Server:
         """The process that the benchmark started: the root of the server's tree."""
         return self.process.pid
 
-    @property
-    def url(self) -> str:
-        """HOST:PORT, as perf_analyzer wants it."""
-        return f"127.0.0.1:{self.ports.http}"
-
     def address(self, door: str) -> str:
         """HOST:PORT of its door "http" or "grpc"."""
         return f"127.0.0.1:{self.ports.grpc if door == 'grpc' else self.ports.http}"

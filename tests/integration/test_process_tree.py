@@ -214,6 +214,7 @@ def test_a_taken_port_is_a_clear_error(repository: Path, serve: Serve) -> None:
                 f"--http-port={server.http_port}",
                 "--allow-grpc=false",
                 f"--metrics-port={metrics}",
+                "--allow-grpc=false",
             ),
         ],
         cwd=ROOT,
