@@ -181,7 +181,7 @@ CASES: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "output": (
         of_output("FOO"),
         BAD,
-        "[request id: <id_unknown>] unexpected inference output 'FOO' for model 'simple'",
+        "unexpected inference output 'FOO' for model 'simple'",
     ),
     "input region": (
         of_input(shared_memory_region=REGION, shared_memory_byte_size=SIZE),
@@ -334,7 +334,8 @@ OTHERS: dict[str, tuple[str, Any, str, str]] = {
         "SystemSharedMemoryRegister",
         pb.SystemSharedMemoryRegisterRequest(name="a", key="/test-not-there", byte_size=1),
         "INTERNAL",
-        "Unable to open shared memory region: '/test-not-there'",
+        "Unable to open shared memory region: '/test-not-there' (there is none where the server "
+        "looks; a client in another container must share its shared memory mount with the server)",
     ),
     "status": (
         "SystemSharedMemoryStatus",

@@ -106,7 +106,7 @@ def test_what_a_plan_goes_by() -> None:
     assert contents == [bytes(200), b""] and key[1] == (200, 0)
     del made.raw_input_contents[:]
     assert key[0] == made.SerializeToString()
-    assert split(key[0]) is None  # nothing behind it
+    assert split(key[0]) == ((key[0], ()), [])
     late = made.SerializeToString() + b":\x01a" + b"\x0a\x01n"
     assert ours.ModelInferRequest.FromString(late).model_name == "n"
     assert split(late) is None  # a field behind the contents

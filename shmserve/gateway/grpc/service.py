@@ -73,6 +73,7 @@ _PLAIN: tuple[
     ("logging", pb.LogSettingsRequest, log_and_trace.log_settings),
 )
 
+_OVER_S = 0.005  # a call with less time left is over
 _TRITON = "/inference.GRPCInferenceService/"
 _HEALTH = "/grpc.health.v1.Health/"
 MODEL_INFER = _TRITON + "ModelInfer"
@@ -159,6 +160,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         except Refused as refused:
             await _abort(context, refused.error)
         except ShmserveError as error:
+            if (left_s := context.time_remaining()) is not None and left_s < _OVER_S:
+                # The scheduler kept the call's own deadline, and was faster than the client.
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
             await _abort(context, error)
         except Exception:
             logger.exception("an inference failed")
