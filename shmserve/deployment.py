@@ -179,6 +179,7 @@ class Deployment:
         message = await self._reply(instance)
         if not isinstance(message, m.InstanceLoaded):
             raise self._failure_of(message)
+        self._refuse_if_stopping()
         if instance.child is None or not instance.child.alive:  # it died as soon as it was ready
             raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
         instance.event("loaded")
@@ -217,7 +218,13 @@ class Deployment:
         started = await self._reply(instance)
         if not isinstance(started, m.WorkerStarted):
             raise self._failure_of(started)
+        self._refuse_if_stopping()
         instance.event("started")
+
+    def _refuse_if_stopping(self) -> None:
+        """Raise Unavailable: `stop` may not have seen a process that was only just started."""
+        if self.stopping:
+            raise Unavailable("the model is unloaded")
 
     def _from_worker(self, instance: Instance, child: Child, message: Any) -> None:
         if isinstance(message, m.FindModel | m.LoadModel | m.UnloadModel | m.IndexRepository):
@@ -346,6 +353,8 @@ class Deployment:
                 await self._load(instance)
             except ShmserveError as error:
                 await self._discard(instance)
+                if self.stopping:
+                    return
                 instance.failed_loads += 1
                 logger.error("instance '%s' did not start again: %s", instance.name, error.message)
                 if instance.failed_loads < _MOST_FAILED_LOADS:
