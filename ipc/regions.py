@@ -1,20 +1,33 @@
 """A process's mappings of memory that other processes hold, opened on first use and kept.
 
 Only workers map clients' regions: a client that truncates its object kills whoever touches the
-lost pages. Gateways map workers' arenas, which are sealed.
+lost pages. Gateways map workers' arenas, which are sealed. What is on a device is opened by what
+the worker gives for it; it looks the same from outside.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.ranges import fits
 from shmserve.ipc.tensors import Memory, Place
 
 
-class _Mapping:
+class Mapping(Protocol):
+    """A memory in this process. `view` can be sliced by bytes; `pid` is whose death ends it."""
+
+    pid: int
+    view: Any
+
+    def close(self) -> None:
+        """Let it go; views of it that someone holds stay valid."""
+
+
+class _HostMapping:
     __slots__ = ("fd", "map", "pid", "view")
 
     def __init__(self, memory: Memory) -> None:
@@ -35,29 +48,40 @@ class _Mapping:
         except BaseException:
             os.close(self.fd)
             raise
-        self.view = memoryview(self.map)
+        self.view: Any = memoryview(self.map)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def shrunk(self, end: int) -> bool:
+        """Whether the object is smaller than `end` by now."""
+        return os.fstat(self.fd).st_size < end
 
 
 class Mappings:
-    """Maps `Memory`s once each and gives views of `Place`s in them."""
+    """Maps `Memory`s once each and gives views of `Place`s in them.
 
-    def __init__(self) -> None:
-        self._known: dict[int, _Mapping] = {}
+    `open_device` maps memory that lies on a device; without it there is none.
+    """
+
+    def __init__(self, open_device: Callable[[Memory], Mapping] | None = None) -> None:
+        self._known: dict[int, Any] = {}
+        self._open_device = open_device
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def view(self, place: Place) -> memoryview:
-        """The bytes at `place`, writable.
+    def view(self, place: Place) -> Any:
+        """The bytes at `place`, writable: a memoryview; on a device, a tensor of uint8.
 
         Raises Unavailable when the object is gone, InvalidArgument when it is smaller than the
         place needs.
         """
         memory = place.memory
-        mapping = self._known.get(memory.id)
+        mapping: Any = self._known.get(memory.id)
         if mapping is None:
-            mapping = self._known[memory.id] = _Mapping(memory)
-        if not memory.sealed and os.fstat(mapping.fd).st_size < place.offset + place.byte_size:
+            mapping = self._known[memory.id] = self._open(memory)
+        if not memory.sealed and mapping.shrunk(place.offset + place.byte_size):
             raise InvalidArgument(
                 "the shared memory object of a region was truncated after it was registered"
             )
@@ -65,12 +89,19 @@ class Mappings:
             raise InvalidArgument("a tensor lies outside its shared memory region")
         return mapping.view[place.offset : place.offset + place.byte_size]
 
+    def _open(self, memory: Memory) -> Mapping:
+        if memory.cuda is None:
+            return _HostMapping(memory)
+        if self._open_device is None:
+            raise Unavailable("the memory of a tensor is on a device, which is not used here")
+        return self._open_device(memory)
+
     def drop(self, memory_id: int) -> None:
         """Forget a memory. Its pages go when the last view of it does (a model may still hold
         one)."""
         mapping = self._known.pop(memory_id, None)
         if mapping is not None:
-            os.close(mapping.fd)
+            mapping.close()
 
     def drop_process(self, pid: int) -> None:
         """Forget every memory that process `pid` held: it is gone."""

@@ -8,6 +8,8 @@ arena.
     inode proves it Place   memory, offset, byte_size                  bytes [offset, offset +
     byte_size) of the object
 
+Memory on a device has a `CudaHandle` instead of a descriptor; only workers open it.
+
 Ownership: the sender of a descriptor leaves the bytes alone until the answer; the answer hands
 them back.
 """
@@ -67,8 +69,25 @@ TO_CONFIG: dict[str, str] = {protocol: config for config, protocol in FROM_CONFI
 
 
 @dataclass(frozen=True, slots=True)
+class CudaHandle:
+    """What opens an allocation that another process exported: its `cudaIpcMemHandle_t`, 64 bytes.
+
+    `device` is the ordinal of the device in this server; `uuid` the device's 16 bytes where the
+    exporter gave them, else empty.
+    """
+
+    raw: bytes
+    device: int
+    uuid: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
-    """An object that process `pid` holds as `fd`; `byte_size` is how much of it may be used."""
+    """An object that process `pid` holds as `fd`; `byte_size` is how much of it may be used.
+
+    With `cuda` it is device memory, and `pid`, `fd` and `inode` mean nothing. Nobody can cut an
+    allocation short, so it counts as sealed.
+    """
 
     id: int
     pid: int
@@ -76,6 +95,12 @@ class Memory:
     inode: int
     byte_size: int
     sealed: bool
+    cuda: CudaHandle | None = None
+
+    @classmethod
+    def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle) -> Memory:
+        """Device memory: the first `byte_size` bytes of what `handle` opens."""
+        return cls(memory_id, 0, -1, 0, byte_size, True, handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +172,14 @@ def element_count(shape: tuple[int, ...] | list[int]) -> int:
     return count
 
 
-def _pack_place(place: Place) -> tuple[int, int, int, int, int, bool, int, int]:
+def _pack_place(place: Place) -> tuple[Any, ...]:
     memory = place.memory
+    if memory.cuda is not None:
+        handle = memory.cuda
+        return (
+            *(memory.id, memory.byte_size, place.offset, place.byte_size),
+            *(handle.device, handle.raw, handle.uuid),
+        )
     return (
         memory.id,
         memory.pid,
@@ -162,6 +193,8 @@ def _pack_place(place: Place) -> tuple[int, int, int, int, int, bool, int, int]:
 
 
 def _unpack_place(raw: Any) -> Place:
+    if len(raw) == 7:
+        return _unpack_device_place(raw)
     ident, pid, fd, inode, size, sealed, offset, byte_size = raw
     for value in (ident, pid, fd, inode, size, offset, byte_size):
         if type(value) is not int:
@@ -169,6 +202,16 @@ def _unpack_place(raw: Any) -> Place:
     if not fits(offset, byte_size, size):
         raise MalformedMessage("a place lies outside its memory")
     return Place(Memory(ident, pid, fd, inode, size, bool(sealed)), offset, byte_size)
+
+
+def _unpack_device_place(raw: Any) -> Place:
+    ident, size, offset, byte_size, device, handle, uuid = raw
+    for value in (ident, size, offset, byte_size, device):
+        if type(value) is not int:
+            raise MalformedMessage("a place holds something that is not an integer")
+    if type(handle) is not bytes or type(uuid) is not bytes or not fits(offset, byte_size, size):
+        raise MalformedMessage("a place on a device is wrong")
+    return Place(Memory.on_device(ident, size, CudaHandle(handle, device, uuid)), offset, byte_size)
 
 
 def _pack_tensor(tensor: TensorRef) -> tuple[Any, ...]:

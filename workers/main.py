@@ -42,6 +42,7 @@ from shmserve.ipc.regions import Mappings
 from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.control import Control
+from shmserve.workers.device_memory import DeviceMemory
 from shmserve.workers.loop import Instance
 
 logger = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ def _context(
     control: Control,
 ) -> ModelContext:
     model_dir = Path(args["model_dir"])
+    device_memory = DeviceMemory()
     return ModelContext(
         model_name=args["model_name"],
         version=args["version"],
@@ -179,7 +181,8 @@ def _context(
         sockets=sockets,
         control=control,
         arena=Arena(args["arena_byte_size"]),
-        mappings=Mappings(),
+        mappings=Mappings(device_memory.open),
+        device_memory=device_memory,
     )
 
 

@@ -27,6 +27,8 @@ _DEFAULT_MAX_BATCH_SIZE = 32
 class NativeBackend(Backend):
     """One object of the model's class."""
 
+    device_inputs = True
+
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._device = open_device(context.device)

@@ -42,7 +42,7 @@ class PythonBackend(Backend):
             sys.modules[name] = pb_utils
         self._server = python_server.Server(context)
         python_server.install(self._server)
-        self._lender = Lender(context.model_name)
+        self._lender = Lender(context.model_name, context.copied)
         self._runner: asyncio.Runner | None = None
         self._class: Any = None
         self._model: Any = None
@@ -71,6 +71,8 @@ class PythonBackend(Backend):
                 f"model '{context.model_name}' uses the decoupled transaction policy, which is not "
                 "supported"
             )
+        forced = (config.get("parameters") or {}).get("FORCE_CPU_ONLY_INPUT_TENSORS") or {}
+        self.device_inputs = forced.get("string_value") == "no"
         kind = self._find(config)
         if not hasattr(kind, "execute"):
             raise InvalidArgument(

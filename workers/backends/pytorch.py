@@ -38,6 +38,8 @@ _FILES = ("model.py", "model.pt2", "model.pt")
 class PytorchBackend(Backend):
     """One torch model on one device."""
 
+    device_inputs = True
+
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._device = open_device(context.device)
