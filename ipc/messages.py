@@ -309,7 +309,11 @@ class SchedulerLost:
 @_message
 class RegionPublished:
     """A region may be used under `name`; the extent is [offset, offset + byte_size) of the
-    object."""
+    object.
+
+    With a `handle` (64 bytes) it is CUDA memory on `device_id`, and `key`, `pid`, `fd` and `inode`
+    mean nothing; `device_uuid` is empty where the client gave none.
+    """
 
     name: str
     key: str
@@ -321,6 +325,9 @@ class RegionPublished:
     offset: int
     byte_size: int
     acknowledge: int
+    handle: bytes = b""
+    device_id: int = 0
+    device_uuid: bytes = b""
 
 
 @_message
@@ -368,11 +375,32 @@ class RegisterRegion:
 
 
 @_message
-class UnregisterRegion:
-    """Unregister a region; an empty name means all."""
+class RegisterCudaRegion:
+    """Register CUDA memory that a client exported: [offset, offset + byte_size) of what `handle`
+    opens.
+
+    `device_uuid` (16 bytes) is empty, `exporter_pid` 0 where it is not known. With the exporter the
+    region ends.
+    """
 
     id: int
     name: str
+    handle: bytes
+    device_id: int
+    device_uuid: bytes
+    offset: int
+    byte_size: int
+    exporter_pid: int
+
+
+@_message
+class UnregisterRegion:
+    """Unregister a region of system memory, or one of CUDA memory; an empty name means all of that
+    kind."""
+
+    id: int
+    name: str
+    cuda: bool = False
 
 
 @_message
@@ -510,6 +538,26 @@ class FindModel:
     version: str
 
 
+@_message
+class CheckMemory:
+    """Open this CUDA memory, see whether it has `byte_size` bytes, and let it go."""
+
+    id: int
+    handle: bytes
+    device_id: int
+    device_uuid: bytes
+    byte_size: int
+
+
+@_message
+class MemoryChecked:
+    """How a `CheckMemory` went; code "" is success, `message` is for the client."""
+
+    id: int
+    code: str
+    message: str
+
+
 ClientToScheduler = Submit | Cancel | Release | ReportStatistics
 SchedulerToClient = Finished | Failed | Settled | StatisticsReported
 SchedulerToWorker = Execute | CancelExecution | ReleaseOutputs
@@ -532,6 +580,7 @@ GatewayToSupervisor = (
     | Acknowledged
     | RegionReleased
     | RegisterRegion
+    | RegisterCudaRegion
     | UnregisterRegion
     | LoadModel
     | UnloadModel
@@ -546,6 +595,7 @@ SupervisorToWorker = (
     CompleteConfig
     | LoadInstance
     | Attach
+    | CheckMemory
     | MemoryDropped
     | ProcessExited
     | ModelWithdrawn
@@ -559,6 +609,7 @@ WorkerToSupervisor = (
     | ConfigCompleted
     | InstanceLoaded
     | LoadFailed
+    | MemoryChecked
     | FindModel
     | LoadModel
     | UnloadModel

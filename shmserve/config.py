@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shmserve.devices import cuda_devices
 from shmserve.errors import InvalidArgument
 from shmserve.flags import Parsed
 from shmserve.model_config import ModelDefaults
@@ -65,6 +66,7 @@ class ServerConfig:
             "arena_byte_size": self.arena_byte_size,
             "body_timeout_s": self.http_body_timeout_s,
             "verbose": self.log_verbose,
+            "cuda_devices": cuda_devices(self.visible_devices),
         }
 
 

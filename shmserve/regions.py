@@ -9,6 +9,9 @@ A region is a numbered generation of a name:
 The object is opened once, here; workers map that very object through the supervisor's descriptor,
 so a key that is unlinked and made again is never confused with what was registered. Gateways count
 the requests that use a generation.
+
+CUDA memory is registered by a handle that workers alone open. Where the process is known that
+exported it, its death unregisters the region.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from shmserve.cuda_regions import Exporter, HandleCheck
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc import posix_shm
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.ranges import whole
+from shmserve.ipc.tensors import CudaHandle, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +39,41 @@ _MOST_REGIONS = 4096
 @dataclass(slots=True, eq=False)
 class Region:
     """One generation. `offset` and `byte_size` are the registered extent in the object, in
-    bytes."""
+    bytes.
+
+    System memory has a `key` and is open as `shared`; CUDA memory has a handle.
+    """
 
     name: str
     key: str
     memory_id: int
-    shared: posix_shm.SharedObject
+    shared: posix_shm.SharedObject | None
     offset: int
     byte_size: int
     users: set[int]
+    cuda: CudaHandle | None = None
+    exporter: Exporter | None = None
 
     def published(self, acknowledge: int) -> RegionPublished:
         """What gateways are told."""
         shared = self.shared
+        if shared is None:
+            assert self.cuda is not None
+            return RegionPublished(
+                name=self.name,
+                key="",
+                memory_id=self.memory_id,
+                pid=0,
+                fd=-1,
+                inode=0,
+                object_size=self.offset + self.byte_size,
+                offset=self.offset,
+                byte_size=self.byte_size,
+                acknowledge=acknowledge,
+                handle=self.cuda.raw,
+                device_id=self.cuda.device,
+                device_uuid=self.cuda.uuid,
+            )
         return RegionPublished(
             name=self.name,
             key=self.key,
@@ -60,6 +87,18 @@ class Region:
             acknowledge=acknowledge,
         )
 
+    @property
+    def orphaned(self) -> bool:
+        """Whether the owner of the object removed it: a name for it can be taken over."""
+        return self.shared is not None and os.fstat(self.shared.fd).st_nlink == 0
+
+    def close(self) -> None:
+        """Let go of the object and of its owner."""
+        if self.shared is not None:
+            os.close(self.shared.fd)
+        if self.exporter is not None:
+            self.exporter.close()
+
 
 # Sends what the function makes of an acknowledgement number to every gateway; returns once it
 # holds in all of them.
@@ -68,17 +107,20 @@ Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
 
 class Registrar:
     """Registers and unregisters; `publish` reaches every gateway (pids: `gateways`),
-    `tell_workers` every worker."""
+    `tell_workers` every worker. Without a `handles` check there is no CUDA memory."""
 
     def __init__(
         self,
         publish: Publish,
         gateways: Callable[[], Iterable[int]],
         tell_workers: Callable[[Any], None],
+        handles: HandleCheck | None = None,
     ) -> None:
         self._publish = publish
         self._gateways = gateways
         self._tell_workers = tell_workers
+        self._handles = handles
+        self._endings: set[asyncio.Task[None]] = set()
         self._active: dict[str, Region] = {}
         self._draining: dict[int, Region] = {}
         # Registrations and unregistrations take effect one after the other, everywhere.
@@ -105,13 +147,10 @@ class Registrar:
         key = posix_shm.normal_key(name, key)
         async with self._turn:
             known = self._active.get(name)
-            if known is not None and os.fstat(known.shared.fd).st_nlink > 0:
+            if known is not None and not known.orphaned:
                 self._refuse_unless_same(known, key, offset, byte_size)
                 return
-            if len(self._active) + len(self._draining) >= _MOST_REGIONS:
-                raise InvalidArgument(
-                    f"at most {_MOST_REGIONS} shared memory regions can be registered"
-                )
+            self._require_room()
             region = await self._open(name, key, offset, byte_size)
             if known is not None:
                 logger.info("region replaced: the object behind its name was removed")
@@ -119,10 +158,61 @@ class Registrar:
             self._active[name] = region
             await self._publish(region.published)
 
+    async def register_cuda(
+        self, name: str, handle: CudaHandle, offset: int, byte_size: int, exporter_pid: int = 0
+    ) -> None:
+        """Register [offset, offset + byte_size) of what `handle` opens as `name`; returns when
+        every gateway knows it.
+
+        `exporter_pid` 0: the owner is not known. The same again succeeds and changes nothing.
+        Raises InvalidArgument, AlreadyExists or Unavailable.
+        """
+        if self._handles is None:
+            raise InvalidArgument(
+                f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
+            )
+        async with self._turn:
+            known = self._active.get(name)
+            if known is not None and not known.orphaned:
+                if (known.cuda, known.offset, known.byte_size) != (handle, offset, byte_size):
+                    raise _taken(name)
+                return
+            self._require_room()
+            memory_id = secrets.randbits(62)
+            await self._handles.check(Memory.on_device(memory_id, offset + byte_size, handle))
+            region = Region(name, "", memory_id, None, offset, byte_size, set(), handle)
+            if exporter_pid:
+                region.exporter = Exporter(exporter_pid, lambda: self._exporter_exited(region))
+            if known is not None:
+                await self._withdraw(known)
+            self._active[name] = region
+            await self._publish(region.published)
+
+    def _exporter_exited(self, region: Region) -> None:
+        async def end() -> None:
+            async with self._turn:
+                if self._active.get(region.name) is region:
+                    logger.warning("region '%s' ends with the process that owned it", region.name)
+                    await self._withdraw(region)
+
+        task = asyncio.get_running_loop().create_task(end())
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
+    def _require_room(self) -> None:
+        if len(self._active) + len(self._draining) >= _MOST_REGIONS:
+            raise InvalidArgument(
+                f"at most {_MOST_REGIONS} shared memory regions can be registered"
+            )
+
     @staticmethod
     def _refuse_unless_same(known: Region, key: str, offset: int, byte_size: int) -> None:
-        taken = AlreadyExists(f"shared memory region '{known.name}' already in manager")
-        if (known.key, known.offset, known.byte_size) != (key, offset, byte_size):
+        taken = _taken(known.name)
+        if known.shared is None or (known.key, known.offset, known.byte_size) != (
+            key,
+            offset,
+            byte_size,
+        ):
             raise taken
         now = posix_shm.open_object(key)
         os.close(now.fd)
@@ -140,13 +230,14 @@ class Registrar:
             raise
         return Region(name, key, secrets.randbits(62), shared, offset, byte_size, set())
 
-    async def unregister(self, name: str) -> None:
-        """Free a name (all names, if empty); returns when no gateway accepts it any more. An
-        unknown name is fine."""
+    async def unregister(self, name: str, cuda: bool = False) -> None:
+        """Free a name (all names, if empty) of system memory, or of CUDA memory; returns when no
+        gateway accepts it any more. An unknown name, and one of the other kind, is fine."""
         async with self._turn:
             regions = [self._active[name]] if name in self._active else []
             for region in regions if name else self.active():
-                await self._withdraw(region)
+                if (region.cuda is not None) == cuda:
+                    await self._withdraw(region)
 
     async def _withdraw(self, region: Region) -> None:
         self._active.pop(region.name, None)
@@ -164,7 +255,7 @@ class Registrar:
         if not region.users:
             del self._draining[memory_id]
             self._tell_workers(MemoryDropped(memory_id))
-            os.close(region.shared.fd)
+            region.close()
 
     def gateway_exited(self, pid: int) -> None:
         """A gateway is gone, and so are the requests it counted."""
@@ -174,6 +265,10 @@ class Registrar:
     def close(self) -> None:
         """Close every object."""
         for region in [*self._active.values(), *self._draining.values()]:
-            os.close(region.shared.fd)
+            region.close()
         self._active.clear()
         self._draining.clear()
+
+
+def _taken(name: str) -> AlreadyExists:
+    return AlreadyExists(f"shared memory region '{name}' already in manager")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from shmserve.ipc.cuda_ipc import CudaError
-from shmserve.ipc.tensors import CudaHandle, Memory, Place
+from shmserve.ipc.tensors import CudaHandle, Memory
 from shmserve.workers.device import Device
 from shmserve.workers.device_memory import Allocation, DeviceMemory
 
@@ -30,22 +30,24 @@ class Exported:
         self.buffer = (ctypes.c_ubyte * (inside + byte_size))()
 
     @property
-    def bytes(self) -> np.ndarray[Any, Any]:
+    def content(self) -> np.ndarray[Any, Any]:
         """All of it from where the handle opens, as the exporter sees it."""
-        return np.frombuffer(self.buffer, np.uint8)[self.inside :]
+        return np.frombuffer(memoryview(self.buffer), np.uint8)[self.inside :]
 
     def memory(self, byte_size: int | None = None, uuid: bytes = b"") -> Memory:
         """As a region of it is described to workers."""
-        size = len(self.bytes) if byte_size is None else byte_size
+        size = len(self.content) if byte_size is None else byte_size
         return Memory.on_device(next(_numbers), size, CudaHandle(self.raw, self.device, uuid))
 
     def write(self, offset: int, array: np.ndarray[Any, Any]) -> None:
         """Put an array in, as a client does."""
-        self.bytes[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+        self.content[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
 
     def read(self, offset: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """What is at `offset`, of the type and shape of `like`."""
-        return self.bytes[offset : offset + like.nbytes].copy().view(like.dtype).reshape(like.shape)
+        return (
+            self.content[offset : offset + like.nbytes].copy().view(like.dtype).reshape(like.shape)
+        )
 
 
 class FakeCuda:
@@ -115,7 +117,7 @@ class FakeCuda:
 
 
 def _as_tensor(allocation: Allocation) -> torch.Tensor:
-    kind = type("_View", (ctypes.c_ubyte * allocation.room,), {})
+    kind: Any = type("_View", (ctypes.c_ubyte * allocation.room,), {})
     view = kind.from_address(allocation.pointer)
     view.owner = allocation  # the tensor keeps it, as torch keeps what a CUDA array came from
     return torch.frombuffer(view, dtype=torch.uint8)
@@ -140,8 +142,3 @@ class FakeDevice(Device):
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         self.fetched_bytes += tensor.nbytes
         return tensor.clone()
-
-
-def place(memory: Memory, offset: int, byte_size: int) -> Place:
-    """A part of a memory."""
-    return Place(memory, offset, byte_size)

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.cuda_ipc import Cuda, CudaError, Driver
+from shmserve.ipc.messages import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors import CudaHandle, Memory
 
 logger = logging.getLogger(__name__)
@@ -179,9 +180,14 @@ class DeviceMemory:
             except CudaError as error:
                 raise DeviceLost(f"device {device}: {error}") from error
 
-    def check(self, memory: Memory) -> None:
-        """Open a memory and let it go; raises what `open` does."""
-        self.open(memory).close()
+    def check(self, question: CheckMemory) -> MemoryChecked:
+        """Open a memory and let it go again: how that went."""
+        handle = CudaHandle(question.handle, question.device_id, question.device_uuid)
+        try:
+            self.open(Memory.on_device(0, question.byte_size, handle)).close()
+        except ShmserveError as error:
+            return MemoryChecked(question.id, error.code, error.message)
+        return MemoryChecked(question.id, "", "")
 
     @property
     def handles(self) -> int:

@@ -17,6 +17,7 @@ from shmserve.ipc.messages import (
     Attach,
     BatchFinished,
     CancelExecution,
+    CheckMemory,
     Execute,
     InstanceReady,
     MemoryDropped,
@@ -85,6 +86,9 @@ class Instance:
                         return
                     case Attach(endpoint=successor):
                         scheduler = self.attach(successor)
+                    case CheckMemory() as question:
+                        if self._context.device_memory is not None:
+                            control.send(self._context.device_memory.check(question))
                     case MemoryDropped(memory_id=memory_id):
                         self._context.mappings.drop(memory_id)
                     case ProcessExited(pid=pid):

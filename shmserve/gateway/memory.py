@@ -1,15 +1,16 @@
-"""The shared memory extensions: register, status, unregister. There are no CUDA regions yet."""
+"""The shared memory extensions over HTTP: register, status, unregister; system and CUDA."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shmserve.errors import InvalidArgument, NotFound
+from shmserve.errors import InvalidArgument
+from shmserve.gateway import cuda_memory
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.repository import read_json
 from shmserve.gateway.requests import Request
 from shmserve.gateway.state import Gateway
-from shmserve.gateway.values import JsonFault
+from shmserve.gateway.values import LARGEST_UNSIGNED, JsonFault
 from shmserve.ipc.messages import RegisterRegion, UnregisterRegion
 from shmserve.ipc.ranges import whole
 
@@ -53,12 +54,7 @@ def _required(body: dict[str, Any], field: str) -> Any:
 
 async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
     """GET /v2/systemsharedmemory[/region/NAME]/status."""
-    if not name:
-        return json_reply([region.status() for region in gateway.regions.all()])
-    region = gateway.regions.get(name)
-    if region is None:
-        raise NotFound(f"Unable to find system shared memory region: '{name}'")
-    return json_reply([region.status()])
+    return json_reply(gateway.regions.status(name or "", cuda=False))
 
 
 async def unregister(gateway: Gateway, request: Request, name: str | None) -> Reply:
@@ -68,29 +64,53 @@ async def unregister(gateway: Gateway, request: Request, name: str | None) -> Re
 
 
 async def register_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/cudasharedmemory/region/NAME/register: there is none here."""
+    """POST /v2/cudasharedmemory/region/NAME/register.
+
+    `offset` and `device_uuid` are ours, and optional.
+    """
     if not name:
         raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
     check_name(name)
+    cuda_memory.require_cuda(gateway, name)
     body = await _register_body(gateway, request)
-    _required(body, "raw_handle")
-    raise InvalidArgument(
-        f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
+    raw_handle = _required(body, "raw_handle")
+    encoded = _member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
+    byte_size = _member(body, "byte_size", int)
+    device_id = _member(body, "device_id", int)
+    offset = _member(body, "offset", int) if "offset" in body else 0
+    uuid = _member(body, "device_uuid", str) if "device_uuid" in body else ""
+    await cuda_memory.register(
+        gateway,
+        name,
+        cuda_memory.decode_handle(encoded),
+        device_id,
+        byte_size,
+        offset=offset,
+        device_uuid=cuda_memory.decode_uuid(uuid) if uuid else b"",
+        exporter_pid=cuda_memory.peer_pid(request.connection.transport),
     )
+    return Reply()
+
+
+def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> Any:
+    if field not in holder:
+        raise JsonFault(f"attempt to access non-existing object member '{field}'")
+    value: Any = holder[field]
+    if kind is str:
+        word, fits = "string", type(value) is str
+    else:
+        word, fits = "unsigned-integer", type(value) is int and 0 <= value <= LARGEST_UNSIGNED
+    if not fits:
+        raise JsonFault(f"attempt to access JSON non-{word} as {word}")
+    return value
 
 
 async def status_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
     """GET /v2/cudasharedmemory[/region/NAME]/status."""
-    if not name:
-        return json_reply([])
-    if gateway.regions.get(name) is not None:
-        raise NotFound(
-            f"The region named '{name}' is registered as system shared memory, "
-            "not CUDA shared memory"
-        )
-    raise NotFound(f"Unable to find cuda shared memory region: '{name}'")
+    return json_reply(cuda_memory.status(gateway, name or ""))
 
 
 async def unregister_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/cudasharedmemory[/region/NAME]/unregister: nothing to do."""
+    """POST /v2/cudasharedmemory[/region/NAME]/unregister; an unknown name is fine."""
+    await cuda_memory.unregister(gateway, name or "")
     return Reply()

@@ -15,7 +15,7 @@ from shmserve.gateway.codec import RegionRange
 from shmserve.gateway.values import LARGEST_UNSIGNED
 from shmserve.ipc.messages import RegionPublished
 from shmserve.ipc.ranges import fits
-from shmserve.ipc.tensors import Memory, Place
+from shmserve.ipc.tensors import CudaHandle, Memory, Place
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,18 @@ class Region:
         self.key = message.key
         self.offset = message.offset
         self.byte_size = message.byte_size
-        self.memory = Memory(
-            id=message.memory_id,
-            pid=message.pid,
-            fd=message.fd,
-            inode=message.inode,
-            byte_size=message.object_size,
-            sealed=False,
-        )
+        if message.handle:
+            handle = CudaHandle(message.handle, message.device_id, message.device_uuid)
+            self.memory = Memory.on_device(message.memory_id, message.object_size, handle)
+        else:
+            self.memory = Memory(
+                id=message.memory_id,
+                pid=message.pid,
+                fd=message.fd,
+                inode=message.inode,
+                byte_size=message.object_size,
+                sealed=False,
+            )
         self.requests = 0
         self.withdrawn = False
         self.written: list[tuple[int, int]] = []  # output ranges in flight
@@ -70,7 +74,10 @@ class Region:
         return Place(self.memory, self.offset + offset, size)
 
     def status(self) -> dict[str, Any]:
-        """As the status endpoint shows it."""
+        """As the status endpoint of its kind shows it."""
+        if self.memory.cuda is not None:
+            device_id = self.memory.cuda.device
+            return {"name": self.name, "device_id": device_id, "byte_size": self.byte_size}
         return {
             "name": self.name,
             "key": self.key,
@@ -170,9 +177,23 @@ class RegionTable:
             )
         return region
 
-    def get(self, name: str) -> Region | None:
-        """The region of a name, if there is one."""
-        return self._by_name.get(name)
+    def status(self, name: str, *, cuda: bool) -> list[dict[str, Any]]:
+        """What the status call of a kind of memory answers; all regions of it for an empty name.
+
+        Raises NotFound with Triton's texts for an unknown name and for one of the other kind.
+        """
+        if not name:
+            return [r.status() for r in self.all() if (r.memory.cuda is not None) == cuda]
+        kind, other = ("CUDA", "system") if cuda else ("system", "CUDA")
+        region = self._by_name.get(name)
+        if region is None:
+            raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
+        if (region.memory.cuda is not None) != cuda:
+            raise NotFound(
+                f"The region named '{name}' is registered as {other} shared memory, "
+                f"not {kind} shared memory"
+            )
+        return [region.status()]
 
     def all(self) -> Iterable[Region]:
         """Every region that has a name, by name."""

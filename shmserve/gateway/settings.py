@@ -24,6 +24,7 @@ class Settings:
     header_timeout_s: float = 30.0
     max_connections: int = 8192
     verbose: int = 0
+    cuda_devices: int = 0
 
     @classmethod
     def decode(cls, raw: dict[str, Any]) -> Settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import secrets
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc import cuda_ipc
+from shmserve.ipc.cuda_ipc import Driver
+from shmserve.ipc.messages import CheckMemory
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import (
     CudaHandle,
@@ -102,7 +104,7 @@ def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
     assert mappings.view(Place(first, 60, 4)).tolist() == [60, 61, 62, 63]
     assert mappings.view(Place(second, 8, 2)).tolist() == [8, 9]
     mappings.view(Place(first, 0, 1)).fill_(99)
-    assert exported.bytes[0] == 99
+    assert exported.content[0] == 99
     assert cuda.asked == [("open", 0)]
     mappings.drop(first.id)
     assert cuda.opened == 1
@@ -119,8 +121,14 @@ def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
     mappings.drop(region.id)
     assert (cuda.opened, memory.handles) == (1, 1)
     # The last reference goes in a thread of the model's: the device's own thread closes.
-    kept = [kept]  # type: ignore[assignment]
-    thread = threading.Thread(target=lambda: (kept.clear(), memory.collect()))  # type: ignore[operator]
+    held = [kept]
+    del kept
+
+    def let_go() -> None:
+        held.clear()
+        memory.collect()
+
+    thread = threading.Thread(target=let_go)
     thread.start()
     thread.join()
     gc.collect()
@@ -175,23 +183,36 @@ def test_handles_that_open_nothing(cuda: FakeCuda) -> None:
     exported = cuda.export(64, device=1)
     wrong = Memory.on_device(1, 64, CudaHandle(exported.raw, 0))
     with pytest.raises(InvalidArgument, match="is not of device 0 of the server"):
-        memory.check(wrong)
+        memory.open(wrong)
     cuda.forget(exported)
     with pytest.raises(InvalidArgument, match="its owner is gone"):
-        memory.check(exported.memory())
+        memory.open(exported.memory())
     with pytest.raises(InvalidArgument, match="cannot be opened"):
-        memory.check(Memory.on_device(1, 64, CudaHandle(exported.raw, 7, bytes(16))))
+        memory.open(Memory.on_device(1, 64, CudaHandle(exported.raw, 7, bytes(16))))
     assert cuda.opened == 0
 
 
 def test_the_uuid_is_compared_before_anything_is_opened(cuda: FakeCuda) -> None:
     memory = cuda.device_memory()
     exported = cuda.export(64, device=1)
-    memory.check(exported.memory(uuid=cuda.uuid(1)))
+    memory.open(exported.memory(uuid=cuda.uuid(1))).close()
     cuda.asked.clear()
     with pytest.raises(InvalidArgument, match="device 1 of the server is not the one"):
-        memory.check(exported.memory(uuid=cuda.uuid(0)))
+        memory.open(exported.memory(uuid=cuda.uuid(0)))
     assert cuda.asked == []
+
+
+def test_what_a_worker_says_of_a_handle(cuda: FakeCuda) -> None:
+    memory = cuda.device_memory()
+    exported = cuda.export(64)
+    for handle, size, code in (
+        (exported.raw, 64, ""),
+        (exported.raw, 65, "INVALID_ARG"),
+        (bytes(64), 64, "INVALID_ARG"),
+    ):
+        answer = memory.check(CheckMemory(7, handle, 0, b"", size))
+        assert (answer.id, answer.code) == (7, code)
+    assert cuda.opened == 0
 
 
 def test_without_cuda() -> None:
@@ -204,12 +225,9 @@ def test_without_cuda() -> None:
 
 
 def test_a_driver_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_package(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(cuda_ipc.importlib, "import_module", no_package)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match="extra 'cuda'"):
-        cuda_ipc.Driver()
+        Driver()
 
 
 # --- on the wire
