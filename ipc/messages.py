@@ -195,7 +195,7 @@ class InstanceReady:
 @_message
 class BatchFinished:
     """A batch ended. Times are monotonic ns. `replies` holds [key, code, message, body] of each
-    request; code "" is success."""
+    request; code "" is success. `copied_in`, `copied_out`: bytes of tensors that were copied."""
 
     batch: int
     compute_start_ns: int
@@ -203,6 +203,8 @@ class BatchFinished:
     output_start_ns: int
     compute_end_ns: int
     replies: list[list[Any]]
+    copied_in: int = 0
+    copied_out: int = 0
 
 
 # --- supervisor and every process

@@ -158,7 +158,8 @@ class Instance:
         end_ns = time.monotonic_ns()
         input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)
         output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
-        return BatchFinished(batch.batch, start_ns, input_end_ns, output_start_ns, end_ns, replies)
+        times = (start_ns, input_end_ns, output_start_ns, end_ns)
+        return BatchFinished(batch.batch, *times, replies, *self._copied.take())
 
     def _unpack(self, key: int) -> Request | ShmserveError:
         client_pid, work = self._work[key]

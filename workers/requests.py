@@ -36,6 +36,12 @@ class Copied:
     inputs: int = 0
     outputs: int = 0
 
+    def take(self) -> tuple[int, int]:
+        """What was copied since the last call."""
+        taken = self.inputs, self.outputs
+        self.inputs = self.outputs = 0
+        return taken
+
 
 class Input:
     """One input of one request. `shape`: as the model sees it, batch dimension and `reshape` done.

@@ -269,7 +269,6 @@ def test_a_batch_of_one_is_computed_on_the_device(
     memory = exported.memory()
     for turn in range(3):
         exported.write(0, ROW + turn)
-        copied = dataclasses.replace(worker.context.copied)
         cuda.asked.clear()
         (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
         assert reply.code == "", reply.message
@@ -279,7 +278,7 @@ def test_a_batch_of_one_is_computed_on_the_device(
         # The answer leaves after the device has done what it says.
         assert cuda.asked[-1] == ("synchronize", 0)
         # Until the model is known to leave its inputs alone they are copied, on the device.
-        assert worker.context.copied.inputs - copied.inputs == (0 if turn else 16)
+        assert worker.finished.copied_in == (0 if turn else 16)
     assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes through the host"
     assert cuda.opened == 1
 
@@ -298,7 +297,7 @@ def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: 
     assert (one.read(32, ROW) == ROW * 2).all()
     assert (two.read(48, ROW) == (ROW + 10) * 2).all()
     assert (device.put_bytes, device.fetched_bytes) == (0, 0)
-    assert worker.context.copied.inputs == 32
+    assert worker.finished.copied_in == 32
 
 
 def test_rows_next_to_each_other_are_a_view(
@@ -310,7 +309,6 @@ def test_rows_next_to_each_other_are_a_view(
     rows = np.arange(8, dtype=F32).reshape(2, 4)
     exported.write(0, rows)
     for _ in range(2):
-        before = worker.context.copied.inputs
         replies = worker.batch(
             *(
                 inference(at(memory, 16 * n, ROW), outputs=out(memory, 32 + 16 * n))
@@ -319,7 +317,7 @@ def test_rows_next_to_each_other_are_a_view(
         )
         assert [reply.code for reply in replies] == ["", ""], replies
         assert (exported.read(32, rows) == rows * 2).all()
-    assert worker.context.copied.inputs == before
+    assert worker.finished.copied_in == 0
 
 
 def test_requests_of_both_kinds_in_one_batch(
@@ -435,7 +433,7 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
     (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW).all()
-    assert (worker.context.copied.inputs, worker.context.copied.outputs) == (16, 16)
+    assert (worker.finished.copied_in, worker.finished.copied_out) == (16, 16)
 
 
 def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
@@ -485,7 +483,7 @@ def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
     (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
-    assert worker.context.copied.inputs == (0 if stays else 16)
+    assert worker.finished.copied_in == (0 if stays else 16)
 
 
 def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:

@@ -77,7 +77,8 @@ class NativeBackend(Backend):
         """One call of `predict` for the whole batch."""
         inputs = self._runner.inputs(requests)
         with torch.inference_mode():
-            result = self._model.predict(**inputs)
+            with self._runner.calling(requests):
+                result = self._model.predict(**inputs)
             self._runner.watch()
             return self._runner.answers(requests, self._take(result))
 

@@ -14,6 +14,7 @@ from shmserve.errors import Internal
 from shmserve.ipc.signature import Signature, shape_text
 from shmserve.ipc.tensors import NUMPY
 from shmserve.workers.backends import Answer, ModelContext, Output, Request
+from shmserve.workers.backends.torch_in_place import InPlace
 from shmserve.workers.batch import Gatherer, gather_strings
 from shmserve.workers.device import Device
 from shmserve.workers.device_memory import to_host
@@ -47,6 +48,11 @@ class Runner:
         self._views = False
         self._learning = True
         self._watched: list[tuple[torch.Tensor, int]] = []
+        self._in_place = InPlace(signature.name, context.mappings, device.torch)
+
+    def calling(self, requests: Sequence[Request]) -> Any:
+        """A context for the model's call, in which outputs may be computed in clients' memory."""
+        return self._in_place.around(requests)
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Each input that the requests have (all have the same), whole batch, on the device.
@@ -112,6 +118,7 @@ class Runner:
 
         Raises Internal when an output is no array or has not as many rows as the batch.
         """
+        self._in_place.finish(requests, outputs)
         wanted = {name for request in requests for name in request.requested}
         made: list[_Made] = []
         for name, value in outputs.items():
