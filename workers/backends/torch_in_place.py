@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.dlpack import from_dlpack
 
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import Place
@@ -191,7 +192,8 @@ class InPlace:
         if raw.device != self._device or not aligned:
             return None
         # With a storage of its own, which ends where the place does, and whose users can be seen.
-        return torch.from_dlpack(raw).view(step.dtype).view(step.shape)
+        made: torch.Tensor = from_dlpack(raw)
+        return made.view(step.dtype).view(step.shape)
 
 
 def _places(request: Request) -> dict[str, Place]:
