@@ -13,7 +13,8 @@ class Settings:
     `max_input_size` bounds JSON, raw input and decompressed bodies, in bytes
     (--http-max-input-size). `request_timeout_us` is the server's end-to-end limit for requests, 0
     for none. `arena_byte_size` bounds the memory for request bodies. `body_timeout_s` is how long a
-    client may stall while it sends a body or reads a response.
+    client may stall while it sends a body or reads a response. `cuda_devices` is how many CUDA
+    devices the server has; without one there is no CUDA shared memory.
     """
 
     id: str = "triton"
