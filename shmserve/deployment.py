@@ -34,6 +34,8 @@ _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0
 _MOST_FAILED_LOADS = 5
 _STOP_PATIENCE_S = 5.0
+# What workers say that is not about themselves.
+_CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.IndexRepository | m.MemoryChecked
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class Deployment:
             raise Unavailable("the model is unloaded")
 
     def _from_worker(self, instance: Instance, child: Child, message: Any) -> None:
-        if isinstance(message, m.FindModel | m.LoadModel | m.UnloadModel | m.IndexRepository):
+        if isinstance(message, _CALLS):
             self._on_call(child.pid, message)
         elif instance.child is child:
             instance.inbox.put_nowait(message)
@@ -442,3 +444,14 @@ class Deployment:
     def pids(self) -> list[int]:
         """The running worker processes."""
         return [i.child.pid for i in self.instances if i.child is not None and i.child.alive]
+
+    def pids_on(self, device_id: int) -> list[int]:
+        """The worker processes that serve on an accelerator now."""
+        return [
+            i.child.pid
+            for i in self.instances
+            if i.child is not None
+            and i.state is InstanceState.READY
+            and i.kind == "GPU"
+            and i.device_id == device_id
+        ]

@@ -129,6 +129,10 @@ class Models:
             "ready": deployment.ready,
         }
 
+    def workers_on(self, device_id: int) -> list[int]:
+        """The worker processes that serve on an accelerator now."""
+        return [pid for deployment in self._live for pid in deployment.pids_on(device_id)]
+
     def index(self, ready: bool) -> list[dict[str, Any]]:
         """The repository index: models never loaded have a name only."""
         names = sorted({*self._planner.scan(), *self._models})

@@ -24,6 +24,7 @@ from shmserve import devices, logs
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Control
+from shmserve.cuda_regions import HandleCheck
 from shmserve.doors import Doors, hold, listen, listen_unix, remove_unix
 from shmserve.errors import Internal, ShmserveError
 from shmserve.guests import Guests
@@ -32,6 +33,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.guests import KEY_SIZE, Seals
 from shmserve.ipc.processes import name_process
+from shmserve.ipc.tensors import CudaHandle
 from shmserve.models import Models
 from shmserve.progress import Progress, model_table
 from shmserve.regions import Registrar
@@ -179,11 +181,16 @@ class Supervisor:
         self.doors = Doors(
             self.host, self._http, self._metrics, self._grpc, self._snapshot, self._asked
         )
+        found = devices.accelerators(visible=self.config.visible_devices)
+        self.handles = HandleCheck(
+            found.count, lambda device_id: self.models.workers_on(device_id), control.send
+        )
         self.regions = Registrar(
             self.doors.publish,
             self.doors.pids,
             lambda msg: self.host.broadcast(msg, "worker"),
             self.config.shm,
+            self.handles if found.kind == "cuda" else None,
         )
         self.host.guests = Guests(
             self._run_dir.path,
@@ -193,13 +200,7 @@ class Supervisor:
             self._told_to_guests,
             self._guest_left,
         )
-        self.models = Models(
-            self.host,
-            self.doors,
-            devices.accelerators(visible=self.config.visible_devices),
-            self._asked,
-            self._update_health,
-        )
+        self.models = Models(self.host, self.doors, found, self._asked, self._update_health)
 
     def _preloads(self) -> tuple[str, ...]:
         # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
@@ -290,11 +291,18 @@ class Supervisor:
                 peer, lessor = Peer(uid, tuple(groups)), pid if leased else 0
                 register = self.regions.register(name, key, offset, size, peer, lessor)
                 self._answer(pid, number, register)
+            case m.RegisterCudaRegion(id=number, name=name, offset=offset, byte_size=size):
+                handle = CudaHandle(message.handle, message.device_id, message.device_uuid)
+                peer, exporter = Peer(message.uid, tuple(message.groups)), message.exporter_pid
+                work = self.regions.register_cuda(name, handle, offset, size, peer, exporter)
+                self._answer(pid, number, work)
             case m.RegionAbandoned(memory_id):
                 self.host.background(self.regions.abandoned(pid, memory_id))
-            case m.UnregisterRegion(number, name, uid, groups):
+            case m.UnregisterRegion(number, name, uid, groups, cuda):
                 peer = Peer(uid, tuple(groups))
-                self._answer(pid, number, self.regions.unregister(name, peer))
+                self._answer(pid, number, self.regions.unregister(name, peer, cuda))
+            case m.MemoryChecked():
+                self.handles.checked(message)
             case m.LoadModel(id=number, name=name, config=config, files=files):
                 self._answer(pid, number, self.models.load_on_request(name, config, files))
             case m.UnloadModel(id=number, name=name, unload_dependents=dependents):

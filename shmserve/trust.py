@@ -36,6 +36,8 @@ SHM_DISABLED = (
 REMOTE = Peer(-1)
 # Whoever administers the server: every region is theirs to see and to unregister.
 EVERYONE = -2
+# Whoever comes through a door without shared memory: no region is theirs.
+NOBODY = Peer(-3)
 NO_GROUP = -1
 
 

@@ -21,6 +21,8 @@ and one key more, for metrics:
         retried         requests that ran again, alone, after that
         overruns        executions that passed the limit
         malformed       frames and messages that were dropped
+        copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from
+                        it; none for what is used where it lies}
         families        the model's own metrics, as model_metrics.plain has them
 
 A request counts when its answer is known, before the answer is sent: who asks after its own answer
@@ -139,6 +141,12 @@ class Statistics:
         self.workers_lost = 0
         self.retried = 0
         self.overruns = 0
+        self._copied = [0, 0]
+
+    def copied(self, message: BatchFinished) -> None:
+        """What a worker copied for an execution."""
+        self._copied[0] += message.copied_in
+        self._copied[1] += message.copied_out
 
     def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
         """An execution of requests that sum up to `units` came back."""
@@ -208,6 +216,7 @@ class Statistics:
         self.workers_lost = int(ours["workers_lost"])
         self.retried = int(ours["retried"])
         self.overruns = int(ours["overruns"])
+        self._copied = [int(ours["copied_bytes"][direction]) for direction in ("in", "out")]
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
         """Everything as the module says; `gauges` are the `shmserve` keys that others know."""
@@ -252,6 +261,7 @@ class Statistics:
                 "workers_lost": self.workers_lost,
                 "retried": self.retried,
                 "overruns": self.overruns,
+                "copied_bytes": {"in": self._copied[0], "out": self._copied[1]},
                 **gauges,
             },
         }

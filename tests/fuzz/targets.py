@@ -199,8 +199,7 @@ def ranges(data: bytes) -> None:
     region = Region(
         messages.RegionPublished(
             *("r", "/k", 1, 2, 3, 4, start + extent, start, extent, 0, -1, False, 0)
-        ),
-        Spans(),
+        )
     )
     with _refused(b""):
         place = region.place(RegionRange("r", max(offset, 0), max(size, 0)))

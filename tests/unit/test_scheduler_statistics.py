@@ -162,6 +162,7 @@ def test_a_successor_counts_on() -> None:
     rig.worker(b"x", m.MetricsReported([]))
     rig.finish(peer, batch)
     told = rig.report()
+    assert told["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
     (kept,) = [message for _, message in rig.control.take() if type(message) is m.StatisticsKept]
     assert kept.statistics == told
 
