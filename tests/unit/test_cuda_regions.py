@@ -557,8 +557,8 @@ def test_grpc() -> None:
 
     async def steps() -> None:
         for name in ("", "device"):
-            request = pb.CudaSharedMemoryStatusRequest(name=name)
-            (shown,) = (await memory.cuda_status(stub, stub, request)).regions.values()
+            status = pb.CudaSharedMemoryStatusRequest(name=name)
+            (shown,) = (await memory.cuda_status(stub, stub, status)).regions.values()
             assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
             told = pb.CudaSharedMemoryUnregisterRequest(name=name)
             await memory.cuda_unregister(stub, stub, told)
