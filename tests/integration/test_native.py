@@ -111,13 +111,15 @@ def test_the_example(http: Http) -> None:
 def test_what_the_readme_says(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """Its model is the example's, and its client programs run as they stand."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    model, plain, shared = blocks
+    model, plain, shared, direct = blocks
     assert model in (ROOT / "examples" / "native_model.py").read_text()
     program = (plain + shared).replace("localhost:8000", server.url)
     names: dict[str, Any] = {}
     exec(program.replace("/frames", f"/test-{os.getpid()}-readme"), names)
     names["client"].close()
     assert capsys.readouterr().out.count("[[[") == 2
+    exec(direct.replace("connect()", f"connect({str(server.run_dir)!r})"), {})
+    assert float(capsys.readouterr().out) > 0.4
 
 
 def test_a_result_of_the_wrong_shape_is_the_models_error(tmp_path: Path) -> None:
