@@ -117,6 +117,8 @@ class Control:
         try:
             self.send(question(number))
             while (answer := self._taken(number)) is None:
+                if not self.dealer.connected:
+                    raise Unavailable("the server is gone")
                 # Whoever reads the socket next, this thread or another, it is not missed.
                 if not _wait(deadline, self.dealer.fd, answered):
                     raise Unavailable("the server did not answer in time")

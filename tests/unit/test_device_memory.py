@@ -476,11 +476,13 @@ def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
         8,
         parameters=parameters,
     )
-    worker.serve(PythonBackend(worker.context), config)
+    backend = PythonBackend(worker.context)
+    worker.serve(backend, config)
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
     (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+    backend.unload()  # the module that models import is one for the process
     assert reply.code == "", reply.message
     assert (exported.read(32, ROW) == ROW * 2).all()
     assert worker.finished.copied_in == (0 if stays else 16)
