@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,12 +59,12 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    """Start servers that live as long as the test: `serve(repository, *flags, environment={...})`,
-    ready on return.
+    """Start servers that live as long as the test, ready on return:
+    `serve(repository, *flags, environment={...}, grpc=True)`.
     """
     with contextlib.ExitStack() as stack:
 
-        def start(repository: Path, *flags: str, **options: dict[str, str]) -> Server:
+        def start(repository: Path, *flags: str, **options: Any) -> Server:
             return stack.enter_context(running(repository, *flags, **options))
 
         yield start

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
         assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
         for other in (bob, client):
             for _ in range(2):
-                code, text = refused(lambda other=other: infer_in(other, "hers"))
+                code, text = refused(partial(infer_in, other, "hers"))
                 assert (code, "another user" in text) == ("StatusCode.NOT_FOUND", True)
             assert not other.get_system_shared_memory_status().regions
             other.unregister_system_shared_memory("hers")
@@ -388,9 +389,7 @@ def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServer
         bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-us"}),
         bearer(TOKEN, **{"admin-key": "let-me"}),
     ):
-        assert refused(
-            lambda headers=headers: stranger.get_model_config("identity", "", headers)
-        ) == (expected)
+        assert refused(partial(stranger.get_model_config, "identity", "", headers)) == (expected)
     headers = bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-me"})
     assert stranger.get_model_config("identity", "", headers).config.name == "identity"
     assert stranger.get_model_repository_index(headers).models[0].name == "identity"
