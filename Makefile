@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	    { echo "make: $(PYTHON) has no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) torch==2.13.0
-	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e '.[dev,grpc]'
 	touch $@
 
 demo: $(STAMP)

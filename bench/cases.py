@@ -62,7 +62,7 @@ def _load(name: str, title: str, load: Load, column: str, must: float, aim: floa
 _JSON = ("--input-tensor-format", "json", "--output-tensor-format", "json")
 
 
-def _through_shm(elements: int, in_flight: int) -> Load:
+def through_shm(elements: int, in_flight: int) -> Load:
     """`elements` FP32 in and out through system shared memory; perf_analyzer makes the regions."""
     flags = ("--shared-memory", "system", "--output-shared-memory-size", str(4 * elements))
     return Load("identity", in_flight, (*flags, "--shape", f"INPUT0:{elements}"))
@@ -71,11 +71,19 @@ def _through_shm(elements: int, in_flight: int) -> Load:
 LOADS = (
     _load("binary", "simple, binary, 16 in flight", Load("simple", 16), THROUGHPUT, 0.8, 1.2),
     _load("json", "simple, JSON, 16 in flight", Load("simple", 16, _JSON), THROUGHPUT, 0.8, 1.5),
+    _load(
+        "grpc",
+        "simple, gRPC, 16 in flight",
+        Load("simple", 16, door="grpc"),
+        THROUGHPUT,
+        0.5,
+        1.0,
+    ),
     _load("latency", "simple, binary, 1 in flight: p50", Load("simple", 1), P50, 1.2, 0.8),
     _load(
         "shm600k",
         "identity, 600 KB by shared memory, 8 in flight",
-        _through_shm(153_600, 8),
+        through_shm(153_600, 8),
         THROUGHPUT,
         1.5,
         3.0,
@@ -83,7 +91,7 @@ LOADS = (
     _load(
         "shm16m",
         "identity, 16 MiB by shared memory, 1 in flight: p50",
-        _through_shm(4_194_304, 1),
+        through_shm(4_194_304, 1),
         P50,
         0.5,
         0.25,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench import plot, report, results
 from bench.cases import NAMES
+from bench.native import NATIVE
 from bench.runner import Runner, Settings
 from bench.servers import BENCH
 
@@ -34,9 +35,9 @@ def _measure(arguments: list[str]) -> int:
         "--only",
         action="append",
         default=[],
-        choices=NAMES,
+        choices=(names := (*NAMES, *(case.name for case in NATIVE))),
         metavar="CASE",
-        help="just this case (repeatable): " + ", ".join(NAMES),
+        help="just this case (repeatable): " + ", ".join(names),
     )
     parser.add_argument("--repeats", type=_positive, default=5, help="samples of each figure (5)")
     parser.add_argument("--seconds", type=float, default=5.0, help="of load for one sample (5)")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import machine, memcpy, perf
+from bench import machine, memcpy, native, perf
 from bench.cases import LOADS, MEMCPY, STANDING, LoadCase, StandingCase
 from bench.client import RequestFailed
 from bench.peer import Analyzer, Missing, TritonFiles, find_analyzer, find_triton
@@ -54,21 +54,28 @@ class Runner:
             {"repeats": settings.repeats, "seconds": settings.seconds},
         )
         self.triton = self._find_triton()
+        self.analyzer: Analyzer | None = None
 
     def run(self) -> Results:
         """Measure every case that was asked for."""
         loads = [case for case in LOADS if self.settings.wants(case.name)]
-        analyzer = self._find_analyzer() if loads else None
+        natives = [case for case in native.NATIVE if self.settings.wants(case.name)]
+        analyzer = self.analyzer = self._find_analyzer() if loads or natives else None
         if analyzer:
             for load in loads:
                 self._run_load(load, analyzer)
+        for case in natives:
+            try:
+                self._add(native.run(case, self))
+            except _FAILURES as error:
+                self._skip(case.name, str(error), failed=True)
         if self.settings.wants(MEMCPY.name):
             samples = [memcpy.sample() for _ in range(self.settings.repeats)]
             self._add(Row(MEMCPY, {MACHINE: samples}))
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            for case in STANDING:
-                if self.settings.wants(case.name):
-                    self._run_standing(case, Path(folder))
+            for standing in STANDING:
+                if self.settings.wants(standing.name):
+                    self._run_standing(standing, Path(folder))
         return self.results
 
     def _run_load(self, case: LoadCase, analyzer: Analyzer) -> None:
@@ -87,7 +94,7 @@ class Runner:
 
     def _start(self, case: LoadCase, started: ExitStack) -> list[Server]:
         servers = []
-        for product in self._products():
+        for product in self.products():
             self.say(f"{case.name}: starting {product.name}")
             notes = self.results.notes
             try:
@@ -112,10 +119,11 @@ class Runner:
             self.results.versions[server.name] = client.call("GET", "/v2")["version"]
             if case.load.model == "simple":
                 client.infer("simple")
-        perf.measure(analyzer, case.load, server.url, _WARM_UP_S)
+        perf.measure(analyzer, case.load, server.address(case.load.door), _WARM_UP_S)
 
     def _sample(self, server: Server, row: Row, case: LoadCase, analyzer: Analyzer) -> None:
-        report = perf.measure(analyzer, case.load, server.url, self.settings.seconds)
+        address = server.address(case.load.door)
+        report = perf.measure(analyzer, case.load, address, self.settings.seconds)
         row.samples.setdefault(server.name, []).append(report[case.column])
         row.details.setdefault(server.name, []).append(report)
         value = f"{report[case.column]:,.0f} {case.figure.unit}"
@@ -126,7 +134,7 @@ class Runner:
         given = BENCH / "models" / case.model
         model = self._torch_model(folder) if case.model == "torch" else given
         rows = [Row(figure, {}) for figure in case.figures]
-        for product in self._products(case.with_triton) if model else ():
+        for product in self.products(case.with_triton) if model else ():
             assert model is not None
             self.say(f"{case.name}: {product.name}")
             try:
@@ -157,7 +165,8 @@ class Runner:
                 return None
         return model
 
-    def _products(self, with_triton: bool = True) -> list[Product]:
+    def products(self, with_triton: bool = True) -> list[Product]:
+        """What is measured: ourselves, and Triton where there is one."""
         return [Shmserve(), *([Triton(self.triton)] if self.triton and with_triton else [])]
 
     def _find_triton(self) -> TritonFiles | None:

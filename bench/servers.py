@@ -117,10 +117,14 @@ class Server:
         """The process that the benchmark started: the root of the server's tree."""
         return self.process.pid
 
+    def address(self, door: str) -> str:
+        """HOST:PORT of its door "http" or "grpc"."""
+        return f"127.0.0.1:{self.ports.grpc if door == 'grpc' else self.ports.http}"
+
     @property
-    def url(self) -> str:
-        """HOST:PORT, as perf_analyzer wants it."""
-        return f"127.0.0.1:{self.ports.http}"
+    def run_dir(self) -> Path:
+        """Where programs on this host find it, if it is shmserve."""
+        return self.log.parent / "run"
 
     def client(self) -> Client:
         """A new connection to it."""

@@ -3,10 +3,18 @@ never collide."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 # sockaddr_un holds 107 bytes; the longest name below takes 20.
 LONGEST_RUN_DIRECTORY = 85
+
+
+def usual_run_directory(environment: Mapping[str, str]) -> Path:
+    """Where this user's server is when nobody says otherwise: there clients look for it."""
+    runtime = environment.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime, "shmserve") if runtime else Path(f"/tmp/shmserve-{os.getuid()}")
 
 
 def control(run_dir: Path) -> str:
@@ -22,3 +30,26 @@ def scheduler(run_dir: Path, number: int) -> str:
 def instances(run_dir: Path, number: int) -> str:
     """The socket of scheduler `number` for its workers."""
     return f"ipc://{run_dir}/w{number}"
+
+
+def guest_folder(run_dir: Path) -> Path:
+    """The folder of what programs outside the server may reach."""
+    return run_dir / "guests"
+
+
+def door(run_dir: Path) -> Path:
+    """The socket (SOCK_SEQPACKET) where a program becomes a guest."""
+    return guest_folder(run_dir) / "door"
+
+
+def guests(run_dir: Path, number: int) -> str:
+    """The socket of scheduler `number` for guests."""
+    return f"ipc://{guest_folder(run_dir)}/{number}"
+
+
+def for_guests(endpoint: str) -> str:
+    """The endpoint for guests of the scheduler at `endpoint`; "" stays ""."""
+    if not endpoint:
+        return ""
+    folder, _, name = endpoint.rpartition("/")
+    return f"{folder}/guests/{name.removeprefix('s')}"

@@ -6,6 +6,7 @@ tense.
     supervisor <-> gateway     SupervisorToGateway, GatewayToSupervisor
     supervisor <-> scheduler   SupervisorToScheduler, SchedulerToSupervisor
     supervisor <-> worker      SupervisorToWorker, WorkerToSupervisor
+    supervisor <-> guest       SupervisorToGuest, GuestToSupervisor   (a program outside the server)
 
 On the wire a frame is MessagePack: [VERSION, [tag, field, ...], [tag, field, ...], ...], several
 messages a frame, fields in the order of the class. Field types are checked on arrival, so a
@@ -196,7 +197,7 @@ class InstanceReady:
 @_message
 class BatchFinished:
     """A batch ended. Times are monotonic ns. `replies` holds [key, code, message, body] of each
-    request; code "" is success."""
+    request; code "" is success. `copied_in`, `copied_out`: bytes of tensors that were copied."""
 
     batch: int
     compute_start_ns: int
@@ -204,6 +205,8 @@ class BatchFinished:
     output_start_ns: int
     compute_end_ns: int
     replies: list[list[Any]]
+    copied_in: int = 0
+    copied_out: int = 0
 
 
 @_message
@@ -320,6 +323,8 @@ class RegionPublished:
     """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
 
     `uid` and `group` say whose it is; `copied`: it is not to be mapped (see shmserve/trust.py).
+    With a `handle` (64 bytes) it is CUDA memory on `device_id`, and `key`, `pid`, `fd` and `inode`
+    mean nothing; `device_uuid` is empty where the client gave none.
     """
 
     name: str
@@ -335,6 +340,9 @@ class RegionPublished:
     group: int
     copied: bool
     acknowledge: int
+    handle: bytes = b""
+    device_id: int = 0
+    device_uuid: bytes = b""
 
 
 @_message
@@ -395,13 +403,36 @@ class RegionAbandoned:
 
 
 @_message
+class RegisterCudaRegion:
+    """Register CUDA memory that a client exported, for the user `uid`, who is in `groups`: [offset,
+    offset + byte_size) of what `handle` opens.
+
+    `device_uuid` (16 bytes) is empty, `exporter_pid` 0 where it is not known. With the exporter the
+    region ends.
+    """
+
+    id: int
+    name: str
+    handle: bytes
+    device_id: int
+    device_uuid: bytes
+    offset: int
+    byte_size: int
+    uid: int
+    groups: list[int]
+    exporter_pid: int
+
+
+@_message
 class UnregisterRegion:
-    """Unregister a region; an empty name means all that are the user's."""
+    """Unregister a region of system memory, or one of CUDA memory; an empty name means all of that
+    kind that are the user's."""
 
     id: int
     name: str
     uid: int
     groups: list[int]
+    cuda: bool = False
 
 
 @_message
@@ -474,6 +505,15 @@ class KillInstance:
     reason: str
 
 
+@_message
+class StatisticsKept:
+    """What the scheduler has counted and just told somebody; its successor goes on from there.
+    `metrics` are its model's own, as shmserve.model_metrics keeps them."""
+
+    statistics: dict[str, Any]
+    metrics: list[list[Any]]
+
+
 # --- supervisor and worker
 # ---------------------------------------------------------------------------------------
 
@@ -539,6 +579,64 @@ class FindModel:
     version: str
 
 
+@_message
+class CheckMemory:
+    """Open this CUDA memory, see whether it has `byte_size` bytes, and let it go."""
+
+    id: int
+    handle: bytes
+    device_id: int
+    device_uuid: bytes
+    byte_size: int
+
+
+@_message
+class MemoryChecked:
+    """How a `CheckMemory` went; code "" is success, `message` is for the client."""
+
+    id: int
+    code: str
+    message: str
+
+
+# --- supervisor and guest (a program with shmserve.client), over a unix socket
+# ---------------------------------------------------------------------------------------
+
+
+@_message
+class Hello:
+    """A program asks to be a guest; `version` is the protocol's."""
+
+    version: int
+
+
+@_message
+class Welcome:
+    """The program is guest `number`. A link to a scheduler has the identity "NUMBER.TOKEN.LINK"."""
+
+    number: int
+    token: str
+
+
+@_message
+class ShareMemory:
+    """Let requests of this guest use the first `byte_size` bytes of the attached descriptor: a
+    sealed memfd.
+
+    Answered with {"memory": [id, pid, fd, inode, byte_size, sealed]}, as places have it.
+    """
+
+    id: int
+    byte_size: int
+
+
+@_message
+class WithdrawMemory:
+    """No request of this guest uses the memory any more."""
+
+    memory_id: int
+
+
 ClientToScheduler = Submit | Cancel | Release | ReportStatistics
 SchedulerToClient = Finished | Failed | Settled | StatisticsReported
 SchedulerToWorker = Execute | CancelExecution | ReleaseOutputs
@@ -562,6 +660,7 @@ GatewayToSupervisor = (
     | RegionReleased
     | RegisterRegion
     | RegionAbandoned
+    | RegisterCudaRegion
     | UnregisterRegion
     | LoadModel
     | UnloadModel
@@ -571,11 +670,12 @@ GatewayToSupervisor = (
 SupervisorToScheduler = (
     InstanceExpected | InstanceExited | PoolFailed | ProcessExited | Drain | Stop
 )
-SchedulerToSupervisor = SchedulerReady | KillInstance | Drained
+SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
 SupervisorToWorker = (
     CompleteConfig
     | LoadInstance
     | Attach
+    | CheckMemory
     | MemoryDropped
     | ProcessExited
     | ModelWithdrawn
@@ -589,11 +689,25 @@ WorkerToSupervisor = (
     | ConfigCompleted
     | InstanceLoaded
     | LoadFailed
+    | MemoryChecked
     | FindModel
     | LoadModel
     | UnloadModel
     | IndexRepository
 )
+
+SupervisorToGuest = (
+    Welcome
+    | ModelPublished
+    | ModelWithdrawn
+    | SchedulerLost
+    | HealthChanged
+    | ProcessExited
+    | Answered
+    | Refused
+)
+GuestToSupervisor = Hello | Acknowledged | ShareMemory | WithdrawMemory
+GuestToScheduler = Submit | Cancel | Release
 
 
 def pack(messages: Iterable[Any]) -> bytes:

@@ -83,10 +83,15 @@ def open_object(key: str) -> SharedObject:
         if error.errno in (23, 24):  # ENFILE, EMFILE
             raise Unavailable("the server has no descriptor left for another region") from None
         raise Internal(f"Unable to open shared memory region: '{key}'") from None
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise Internal(f"Invalid shared memory region: '{key}'")
+    return described(fd)
+
+
+def described(fd: int) -> SharedObject:
+    """The object that is open as `fd`."""
+    status = os.fstat(fd)
     return SharedObject(
         fd,
         status.st_dev,

@@ -2,13 +2,16 @@
 
 Only workers map clients' regions: a client that truncates its object kills whoever touches the
 lost pages. Those of clients who are not trusted are not mapped at all, but read and written by
-system calls. Gateways map workers' arenas, which are sealed.
+system calls. Gateways map workers' arenas, which are sealed. What is on a device is opened by what
+the worker gives for it; it looks the same from outside.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.ranges import fits
@@ -21,15 +24,24 @@ def _truncated() -> InvalidArgument:
     )
 
 
-class _Mapping:
-    __slots__ = ("copied", "fd", "map", "pid", "view")
+class Mapping(Protocol):
+    """A memory in this process. `view` can be sliced by bytes; `pid` is whose death ends it."""
+
+    pid: int
+    view: Any
+
+    def close(self) -> None:
+        """Let it go; views of it that someone holds stay valid."""
+
+
+class _HostMapping:
+    __slots__ = ("fd", "map", "pid", "view")
 
     map: mmap.mmap
-    view: memoryview
+    view: Any  # none of memory that is not to be mapped
 
     def __init__(self, memory: Memory) -> None:
         self.pid = memory.pid
-        self.copied = memory.copied
         try:
             self.fd = os.open(f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -40,39 +52,49 @@ class _Mapping:
                 raise Unavailable("the memory of a tensor is gone")
             if status.st_size < memory.byte_size:
                 raise _truncated()
-            if not self.copied:
+            if not memory.copied:
                 self.map = mmap.mmap(self.fd, memory.byte_size)
                 self.view = memoryview(self.map)
         except BaseException:
             os.close(self.fd)
             raise
 
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def shrunk(self, end: int) -> bool:
+        """Whether the object is smaller than `end` by now."""
+        return os.fstat(self.fd).st_size < end
+
 
 class Mappings:
-    """Maps `Memory`s once each and gives views of `Place`s in them."""
+    """Maps `Memory`s once each and gives views of `Place`s in them.
 
-    def __init__(self) -> None:
-        self._known: dict[int, _Mapping] = {}
+    `open_device` maps memory that lies on a device; without it there is none.
+    """
+
+    def __init__(self, open_device: Callable[[Memory], Mapping] | None = None) -> None:
+        self._known: dict[int, Any] = {}
+        self._open_device = open_device
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def view(self, place: Place) -> memoryview:
-        """The bytes at `place`, writable.
+    def view(self, place: Place) -> Any:
+        """The bytes at `place`, writable: a memoryview; on a device, a tensor of uint8.
 
         Raises Unavailable when the object is gone, InvalidArgument when it is smaller than the
         place needs.
         """
-        mapping = self._mapping(place)
-        assert not mapping.copied, "this memory is not to be mapped"
-        return mapping.view[place.offset : place.offset + place.byte_size]
+        assert not place.memory.copied, "this memory is not to be mapped"
+        return self._mapping(place).view[place.offset : place.offset + place.byte_size]
 
-    def _mapping(self, place: Place) -> _Mapping:
+    def _mapping(self, place: Place) -> Any:
         memory = place.memory
-        mapping = self._known.get(memory.id)
+        mapping: Any = self._known.get(memory.id)
         if mapping is None:
-            mapping = self._known[memory.id] = _Mapping(memory)
-        if not memory.sealed and os.fstat(mapping.fd).st_size < place.offset + place.byte_size:
+            mapping = self._known[memory.id] = self._open(memory)
+        if not memory.sealed and mapping.shrunk(place.offset + place.byte_size):
             raise _truncated()
         if not fits(place.offset, place.byte_size, memory.byte_size):
             raise InvalidArgument("a tensor lies outside its shared memory region")
@@ -103,14 +125,26 @@ class Mappings:
                 raise Unavailable("shared memory is full") from error
             rest, at = rest[count:], at + count
 
+    def _open(self, memory: Memory) -> Mapping:
+        if memory.cuda is None:
+            return _HostMapping(memory)
+        if self._open_device is None:
+            raise Unavailable("the memory of a tensor is on a device, which is not used here")
+        return self._open_device(memory)
+
     def drop(self, memory_id: int) -> None:
         """Forget a memory. Its pages go when the last view of it does (a model may still hold
         one)."""
         mapping = self._known.pop(memory_id, None)
         if mapping is not None:
-            os.close(mapping.fd)
+            mapping.close()
 
     def drop_process(self, pid: int) -> None:
         """Forget every memory that process `pid` held: it is gone."""
         for memory_id in [key for key, mapping in self._known.items() if mapping.pid == pid]:
+            self.drop(memory_id)
+
+    def drop_all(self) -> None:
+        """Forget every memory."""
+        for memory_id in list(self._known):
             self.drop(memory_id)

@@ -9,6 +9,8 @@ arena.
     Place   memory, offset, byte_size
             bytes [offset, offset + byte_size) of the object
 
+Memory on a device has a `CudaHandle` instead of a descriptor; only workers open it.
+
 Ownership: the sender of a descriptor leaves the bytes alone until the answer; the answer hands
 them back.
 """
@@ -69,11 +71,25 @@ TO_CONFIG: dict[str, str] = {protocol: config for config, protocol in FROM_CONFI
 
 
 @record
+class CudaHandle:
+    """What opens an allocation that another process exported: its `cudaIpcMemHandle_t`, 64 bytes.
+
+    `device` is the ordinal of the device in this server; `uuid` the device's 16 bytes where the
+    exporter gave them, else empty.
+    """
+
+    raw: bytes
+    device: int
+    uuid: bytes = b""
+
+
+@record
 class Memory:
     """An object that process `pid` holds as `fd`; `byte_size` is how much of it may be used.
 
     `sealed`: it cannot shrink. `copied`: whoever owns it is not trusted not to shrink it, so it is
-    never mapped, only read and written by system calls.
+    never mapped, only read and written by system calls. With `cuda` it is device memory, and `pid`,
+    `fd` and `inode` mean nothing. Nobody can cut an allocation short, so it counts as sealed.
     """
 
     id: int
@@ -83,6 +99,17 @@ class Memory:
     byte_size: int
     sealed: bool
     copied: bool = False
+    cuda: CudaHandle | None = None
+
+    @classmethod
+    def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle) -> Memory:
+        """Device memory: the first `byte_size` bytes of what `handle` opens."""
+        return cls(memory_id, 0, -1, 0, byte_size, sealed=True, cuda=handle)
+
+    @property
+    def object(self) -> int | bytes:
+        """What two memories that are parts of one object, or of one allocation, have in common."""
+        return self.inode if self.cuda is None else self.cuda.raw
 
 
 @record
@@ -154,8 +181,14 @@ def element_count(shape: tuple[int, ...] | list[int]) -> int:
     return count
 
 
-def _pack_place(place: Place) -> tuple[int, int, int, int, int, bool, bool, int, int]:
+def _pack_place(place: Place) -> tuple[Any, ...]:
     memory = place.memory
+    if memory.cuda is not None:
+        handle = memory.cuda
+        return (
+            *(memory.id, memory.byte_size, place.offset, place.byte_size),
+            *(handle.device, handle.raw, handle.uuid),
+        )
     return (
         memory.id,
         memory.pid,
@@ -170,6 +203,8 @@ def _pack_place(place: Place) -> tuple[int, int, int, int, int, bool, bool, int,
 
 
 def _unpack_place(raw: Any) -> Place:
+    if len(raw) == 7:
+        return _unpack_device_place(raw)
     ident, pid, fd, inode, size, sealed, copied, offset, byte_size = raw
     for value in (ident, pid, fd, inode, size, offset, byte_size):
         if type(value) is not int:
@@ -178,6 +213,16 @@ def _unpack_place(raw: Any) -> Place:
         raise MalformedMessage("a place lies outside its memory")
     memory = Memory(ident, pid, fd, inode, size, bool(sealed), bool(copied))
     return Place(memory, offset, byte_size)
+
+
+def _unpack_device_place(raw: Any) -> Place:
+    ident, size, offset, byte_size, device, handle, uuid = raw
+    for value in (ident, size, offset, byte_size, device):
+        if type(value) is not int:
+            raise MalformedMessage("a place holds something that is not an integer")
+    if type(handle) is not bytes or type(uuid) is not bytes or not fits(offset, byte_size, size):
+        raise MalformedMessage("a place on a device is wrong")
+    return Place(Memory.on_device(ident, size, CudaHandle(handle, device, uuid)), offset, byte_size)
 
 
 def _pack_tensor(tensor: TensorRef) -> tuple[Any, ...]:
@@ -297,6 +342,21 @@ def unpack_inference(work: bytes) -> Inference:
         raise
     except Exception as error:  # msgpack and unpacking raise many kinds; all mean the same
         raise MalformedMessage(f"not an inference: {error}") from error
+
+
+def form_of(work: bytes) -> tuple[Any, ...] | None:
+    """What of a packed `Inference` decides whether a model takes it, when that is no more than the
+    names, types, shapes and sizes of tensors inside the message; else None. May raise anything.
+    """
+    request_id, inputs, outputs, parameters, *rest = msgpack.unpackb(work)
+    if request_id or outputs or parameters or rest[0] != 0 or len(rest) != 5:
+        return None
+    return tuple(
+        [
+            (name, datatype, *shape, len(data) if type(data) is bytes else -1)
+            for name, datatype, shape, data in inputs
+        ]
+    )
 
 
 def pack_inferred(answer: Inferred) -> bytes:

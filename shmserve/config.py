@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import grpc_config
+from shmserve.devices import cuda_devices
 from shmserve.errors import InvalidArgument
 from shmserve.flags import Parsed
 from shmserve.gateway.authorisation import (
@@ -94,6 +95,7 @@ class ServerConfig:
             "grpc_restricted": encode_restrictions(self.grpc_restricted),
             "allow_client_shm": self.shm.allow,
             "shm_overlap": self.shm.overlap,
+            "cuda_devices": cuda_devices(self.visible_devices),
         }
 
     @property

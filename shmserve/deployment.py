@@ -34,6 +34,8 @@ _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0
 _MOST_FAILED_LOADS = 5
 _STOP_PATIENCE_S = 5.0
+# What workers say that is not about themselves.
+_CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.IndexRepository | m.MemoryChecked
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class Deployment:
         self.stopping = False
         self.failure = ""
         self.load_seconds = 0.0
+        self._kept: list[Any] = []  # of StatisticsKept, for the scheduler's successor
         self._on_change = on_change
         self._on_call = on_call
         self._scheduler_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -178,6 +181,7 @@ class Deployment:
         message = await self._reply(instance)
         if not isinstance(message, m.InstanceLoaded):
             raise self._failure_of(message)
+        self._refuse_if_stopping()
         if instance.child is None or not instance.child.alive:  # it died as soon as it was ready
             raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
         instance.event("loaded")
@@ -216,10 +220,16 @@ class Deployment:
         started = await self._reply(instance)
         if not isinstance(started, m.WorkerStarted):
             raise self._failure_of(started)
+        self._refuse_if_stopping()
         instance.event("started")
 
+    def _refuse_if_stopping(self) -> None:
+        """Raise Unavailable: `stop` may not have seen a process that was only just started."""
+        if self.stopping:
+            raise Unavailable("the model is unloaded")
+
     def _from_worker(self, instance: Instance, child: Child, message: Any) -> None:
-        if isinstance(message, m.FindModel | m.LoadModel | m.UnloadModel | m.IndexRepository):
+        if isinstance(message, _CALLS):
             self._on_call(child.pid, message)
         elif instance.child is child:
             instance.inbox.put_nowait(message)
@@ -259,6 +269,9 @@ class Deployment:
                 "version": plan.version,
                 "config": self.config,
                 "run_dir": str(self.host.run_dir),
+                "kept": self._kept,
+                "alive": self.pids(),
+                "guests": {"key": self.host.seals.key, "group": config.shm.group},
                 "settings": {
                     "execution_timeout_s": config.execution_timeout_s,
                     "max_queue_size": config.max_queue_size,
@@ -285,6 +298,8 @@ class Deployment:
             case m.Drained():
                 if not self._drained.done():
                     self._drained.set_result(None)
+            case m.StatisticsKept(statistics, metrics):
+                self._kept = [statistics, metrics]
             case m.KillInstance(index, reason):
                 self._kill_instance(index, reason)
             case _:
@@ -340,6 +355,8 @@ class Deployment:
                 await self._load(instance)
             except ShmserveError as error:
                 await self._discard(instance)
+                if self.stopping:
+                    return
                 instance.failed_loads += 1
                 logger.error("instance '%s' did not start again: %s", instance.name, error.message)
                 if instance.failed_loads < _MOST_FAILED_LOADS:
@@ -385,10 +402,11 @@ class Deployment:
                     self._send(instance, attach)
             self._on_change(self)
             # Whoever submits keeps what it submitted, and submits it again.
-            self.host.broadcast(m.SchedulerLost(lost, self.endpoint), "gateway", "worker")
+            successor = m.SchedulerLost(lost, self.endpoint)
+            self.host.broadcast(successor, "gateway", "worker", "guest")
             return
         # Retired meanwhile: models that called it look for who serves now.
-        self.host.broadcast(m.SchedulerLost(lost, ""), "worker")
+        self.host.broadcast(m.SchedulerLost(lost, ""), "worker", "guest")
 
     # --- end
 
@@ -426,3 +444,14 @@ class Deployment:
     def pids(self) -> list[int]:
         """The running worker processes."""
         return [i.child.pid for i in self.instances if i.child is not None and i.child.alive]
+
+    def pids_on(self, device_id: int) -> list[int]:
+        """The worker processes that serve on an accelerator now."""
+        return [
+            i.child.pid
+            for i in self.instances
+            if i.child is not None
+            and i.state is InstanceState.READY
+            and i.kind == "GPU"
+            and i.device_id == device_id
+        ]

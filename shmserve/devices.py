@@ -26,3 +26,9 @@ def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None)
                 count = min(count, len([part for part in visible.split(",") if part.strip()]))
             return Accelerators(kind if count else "", count)
     return Accelerators("", 0)
+
+
+def cuda_devices(visible: str | None = None) -> int:
+    """How many of the host's accelerators are CUDA devices."""
+    found = accelerators(visible=visible)
+    return found.count if found.kind == "cuda" else 0

@@ -212,8 +212,14 @@ class Doors:
         await done
 
     def tell(self, message: Any) -> None:
-        """Send a message to every gateway."""
-        self._host.broadcast(message, "gateway")
+        """Send news of models, or of the server's health, to every gateway and guest."""
+        self._host.broadcast(message, "gateway", "guest")
+
+    async def publish_model(self, make: Callable[[int], Any]) -> None:
+        """`publish`, to guests as well; one that is stopped is not waited for."""
+        guests = self._host.guests
+        told = [self.publish(make), *([guests.publish(make)] if guests else [])]
+        await asyncio.gather(*told)
 
     def process_exited(self, child: Child) -> None:
         """Start a gateway again if `child` was one; the listening sockets are here, so no

@@ -295,8 +295,8 @@ ACTED_ON: tuple[Flag, ...] = (
     ),
     Flag(
         "shm-group",
-        help="a group whose members may share regions and use the unix socket: objects that it "
-        "may read and write",
+        help="a group whose members may use shmserve.client and the unix socket, and share "
+        "regions: objects that it may read and write",
         group="Clients' shared memory",
     ),
     Flag(
@@ -347,7 +347,8 @@ ACTED_ON: tuple[Flag, ...] = (
     Flag("id", default="triton", help="the name that GET /v2 shows", group="Server"),
     Flag(
         "run-dir",
-        help="private folder for sockets (default: a fresh one in the temporary folder)",
+        help="private folder for sockets (default: where shmserve.client looks, "
+        "$XDG_RUNTIME_DIR/shmserve or /tmp/shmserve-UID; a fresh one when another server is there)",
         group="Server",
     ),
     Flag(

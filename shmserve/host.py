@@ -12,6 +12,8 @@ from typing import Any
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Acknowledgements, Control
+from shmserve.guests import Guests
+from shmserve.ipc.guests import Seals
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +26,8 @@ class Host:
     control: Control
     front: Zygote
     makers: Zygote
+    seals: Seals
+    guests: Guests | None = None
     acknowledgements: Acknowledgements = field(default_factory=Acknowledgements)
     _handlers: dict[int, tuple[str, Callable[[Any], None]]] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -59,7 +63,10 @@ class Host:
         ]
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to every process with one of these roles."""
+        """Send a message to every process with one of these roles; "guest": to every program that
+        is one."""
+        if "guest" in roles and self.guests is not None:
+            self.guests.tell(message)
         for pid in self.role_pids(*roles):
             self.control.send(pid, message)
 

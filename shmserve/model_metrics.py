@@ -107,11 +107,26 @@ def _sum(kind: str, one: Value, other: Value) -> Value:
 
 
 class ModelMetrics:
-    """The families of one model version's instances. `gone` is what ended ones have counted."""
+    """The families of one model version's instances, of ended ones too."""
 
-    def __init__(self, gone: Families | None = None) -> None:
-        self.gone: Families = gone or {}
+    def __init__(self) -> None:
+        self._gone: Families = {}
         self._instances: dict[int, Families] = {}
+
+    def kept(self) -> list[Any]:
+        """What `restore` takes."""
+        return [plain(self._gone), *([pid, plain(f)] for pid, f in self._instances.items())]
+
+    def restore(self, kept: list[Any], alive: Iterable[int]) -> None:
+        """Go on from what a predecessor had, with the instances `alive` (pids) of then.
+
+        Raises ValueError for what is not `kept`'s.
+        """
+        gone, *instances = kept
+        self._gone = parse(gone)
+        self._instances = {int(pid): parse(families) for pid, families in instances}
+        for pid in self._instances.keys() - set(alive):
+            self.exited(pid)
 
     def report(self, pid: int, families: Families) -> None:
         """All that instance `pid` has counted since it began."""
@@ -122,11 +137,11 @@ class ModelMetrics:
         families = self._instances.pop(pid, None)
         if families is not None:
             counted = {name: f for name, f in families.items() if f.kind != "GAUGE"}
-            self.gone = added((self.gone, counted))
+            self._gone = added((self._gone, counted))
 
     def total(self) -> Families:
         """Over all instances."""
-        return added((self.gone, *self._instances.values()))
+        return added((self._gone, *self._instances.values()))
 
 
 def exposition(families: Families) -> str:

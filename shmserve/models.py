@@ -129,6 +129,10 @@ class Models:
             "ready": deployment.ready,
         }
 
+    def workers_on(self, device_id: int) -> list[int]:
+        """The worker processes that serve on an accelerator now."""
+        return [pid for deployment in self._live for pid in deployment.pids_on(device_id)]
+
     def index(self, ready: bool) -> list[dict[str, Any]]:
         """The repository index: models never loaded have a name only."""
         names = sorted({*self._planner.scan(), *self._models})
@@ -222,7 +226,7 @@ class Models:
         for version in new:
             model.status[version] = _Status(ModelState.READY)
         for deployment in new.values():
-            await self._doors.publish(partial(self._publication, model, deployment))
+            await self._doors.publish_model(partial(self._publication, model, deployment))
         for version in old.keys() - new.keys():
             model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
             await self._withdraw(model, version)
@@ -248,13 +252,13 @@ class Models:
             self._on_change()
 
     async def _withdraw(self, model: _Model, version: str) -> None:
-        await self._doors.publish(partial(m.ModelWithdrawn, model.name, version))
+        await self._doors.publish_model(partial(m.ModelWithdrawn, model.name, version))
         self._host.broadcast(m.ModelWithdrawn(model.name, version, 0), "worker")
 
     async def _retire(self, model: _Model, version: str, deployment: Deployment) -> None:
         await deployment.stop()
         # A model's call may have reached the old scheduler too late to be answered.
-        self._host.broadcast(m.SchedulerLost(deployment.endpoint, ""), "worker")
+        self._host.broadcast(m.SchedulerLost(deployment.endpoint, ""), "worker", "guest")
         self._forget([deployment])
         if version not in model.serving and model.status.get(version) is not None:
             if model.status[version].state is ModelState.UNLOADING:

@@ -27,8 +27,8 @@ class Ledger:
         self._held: Counter[tuple[int, int]] = Counter()  # regions by (device, inode)
         self._paid: dict[tuple[int, int], tuple[str, int]] = {}  # (device, inode) -> key, bytes
 
-    def enter(self, uid: int, byte_size: int, file: tuple[int, int]) -> None:
-        """A user's region of an object, `file` (device, inode).
+    def enter(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
+        """A user's region of an object, `file` (device, inode), or of a device's memory.
 
         Raises InvalidArgument, and enters nothing, when it is one too many or its bytes are.
         """
@@ -52,17 +52,19 @@ class Ledger:
                 )
         self._regions[uid] += 1
         self._bytes[uid] += byte_size
-        self._held[file] += 1
+        if file is not None:
+            self._held[file] += 1
 
-    def leave(self, uid: int, byte_size: int, file: tuple[int, int]) -> None:
+    def leave(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
         """A region that was entered is closed."""
         self._regions[uid] -= 1
         self._bytes[uid] -= byte_size
         if not self._regions[uid]:
             del self._regions[uid], self._bytes[uid]
-        self._held[file] -= 1
-        if not self._held[file]:
-            del self._held[file]
+        if file is not None:
+            self._held[file] -= 1
+            if not self._held[file]:
+                del self._held[file]
 
     def pay(self, key: str, file: tuple[int, int], byte_size: int) -> None:
         """The server is about to allocate `byte_size` bytes of an object.

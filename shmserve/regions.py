@@ -10,6 +10,12 @@ The object is opened once, here; workers map that very object through the superv
 so a key that is unlinked and made again is never confused with what was registered. Gateways count
 the requests that use a generation. Who may register and unregister what is decided by
 shmserve.trust, how much by shmserve.region_ledger.
+
+What a guest shares (shmserve/guests.py) is a region without a name: no gateway hears of it, and it
+is the guest's alone until the guest gives it back, or is gone.
+
+CUDA memory is registered by a handle that workers alone open. Where the process is known that
+exported it, its death unregisters the region.
 """
 
 from __future__ import annotations
@@ -22,12 +28,22 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.errors import AlreadyExists, InvalidArgument
+from shmserve.cuda_regions import Exporter, HandleCheck
+from shmserve.errors import AlreadyExists, InvalidArgument, Unsupported
 from shmserve.ipc import posix_shm
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.ranges import whole
+from shmserve.ipc.tensors import CudaHandle, Memory
 from shmserve.region_ledger import Ledger
-from shmserve.trust import EVERYONE, Ownership, Peer, ShmPolicy, ownership
+from shmserve.trust import (
+    EVERYONE,
+    NO_GROUP,
+    SHM_DISABLED,
+    Ownership,
+    Peer,
+    ShmPolicy,
+    ownership,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,27 +51,54 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class Region:
     """One generation. `offset` and `byte_size` are the registered extent in the object, in
-    bytes."""
+    bytes.
+
+    System memory has a `key` and is open as `shared`; CUDA memory has a handle.
+    """
 
     name: str
     key: str
     memory_id: int
-    shared: posix_shm.SharedObject
+    shared: posix_shm.SharedObject | None
     offset: int
     byte_size: int
     owner: Ownership
     users: set[int]
-    blocks: int  # of the object, when its pages had been taken
-    lessor: int  # the process through which it is leased, or 0
+    blocks: int = 0  # of the object, when its pages had been taken
+    lessor: int = 0  # the process through which it is leased, or the guest it is of, or 0
+    cuda: CudaHandle | None = None
+    exporter: Exporter | None = None
 
     def shrank(self) -> bool:
         """Whether pages of the object have been given back since (it may be as long as before)."""
+        if self.shared is None:
+            return False
         status = os.fstat(self.shared.fd)
         return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
 
     def published(self, acknowledge: int) -> RegionPublished:
         """What gateways are told."""
         shared = self.shared
+        if shared is None:
+            assert self.cuda is not None
+            return RegionPublished(
+                name=self.name,
+                key="",
+                memory_id=self.memory_id,
+                pid=0,
+                fd=-1,
+                inode=0,
+                object_size=self.offset + self.byte_size,
+                offset=self.offset,
+                byte_size=self.byte_size,
+                uid=self.owner.uid,
+                group=self.owner.group,
+                copied=self.owner.copied,
+                acknowledge=acknowledge,
+                handle=self.cuda.raw,
+                device_id=self.cuda.device,
+                device_uuid=self.cuda.uuid,
+            )
         return RegionPublished(
             name=self.name,
             key=self.key,
@@ -72,6 +115,18 @@ class Region:
             acknowledge=acknowledge,
         )
 
+    @property
+    def orphaned(self) -> bool:
+        """Whether the owner of the object removed it: a name for it can be taken over."""
+        return self.shared is not None and os.fstat(self.shared.fd).st_nlink == 0
+
+    def close(self) -> None:
+        """Let go of the object and of its owner."""
+        if self.shared is not None:
+            os.close(self.shared.fd)
+        if self.exporter is not None:
+            self.exporter.close()
+
 
 # Sends what the function makes of an acknowledgement number to every gateway; returns once it
 # holds in all of them.
@@ -80,7 +135,7 @@ Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
 
 class Registrar:
     """Registers and unregisters; `publish` reaches every gateway (pids: `gateways`),
-    `tell_workers` every worker."""
+    `tell_workers` every worker. Without a `handles` check there is no CUDA memory."""
 
     def __init__(
         self,
@@ -88,14 +143,18 @@ class Registrar:
         gateways: Callable[[], Iterable[int]],
         tell_workers: Callable[[Any], None],
         policy: ShmPolicy,
+        handles: HandleCheck | None = None,
     ) -> None:
         self._publish = publish
         self._gateways = gateways
         self._tell_workers = tell_workers
         self._policy = policy
         self._ledger = Ledger(policy)
+        self._handles = handles
+        self._endings: set[asyncio.Task[None]] = set()
         self._active: dict[str, Region] = {}
         self._draining: dict[int, Region] = {}
+        self._lent: dict[int, Region] = {}  # without a name
         # Registrations and unregistrations take effect one after the other, everywhere.
         self._turn = asyncio.Lock()
 
@@ -125,8 +184,8 @@ class Registrar:
         async with self._turn:
             known = self._active.get(name)
             if known is not None and not known.owner.admits(peer):
-                raise AlreadyExists(f"shared memory region '{name}' already in manager")
-            if known is not None and os.fstat(known.shared.fd).st_nlink > 0:
+                raise _taken(name)
+            if known is not None and not known.orphaned:
                 self._refuse_unless_same(known, key, offset, byte_size)
                 return {"memory_id": known.memory_id}
             region = await self._open(name, key, offset, byte_size, peer)
@@ -138,10 +197,69 @@ class Registrar:
             await self._publish(region.published)
             return {"memory_id": region.memory_id}
 
+    async def register_cuda(
+        self,
+        name: str,
+        handle: CudaHandle,
+        offset: int,
+        byte_size: int,
+        peer: Peer,
+        exporter_pid: int = 0,
+    ) -> None:
+        """Register [offset, offset + byte_size) of what `handle` opens as `name` for `peer`;
+        returns when every gateway knows it.
+
+        `exporter_pid` 0: the exporter is not known. The same again succeeds and changes nothing.
+        Raises InvalidArgument, AlreadyExists or Unavailable.
+        """
+        if self._handles is None:
+            raise InvalidArgument(
+                f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
+            )
+        async with self._turn:
+            known = self._active.get(name)
+            if known is not None and not known.owner.admits(peer):
+                raise _taken(name)
+            if known is not None and not known.orphaned:
+                if (known.cuda, known.offset, known.byte_size) != (handle, offset, byte_size):
+                    raise _taken(name)
+                return
+            memory_id = secrets.randbits(62)
+            await self._handles.check(Memory.on_device(memory_id, offset + byte_size, handle))
+            # Whoever has a handle may use the memory; nobody can truncate it.
+            owner = Ownership(peer.uid, NO_GROUP, copied=False)
+            region = Region(name, "", memory_id, None, offset, byte_size, owner, set(), cuda=handle)
+            self._ledger.enter(peer.uid, byte_size)
+            try:
+                if exporter_pid:
+                    region.exporter = Exporter(exporter_pid, lambda: self._exporter_exited(region))
+            except BaseException:
+                self._close(region)
+                raise
+            if known is not None:
+                await self._withdraw(known)
+            self._active[name] = region
+            await self._publish(region.published)
+
+    def _exporter_exited(self, region: Region) -> None:
+        async def end() -> None:
+            async with self._turn:
+                if self._active.get(region.name) is region:
+                    logger.warning("region '%s' ends with the process that owned it", region.name)
+                    await self._withdraw(region)
+
+        task = asyncio.get_running_loop().create_task(end())
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
     @staticmethod
     def _refuse_unless_same(known: Region, key: str, offset: int, byte_size: int) -> None:
-        taken = AlreadyExists(f"shared memory region '{known.name}' already in manager")
-        if (known.key, known.offset, known.byte_size) != (key, offset, byte_size):
+        taken = _taken(known.name)
+        if known.shared is None or (known.key, known.offset, known.byte_size) != (
+            key,
+            offset,
+            byte_size,
+        ):
             raise taken
         now = posix_shm.open_object(key)
         os.close(now.fd)
@@ -164,7 +282,7 @@ class Registrar:
             raise
         blocks = os.fstat(shared.fd).st_blocks
         number = secrets.randbits(62)
-        return Region(name, key, number, shared, offset, byte_size, owner, set(), blocks, 0)
+        return Region(name, key, number, shared, offset, byte_size, owner, set(), blocks)
 
     async def _reserve(
         self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
@@ -179,18 +297,21 @@ class Registrar:
             self._ledger.refund(shared.file, missing - min(taken, missing))
 
     def _close(self, region: Region) -> None:
-        self._ledger.leave(region.owner.uid, region.byte_size, region.shared.file)
-        os.close(region.shared.fd)
+        file = None if region.shared is None else region.shared.file
+        self._ledger.leave(region.owner.uid, region.byte_size, file)
+        region.close()
 
-    async def unregister(self, name: str, peer: Peer) -> None:
-        """Free a name (all names of `peer`, if empty); returns when no gateway accepts it any more.
+    async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
+        """Free a name (all names of `peer`, if empty) of system memory, or of CUDA memory; returns
+        when no gateway accepts it any more.
 
-        A name that is unknown, or not `peer`'s, is left as it is.
+        A name that is unknown, of the other kind, or not `peer`'s, is left as it is.
         """
         async with self._turn:
             regions = [self._active[name]] if name in self._active else []
             for region in regions if name else self.active():
-                if peer.uid == EVERYONE or region.owner.admits(peer):
+                admitted = peer.uid == EVERYONE or region.owner.admits(peer)
+                if admitted and (region.cuda is not None) == cuda:
                     await self._withdraw(region)
 
     async def abandoned(self, lessor: int, memory_id: int = 0) -> None:
@@ -199,6 +320,29 @@ class Registrar:
             for region in self.active():
                 if region.lessor == lessor and memory_id in (0, region.memory_id):
                     await self._withdraw(region)
+
+    def lend(
+        self, memory_id: int, shared: posix_shm.SharedObject, byte_size: int, peer: Peer, guest: int
+    ) -> None:
+        """Keep a sealed object of a guest's until `give_back`; its descriptor is ours from then on.
+
+        Raises Unsupported, PermissionDenied or InvalidArgument, as the policy has it.
+        """
+        if self._policy.allow is False:
+            raise Unsupported(SHM_DISABLED)
+        owner = ownership(peer, "memfd", shared.uid, shared.gid, shared.mode, self._policy.group)
+        self._ledger.enter(peer.uid, byte_size, shared.file)
+        self._lent[memory_id] = Region(
+            "", "", memory_id, shared, 0, byte_size, owner, set(), 0, guest
+        )
+
+    def give_back(self, guest: int, memory_id: int = 0) -> None:
+        """A guest needs a memory no more, or (without `memory_id`) is gone."""
+        for region in list(self._lent.values()):
+            if region.lessor == guest and memory_id in (0, region.memory_id):
+                del self._lent[region.memory_id]
+                self._tell_workers(MemoryDropped(region.memory_id))
+                self._close(region)
 
     async def drop_shrunk(self) -> None:
         """A worker died of a page that is not there: unregister the regions that can have lost it.
@@ -240,7 +384,11 @@ class Registrar:
 
     def close(self) -> None:
         """Close every object."""
-        for region in [*self._active.values(), *self._draining.values()]:
-            self._close(region)
-        self._active.clear()
-        self._draining.clear()
+        for regions in (self._active, self._draining, self._lent):
+            for region in regions.values():
+                self._close(region)
+            regions.clear()
+
+
+def _taken(name: str) -> AlreadyExists:
+    return AlreadyExists(f"shared memory region '{name}' already in manager")

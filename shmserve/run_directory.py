@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -13,36 +14,64 @@ import time
 from pathlib import Path
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
+
+logger = logging.getLogger(__name__)
 
 # A server that was just killed is followed by its last process, which clears the folder; that
 # takes milliseconds.
 _LOCK_PATIENCE_S = 3.0
+_USUAL_PATIENCE_S = 0.5  # a second server has another folder to go to
+_LOCK_PAUSE_S = 0.02  # flock has no timeout, and this waits only for a server that is ending
+# What says that a folder is a server's, and that all in it may be deleted.
+_MARK = b"shmserve run directory\n"
 
 
 class RunDirectory:
     """Opened by the supervisor, one server at a time; `path` is absolute, `lock_fd` holds the
     lock."""
 
-    def __init__(self, wanted: Path | None) -> None:
-        """Use `wanted` (created 0700 if missing), or a fresh folder of our own.
+    def __init__(
+        self, wanted: Path | None, group: int = -1, patience_s: float = _LOCK_PATIENCE_S
+    ) -> None:
+        """Use `wanted` (created 0700 if missing), or a fresh folder of our own. With a `group`,
+        its programs may pass through, and nothing more. A server that is ending has `patience_s`
+        seconds to leave it.
 
-        Raises InvalidArgument when the folder is a link, somebody else's, open to others, too long
-        a name, or in use.
+        Raises InvalidArgument when the folder cannot be made, is a link, somebody else's, open to
+        others, too long a name, in use, or holds anything that no server left there.
         """
         if wanted is None:
             self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
         else:
             self.path = Path(os.path.abspath(wanted))
-            with contextlib.suppress(FileExistsError):
-                self.path.mkdir(mode=0o700, parents=True)
-        self._check()
-        self.lock_fd = self._lock()
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except FileExistsError:
+                pass  # as what, is checked next
+            except OSError as error:
+                raise InvalidArgument(
+                    f"--run-dir: cannot make '{self.path}': {error.strerror}"
+                ) from None
+        self._check(through=0o010 if group >= 0 else 0)
+        self.lock_fd = self._lock(patience_s)
+        if group >= 0:
+            admit_group(self.path, group)
         for entry in self.path.iterdir():
             if entry.name != "lock":
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
-    def _check(self) -> None:
+    @classmethod
+    def usual(cls, group: int = -1) -> RunDirectory:
+        """The folder where clients look; a fresh one when it cannot be had."""
+        try:
+            return cls(endpoints.usual_run_directory(os.environ), group, _USUAL_PATIENCE_S)
+        except (InvalidArgument, OSError) as error:
+            logger.warning("clients must be told where the server is: %s", error)
+            return cls(None, group)
+
+    def _check(self, through: int) -> None:
         status = self.path.lstat()
         if not stat.S_ISDIR(status.st_mode):
             raise InvalidArgument(f"--run-dir: '{self.path}' is not a directory")
@@ -51,7 +80,7 @@ class RunDirectory:
                 f"--run-dir: '{self.path}' belongs to uid {status.st_uid}, not to this server's "
                 f"{os.geteuid()}"
             )
-        if status.st_mode & 0o077:
+        if status.st_mode & 0o077 & ~through:
             raise InvalidArgument(
                 f"--run-dir: '{self.path}' has mode {status.st_mode & 0o777:04o}; it must be 0700, "
                 "open to its owner alone"
@@ -62,10 +91,19 @@ class RunDirectory:
                 "a socket's name leaves"
             )
 
-    def _lock(self) -> int:
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
+    def _lock(self, patience_s: float) -> int:
+        deadline = time.monotonic() + patience_s
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
+            if self._is_foreign():
+                # Or the killed server's last process has removed the lock already, but not all.
+                if time.monotonic() > deadline:
+                    raise InvalidArgument(
+                        f"--run-dir: '{self.path}' holds files that are no server's; it must be "
+                        "empty, or what a killed server left"
+                    )
+                time.sleep(_LOCK_PAUSE_S)
+                continue
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,14 +111,27 @@ class RunDirectory:
                 # the lock.
                 with contextlib.suppress(FileNotFoundError):
                     if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
+                        os.pwrite(fd, _MARK, 0)
                         return fd
             os.close(fd)
             if time.monotonic() > deadline:
                 raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server")
-            time.sleep(
-                0.02
-            )  # flock has no timeout, and this waits only for a server that is ending
+            time.sleep(_LOCK_PAUSE_S)
+
+    def _is_foreign(self) -> bool:
+        """Whether something is in the folder that we must not delete."""
+        with contextlib.suppress(OSError):
+            if not set(os.listdir(self.path)) - {"lock"}:
+                return False
+            return (self.path / "lock").read_bytes() != _MARK
+        return True
 
     def remove(self) -> None:
         """Delete the folder and all in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def admit_group(path: Path, group: int) -> None:
+    """Let a group pass through a folder, or connect to a socket."""
+    os.chown(path, -1, group)
+    path.chmod(0o710 if path.is_dir() else 0o660)

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import time
@@ -23,12 +24,16 @@ from shmserve import devices, logs
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Control
+from shmserve.cuda_regions import HandleCheck
 from shmserve.doors import Doors, hold, listen, listen_unix, remove_unix
 from shmserve.errors import Internal, ShmserveError
+from shmserve.guests import Guests
 from shmserve.host import Host
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
+from shmserve.ipc.guests import KEY_SIZE, Seals
 from shmserve.ipc.processes import name_process
+from shmserve.ipc.tensors import CudaHandle
 from shmserve.models import Models
 from shmserve.progress import Progress, model_table
 from shmserve.regions import Registrar
@@ -52,9 +57,11 @@ def serve(config: ServerConfig) -> int:
     name_process("supervisor")
     _raise_descriptor_limit()
     http, metrics = _listen(config)
+    group = config.shm.group
     try:
         grpc = _grpc_sockets(config)
-        run_dir = RunDirectory(config.run_dir)
+        chosen = config.run_dir
+        run_dir = RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
         try:
             return asyncio.run(Supervisor(config, run_dir, http, metrics, grpc).run())
         finally:
@@ -167,25 +174,33 @@ class Supervisor:
         single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         front = Zygote(children, self._run_dir, "front zygote", _FRONT, single)
         makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), os.environ)
-        self.host = Host(self.config, self._run_dir.path, children, control, front, makers)
+        seals = Seals(secrets.token_bytes(KEY_SIZE))
+        self.host = Host(self.config, self._run_dir.path, children, control, front, makers, seals)
         makers.start()  # first: torch takes longest
         front.start()
         self.doors = Doors(
             self.host, self._http, self._metrics, self._grpc, self._snapshot, self._asked
+        )
+        found = devices.accelerators(visible=self.config.visible_devices)
+        self.handles = HandleCheck(
+            found.count, lambda device_id: self.models.workers_on(device_id), control.send
         )
         self.regions = Registrar(
             self.doors.publish,
             self.doors.pids,
             lambda msg: self.host.broadcast(msg, "worker"),
             self.config.shm,
+            self.handles if found.kind == "cuda" else None,
         )
-        self.models = Models(
-            self.host,
-            self.doors,
-            devices.accelerators(visible=self.config.visible_devices),
-            self._asked,
-            self._update_health,
+        self.host.guests = Guests(
+            self._run_dir.path,
+            self.config.shm.group,
+            seals,
+            self.regions,
+            self._told_to_guests,
+            self._guest_left,
         )
+        self.models = Models(self.host, self.doors, found, self._asked, self._update_health)
 
     def _preloads(self) -> tuple[str, ...]:
         # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
@@ -239,7 +254,17 @@ class Supervisor:
         self.models.process_exited(child)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
             self.host.background(self.regions.drop_shrunk())
-        self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker")
+        self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker", "guest")
+
+    def _told_to_guests(self) -> Iterator[Any]:
+        yield from self.models.published()
+        yield self._health
+
+    def _guest_left(self, number: int) -> None:
+        # Its requests first, so that no worker begins one whose memory it has dropped.
+        self.host.broadcast(m.ProcessExited(number), "scheduler")
+        self.regions.give_back(number)
+        self.host.broadcast(m.ProcessExited(number), "worker")
 
     def _update_health(self) -> None:
         ready = self._started and not self._exiting and self._models_ready()
@@ -266,11 +291,18 @@ class Supervisor:
                 peer, lessor = Peer(uid, tuple(groups)), pid if leased else 0
                 register = self.regions.register(name, key, offset, size, peer, lessor)
                 self._answer(pid, number, register)
+            case m.RegisterCudaRegion(id=number, name=name, offset=offset, byte_size=size):
+                handle = CudaHandle(message.handle, message.device_id, message.device_uuid)
+                peer, exporter = Peer(message.uid, tuple(message.groups)), message.exporter_pid
+                work = self.regions.register_cuda(name, handle, offset, size, peer, exporter)
+                self._answer(pid, number, work)
             case m.RegionAbandoned(memory_id):
                 self.host.background(self.regions.abandoned(pid, memory_id))
-            case m.UnregisterRegion(number, name, uid, groups):
+            case m.UnregisterRegion(number, name, uid, groups, cuda):
                 peer = Peer(uid, tuple(groups))
-                self._answer(pid, number, self.regions.unregister(name, peer))
+                self._answer(pid, number, self.regions.unregister(name, peer, cuda))
+            case m.MemoryChecked():
+                self.handles.checked(message)
             case m.LoadModel(id=number, name=name, config=config, files=files):
                 self._answer(pid, number, self.models.load_on_request(name, config, files))
             case m.UnloadModel(id=number, name=name, unload_dependents=dependents):
@@ -329,6 +361,8 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self.host.tasks, return_exceptions=True)
         await self._kill_rest()
+        if self.host.guests is not None:
+            self.host.guests.close()
         self.regions.close()
         self.host.control.close()
         self.host.children.close()

@@ -30,9 +30,14 @@ class Peer:
     groups: tuple[int, ...] = ()
 
 
+SHM_DISABLED = (
+    "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+)
 REMOTE = Peer(-1)
 # Whoever administers the server: every region is theirs to see and to unregister.
 EVERYONE = -2
+# Whoever comes through a door without shared memory: no region is theirs.
+NOBODY = Peer(-3)
 NO_GROUP = -1
 
 

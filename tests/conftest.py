@@ -4,6 +4,7 @@ that fails.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Iterator
@@ -24,9 +25,17 @@ _LOG_END = 12_000
 
 @functools.cache
 def _start_what_stays() -> None:
-    """tritonclient's event loop and the standard library's tracker: made once, kept for good."""
+    """tritonclient's event loop, gRPC's threads and the standard library's tracker: made once."""
     gevent.get_hub().loop  # noqa: B018
     resource_tracker.ensure_running()
+    with contextlib.suppress(ImportError):
+        import grpc
+
+        with (
+            grpc.insecure_channel("127.0.0.1:1") as channel,
+            contextlib.suppress(grpc.RpcError),
+        ):
+            channel.unary_unary("/nobody/answers")(b"", timeout=1)
 
 
 @pytest.fixture(autouse=True)

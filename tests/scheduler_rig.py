@@ -138,7 +138,7 @@ class Rig:
         """The worker returns a batch, with success unless `replies` are given."""
         made = list(replies) or [ok(key) for key, _, _ in batch.requests]
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
-        self.worker(peer, m.BatchFinished(batch.batch, *times, made))
+        self.worker(peer, m.BatchFinished(batch.batch, *times, made, copied_in=5, copied_out=6))
 
     def report(self) -> dict[str, Any]:
         """The statistics, as a client gets them."""

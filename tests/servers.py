@@ -77,6 +77,8 @@ class Server:
                 else ("--allow-grpc=false",)
             ),
             f"--run-dir={self.run_dir}",
+            # One process less where a test does not ask for it.
+            f"--grpc-port={self.grpc_port}" if grpc else "--allow-grpc=false",
             *flags,
         ]
         with self.log_path.open("ab") as log:
@@ -100,6 +102,11 @@ class Server:
     def url(self) -> str:
         """What tritonclient takes."""
         return f"127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """What tritonclient.grpc takes."""
+        return f"127.0.0.1:{self.grpc_port}"
 
     def log(self) -> str:
         """All that it has written so far."""
@@ -134,6 +141,17 @@ class Server:
                 return http.get(path).status == status
         except (OSError, http_client_error):
             return False
+
+    def wait_listening(self, within_s: float = 10.0) -> None:
+        """Return once somebody accepts connections on gRPC's port."""
+
+        def accepts() -> bool:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self.grpc_port)).close()
+                return True
+            return False
+
+        until(f"gRPC listens:\n{self.log()}", accepts, within_s)
 
     def wait_exit(self, within_s: float) -> int | None:
         """The exit status, or None if it lives on."""
@@ -269,11 +287,14 @@ def running(
     environment: Mapping[str, str] | None = None,
     grpc: bool = False,
 ) -> Iterator[Server]:
-    """A ready server, stopped at the end of the with block."""
+    """A ready server, stopped at the end of the with block; with `grpc`, that door is open too."""
     repositories = [repository] if isinstance(repository, Path) else repository
     server = Server(repositories, flags, environment=environment, grpc=grpc)
     try:
-        yield server.wait_ready()
+        server.wait_ready()
+        if grpc:
+            server.wait_listening()
+        yield server
     except BaseException:
         # The test has failed already; how the server ends does not matter any more, only that it
         # does.

@@ -2,6 +2,8 @@
 
 rows next to each other in one memory, or a batch of one    a view: nothing is copied
 anything else                                               one copy into a buffer kept
+
+Rows in clients' device memory become a batch there, unless the backend wants host memory.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from shmserve.ipc.tensors import (
     element_count,
     unpack_inference,
 )
-from shmserve.workers.requests import Input, Request
+from shmserve.workers.requests import Copied, Input, Request
 
 
 def reshape(
@@ -40,15 +42,25 @@ def reshape(
 
 
 class Unpacker:
-    """Makes `Request`s of packed `Inference`s for one model."""
+    """Makes `Request`s of packed `Inference`s for one model.
+
+    `device_inputs`: what is in device memory is left there; else it is copied to the host's.
+    """
 
     def __init__(
-        self, signature: Signature, mappings: Mappings, probe: Callable[[int], bool]
+        self,
+        signature: Signature,
+        mappings: Mappings,
+        probe: Callable[[int], bool],
+        copied: Copied | None = None,
+        device_inputs: bool = False,
     ) -> None:
         self._signature = signature
         self._batched = signature.max_batch_size > 0
         self._mappings = mappings
         self._probe = probe
+        self._copied = copied or Copied()
+        self._device_inputs = device_inputs
         self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
 
     def request(self, key: int, client_pid: int, work: bytes) -> Request:
@@ -81,11 +93,15 @@ class Unpacker:
         if isinstance(tensor.data, bytes):
             # A copy of a few bytes that the model may write into.
             raw = memoryview(bytearray(tensor.data))
+            self._copied.inputs += len(raw)
         elif tensor.data.memory.copied:
             raw = self._mappings.read(tensor.data)
+            self._copied.inputs += len(raw)
         else:
             place = tensor.data
             raw = self._mappings.view(place)
+            if place.memory.cuda is not None and not self._stays(tensor.datatype):
+                raw, place = self._fetched(raw), None
         expected = element_count(shape) * ITEM_SIZE[tensor.datatype]
         if expected and len(raw) != expected:
             raise InvalidArgument(
@@ -99,6 +115,15 @@ class Unpacker:
             made.numpy()  # now, so that wrong lengths fail this request and not its batch
         return made
 
+    def _stays(self, datatype: str) -> bool:
+        return self._device_inputs and datatype != "BYTES"
+
+    def _fetched(self, raw: Any) -> memoryview:
+        from shmserve.workers.device_memory import to_host
+
+        self._copied.inputs += len(raw)
+        return to_host(raw)
+
     def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
         if self._batched:
             return (shape[0], *reshape(shape[1:], spec.dims, spec.reshape))
@@ -109,7 +134,7 @@ class Gatherer:
     """The rows of a batch's requests, one input at a time, as one stretch of bytes.
 
     `allocate(byte_size)` makes a writable host buffer (pinned where that helps); one an input is
-    kept and grown.
+    kept and grown. If a row is in device memory, so is what is gathered: a tensor of uint8.
     """
 
     def __init__(
@@ -117,16 +142,19 @@ class Gatherer:
         signature: Signature,
         mappings: Mappings,
         allocate: Callable[[int], memoryview],
+        copied: Copied | None = None,
     ) -> None:
         self._most_rows = max(1, signature.max_batch_size)
         self._ragged = {spec.name for spec in signature.inputs.values() if spec.ragged}
         self._mappings = mappings
         self._allocate = allocate
+        self._copied = copied or Copied()
         self._buffers: dict[str, memoryview] = {}
+        self._on_device: Any = None  # DeviceBuffers, once there are any
 
     def gather(
         self, name: str, requests: Sequence[Request], own: bool = False
-    ) -> tuple[memoryview, tuple[int, ...], bool]:
+    ) -> tuple[Any, tuple[int, ...], bool]:
         """(bytes, shape, is a view) of input `name`, which all `requests` have; not for BYTES.
 
         The batch dimension of the shape is the sum of the requests'; an input with
@@ -140,7 +168,11 @@ class Gatherer:
             if raw is not None:
                 return raw, shape, inputs[0].place is not None
         total = sum(len(item.raw) for item in inputs)
-        buffer = self._buffer(name, total, sum(request.batch_size for request in requests))
+        rows = sum(request.batch_size for request in requests)
+        self._copied.inputs += total
+        if any(item.on_device for item in inputs):
+            return self._gather_on_device(name, inputs, self._most(total, rows)), shape, False
+        buffer = self._buffer(name, total, rows)
         at = 0
         for item in inputs:
             end = at + len(item.raw)
@@ -156,7 +188,14 @@ class Gatherer:
             return first
         return (sum(item.shape[0] for item in inputs), *first[1:])
 
-    def _adjacent(self, inputs: list[Input]) -> memoryview | None:
+    def _gather_on_device(self, name: str, inputs: list[Input], most: int) -> Any:
+        if self._on_device is None:
+            from shmserve.workers.device_memory import DeviceBuffers
+
+            self._on_device = DeviceBuffers()
+        return self._on_device.gather(name, [item.raw for item in inputs], most)
+
+    def _adjacent(self, inputs: list[Input]) -> Any:
         first = inputs[0].place
         if first is None:
             return None
@@ -171,12 +210,14 @@ class Gatherer:
     def _buffer(self, name: str, byte_size: int, rows: int) -> memoryview:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < byte_size:
-            # Room for the largest batch of such rows at once: it is never grown again unless rows
-            # get larger.
-            rows = max(1, rows)
-            most = (byte_size + rows - 1) // rows * max(self._most_rows, rows)
-            buffer = self._buffers[name] = self._allocate(most)
+            buffer = self._buffers[name] = self._allocate(self._most(byte_size, rows))
         return buffer
+
+    def _most(self, byte_size: int, rows: int) -> int:
+        # Room for the largest batch of such rows at once: it is never grown again unless rows get
+        # larger.
+        rows = max(1, rows)
+        return (byte_size + rows - 1) // rows * max(self._most_rows, rows)
 
 
 def gather_strings(name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:

@@ -107,6 +107,11 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError)
 
 
+def lost(error: BaseException) -> bool:
+    """Whether `error` says that this process can use its device no more."""
+    return isinstance(error, getattr(torch, "AcceleratorError", ()))
+
+
 def _import_support(kind: str, name: str) -> None:
     package = _PACKAGES.get(kind)
     if package is None:

@@ -1,4 +1,7 @@
-"""A loaded instance's loop: wait, unpack, execute, scatter, report; no exception ends it."""
+"""A loaded instance's loop: wait, unpack, execute, scatter, report.
+
+No exception ends it but the loss of its device: after that a process can only start again.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from shmserve.ipc.messages import (
     Attach,
     BatchFinished,
     CancelExecution,
+    CheckMemory,
     Execute,
     InstanceReady,
     MemoryDropped,
@@ -52,9 +56,17 @@ class Instance:
         self._memory = OutputMemory(context.arena)
         self._metrics = MetricsReports(backend.metrics)
         signature = Signature(config, context.version)
-        self._unpacker = Unpacker(signature, context.mappings, self._is_cancelled)
+        self._copied = context.copied
+        self._unpacker = Unpacker(
+            signature, context.mappings, self._is_cancelled, self._copied, backend.device_inputs
+        )
         self._scatterer = Scatterer(
-            signature, context.mappings, self._memory, backend.strict_outputs
+            signature,
+            context.mappings,
+            self._memory,
+            backend.strict_outputs,
+            context.device_memory,
+            self._copied,
         )
         self._batches: deque[Execute] = deque()
         self._cancelled: set[int] = set()
@@ -78,6 +90,9 @@ class Instance:
                         return
                     case Attach(endpoint=successor):
                         scheduler = self.attach(successor)
+                    case CheckMemory() as question:
+                        if self._context.device_memory is not None:
+                            control.send(self._context.device_memory.check(question))
                     case MemoryDropped(memory_id=memory_id):
                         self._context.mappings.drop(memory_id)
                     case ProcessExited(pid=pid):
@@ -152,7 +167,8 @@ class Instance:
         end_ns = time.monotonic_ns()
         input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)
         output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
-        return BatchFinished(batch.batch, start_ns, input_end_ns, output_start_ns, end_ns, replies)
+        times = (start_ns, input_end_ns, output_start_ns, end_ns)
+        return BatchFinished(batch.batch, *times, replies, *self._copied.take())
 
     def _unpack(self, key: int) -> Request | ShmserveError:
         client_pid, work = self._work[key]
@@ -165,7 +181,7 @@ class Instance:
             return Internal("internal error")
         if self._copy_inputs:
             for item in request.inputs.values():
-                item.detach()
+                self._copied.inputs += item.detach()
         return request
 
     def _run(self, requests: list[Request]) -> list[Reply]:
@@ -180,7 +196,9 @@ class Instance:
             error = raised
         else:
             self._receive()
-            return [self._scatter(*pair) for pair in zip(requests, answers, strict=True)]
+            replies = [self._scatter(*pair) for pair in zip(requests, answers, strict=True)]
+            self._scatterer.settle()
+            return replies
         if _wrote_into_inputs(error, requests):
             logger.warning(
                 "model '%s' writes into its inputs, so each is copied for it",
@@ -243,6 +261,8 @@ class Instance:
             exc_info=error,
             extra={"request_id": request.inference.request_id},
         )
+        if _device_lost(error):
+            raise error  # the process ends, another one starts, and what was in it runs there
         if _out_of_memory(error):
             _free_device_memory()
             return Unavailable(
@@ -280,6 +300,12 @@ def _out_of_memory(error: BaseException) -> bool:
     from shmserve.workers import device
 
     return device.out_of_memory(error)
+
+
+def _device_lost(error: BaseException) -> bool:
+    from shmserve.workers import device
+
+    return device.lost(error)
 
 
 def _free_device_memory() -> None:

@@ -40,6 +40,7 @@ from shmserve.ipc.regions import Mappings
 from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.control import Control
+from shmserve.workers.device_memory import DeviceMemory
 from shmserve.workers.loop import Instance
 
 logger = logging.getLogger(__name__)
@@ -156,6 +157,7 @@ def _context(
     control: Control,
 ) -> ModelContext:
     model_dir = Path(args["model_dir"])
+    device_memory = DeviceMemory()
     return ModelContext(
         model_name=args["model_name"],
         version=args["version"],
@@ -171,7 +173,8 @@ def _context(
         run_dir=run_dir,
         control=control,
         arena=Arena(args["arena_byte_size"]),
-        mappings=Mappings(),
+        mappings=Mappings(device_memory.open),
+        device_memory=device_memory,
     )
 
 

@@ -29,6 +29,20 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
+@dataclass(slots=True, eq=False)
+class Copied:
+    """Bytes of tensors that a worker has copied: on their way to the model, and from it."""
+
+    inputs: int = 0
+    outputs: int = 0
+
+    def take(self) -> tuple[int, int]:
+        """What was copied since the last call."""
+        taken = self.inputs, self.outputs
+        self.inputs = self.outputs = 0
+        return taken
+
+
 class Input:
     """One input of one request. `shape`: as the model sees it, batch dimension and `reshape` done.
 
@@ -45,7 +59,7 @@ class Input:
         name: str,
         datatype: str,
         shape: tuple[int, ...],
-        raw: memoryview,
+        raw: Any,
         place: Place | None = None,
         model: str = "",
     ) -> None:
@@ -58,13 +72,20 @@ class Input:
         self.model = model
         self._array: Array | None = None
 
-    def detach(self) -> None:
-        """Make the bytes this process's own: the model may write into them."""
-        if self.shared:
-            self.raw = memoryview(bytearray(self.raw))
-            self.place = None
-            self.shared = False
-            self._array = None
+    @property
+    def on_device(self) -> bool:
+        """Whether the bytes are in device memory."""
+        return not isinstance(self.raw, memoryview)
+
+    def detach(self) -> int:
+        """Make the bytes this process's own, which the model may write into; how many it copied."""
+        if not self.shared:
+            return 0
+        self.raw = self.raw.clone() if self.on_device else memoryview(bytearray(self.raw))
+        self.place = None
+        self.shared = False
+        self._array = None
+        return len(self.raw)
 
     def numpy(self) -> Array:
         """The tensor as a numpy array: a view where that is possible, the same on every call.
@@ -91,7 +112,7 @@ class Input:
         return array
 
     def torch(self) -> torch.Tensor:
-        """The tensor as a torch tensor in host memory, a view if possible. Not for BYTES.
+        """The tensor as a torch tensor where its bytes are, a view if possible. Not for BYTES.
 
         Writable whatever it lies in, because torch knows no read-only tensors: callers must not
         write into it.

@@ -3,11 +3,14 @@
 the client's region    when the request names one for that output
 inside the message     when all the others together are small
 the worker's arena     else; the reader releases it
+
+What goes to a client's device memory is copied there from wherever the model left it. A tensor that
+is already where it should go is left there: a runner may have had the model compute it in place.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,16 +30,23 @@ from shmserve.ipc.tensors import (
 )
 from shmserve.workers.batch import reshape
 from shmserve.workers.memory import OutputMemory
-from shmserve.workers.requests import Answer, Array, Output, Request
+from shmserve.workers.requests import Answer, Array, Copied, Output, Request
+
+if TYPE_CHECKING:
+    from shmserve.workers.device_memory import DeviceMemory
+
+# An array that is smaller than this is copied sooner than it is found where it should go.
+_WORTH_A_LOOK = 16 * 1024
 
 
 class _Ready(NamedTuple):
-    """An output to be written: `data` is the wire form (BYTES), or an array of it."""
+    """An output to be written: `data` is the wire form (BYTES), or an array of it (a tensor, if it
+    goes to a device)."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    data: bytes | Array
+    data: Any
     byte_size: int
 
 
@@ -44,13 +54,21 @@ class Scatterer:
     """Writes answers of one model. `strict`: outputs must agree with the model's configuration."""
 
     def __init__(
-        self, signature: Signature, mappings: Mappings, memory: OutputMemory, strict: bool
+        self,
+        signature: Signature,
+        mappings: Mappings,
+        memory: OutputMemory,
+        strict: bool,
+        device_memory: DeviceMemory | None = None,
+        copied: Copied | None = None,
     ) -> None:
         self._signature = signature
         self._batched = signature.max_batch_size > 0
         self._mappings = mappings
         self._memory = memory
         self._strict = strict
+        self._device_memory = device_memory
+        self._copied = copied or Copied()
 
     def write(self, request: Request, answer: Answer) -> bytes:
         """The packed `Inferred` of a successful answer, after its outputs have been written.
@@ -79,7 +97,11 @@ class Scatterer:
         return pack_inferred(Inferred(refs, answer.parameters))
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> _Ready:
-        array = _host_array(output)
+        place = request.requested[output.name].place
+        if place is not None and place.memory.cuda is not None and output.datatype != "BYTES":
+            array = _any_tensor(output)
+        else:
+            array = _host_array(output)
         shape = tuple(array.shape)
         if self._strict:
             self._check(output, spec, shape, request)
@@ -131,29 +153,81 @@ class Scatterer:
                     "the results"
                 )
             data = Place(place.memory, place.offset, item.byte_size)
-            if place.memory.copied:
+            if place.memory.cuda is not None:
+                self._put_on_device(item, data, place.memory.cuda.device)
+            elif place.memory.copied:
                 raw = item.data
                 self._mappings.write(data, raw if isinstance(raw, bytes) else raw.tobytes())
+                self._copied.outputs += item.byte_size
             else:
-                _write(item, self._mappings.view(data))
+                self._copied.outputs += _write(item, self._mappings.view(data))
         elif inline:
             data = item.data if isinstance(item.data, bytes) else item.data.tobytes()
+            self._copied.outputs += item.byte_size
         else:
             data, view = self._memory.allocate(client_pid, item.byte_size)
             taken.append(data.offset)
-            _write(item, view)
+            self._copied.outputs += _write(item, view)
         return TensorRef(item.name, item.datatype, item.shape, data)
 
+    def _put_on_device(self, item: _Ready, place: Place, device: int) -> None:
+        destination = self._mappings.view(place)
+        if not item.byte_size:
+            return
+        assert self._device_memory is not None
+        data = item.data
+        if isinstance(data, bytes):
+            from shmserve.workers.device_memory import as_bytes
 
-def _write(item: _Ready, destination: memoryview) -> None:
-    if not item.byte_size:
-        return
+            data = as_bytes(bytearray(data))
+        self._copied.outputs += self._device_memory.write(destination, data, device)
+
+    def settle(self) -> None:
+        """Wait until what was written to devices is there; before an answer says that it is.
+
+        Raises DeviceLost when that fails.
+        """
+        if self._device_memory is not None:
+            self._device_memory.settle()
+
+
+def _write(item: _Ready, destination: memoryview) -> int:
+    """Put the bytes where they go; how many were copied."""
+    size = item.byte_size
+    if not size:
+        return 0
     if isinstance(item.data, bytes):
         destination[:] = item.data
-    else:
-        # One copy, strided or not; an output may be a view of the very bytes it goes to.
-        target: Array = np.ndarray(item.data.shape, item.data.dtype, destination)
-        np.copyto(target, item.data)
+        return size
+    # One copy, strided or not; an output may be a view of the very bytes it goes to.
+    target: Array = np.ndarray(item.data.shape, item.data.dtype, destination)
+    if size >= _WORTH_A_LOOK and _same(target, item.data):
+        return 0  # the model computed it there
+    np.copyto(target, item.data)
+    return size
+
+
+def _same(one: Array, other: Array) -> bool:
+    """Whether two arrays of one shape and type are the very same bytes."""
+    return other.flags.c_contiguous and bool(
+        one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
+    )
+
+
+def _any_tensor(output: Output) -> Any:
+    """An output as a tensor, wherever it is."""
+    from shmserve.workers.torch_types import PROTOCOL, as_torch
+
+    if isinstance(output.data, np.ndarray):
+        array = np.ascontiguousarray(_host_array(output))
+        return as_torch(output.datatype, array.shape, bytearray(array))
+    kind = PROTOCOL.get(output.data.dtype)
+    if kind != output.datatype:
+        raise Internal(
+            f"inference output '{output.name}' was given as {output.data.dtype}, which is not "
+            f"{output.datatype}"
+        )
+    return output.data
 
 
 def _host_array(output: Output) -> Array:

@@ -27,11 +27,19 @@ TORCH: dict[str, torch.dtype] = {
 PROTOCOL: dict[torch.dtype, str] = {kind: name for name, kind in TORCH.items()}
 
 
-def as_torch(datatype: str, shape: tuple[int, ...], raw: memoryview) -> torch.Tensor:
-    """A host tensor over the (writable) bytes in `raw`; a copy only when they are not aligned."""
+def as_torch(datatype: str, shape: tuple[int, ...], raw: Any) -> torch.Tensor:
+    """A tensor over the (writable) bytes in `raw`; a copy only when they are not aligned.
+
+    `raw` is host memory, or on a device a tensor of uint8.
+    """
     kind = TORCH[datatype]
     if not element_count(shape):
         return torch.empty(shape, dtype=kind)
+    if isinstance(raw, torch.Tensor):
+        if raw.data_ptr() % kind.itemsize or raw.storage_offset() % kind.itemsize:
+            raw = raw.clone()
+        on_device: torch.Tensor = raw.view(kind).view(shape)
+        return on_device
     flat = torch.frombuffer(raw, dtype=torch.uint8, count=element_count(shape) * kind.itemsize)
     if flat.data_ptr() % kind.itemsize:
         flat = flat.clone()

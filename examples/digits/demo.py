@@ -188,6 +188,7 @@ def server(scratch: Path) -> Iterator[int]:
         *(sys.executable, "-m", "shmserve", "serve", f"--model-repository={scratch / 'models'}"),
         *("--http-address=127.0.0.1", f"--http-port={http_port}", "--allow-grpc=false"),
         *("--metrics-address=127.0.0.1", f"--metrics-port={metrics_port}"),
+        "--allow-grpc=false",
         f"--run-dir={scratch / 'run'}",
     ]
     log = scratch / "log"

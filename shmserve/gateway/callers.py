@@ -19,14 +19,10 @@ from multidict import istr
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
 from shmserve.gateway.authorisation import OPEN, Authorisation
 from shmserve.gateway.peers import Address, is_loopback, loopback_peer, unix_peer
-from shmserve.trust import EVERYONE, REMOTE, Peer
+from shmserve.trust import EVERYONE, REMOTE, SHM_DISABLED, Peer
 
 _AUTHORIZATION = istr("Authorization")
 _HOST = istr("Host")
-
-SHM_DISABLED = (
-    "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
-)
 
 
 class DoorKind(enum.Enum):

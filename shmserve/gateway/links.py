@@ -46,6 +46,8 @@ class Link:
         self._flush()
 
     def _flush(self) -> None:
+        if not self._flushing:
+            return  # hurried already
         self._flushing = False
         if not self._closed:
             self._dealer.flush()

@@ -1,4 +1,4 @@
-"""The shared memory extensions: register, status, unregister. There are no CUDA regions yet."""
+"""The shared memory extensions over HTTP: register, status, unregister; system and CUDA."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
-from shmserve.errors import InvalidArgument, NotFound
+from shmserve.errors import InvalidArgument
+from shmserve.gateway import cuda_memory
 from shmserve.gateway.callers import Caller
 from shmserve.gateway.regions import Region
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.repository import read_json
 from shmserve.gateway.requests import Request
 from shmserve.gateway.state import Gateway
-from shmserve.gateway.values import JsonFault
+from shmserve.gateway.values import LARGEST_UNSIGNED, JsonFault
 from shmserve.ipc.messages import RegionAbandoned, RegisterRegion, UnregisterRegion
 from shmserve.ipc.ranges import whole
-from shmserve.trust import Peer
+from shmserve.trust import NOBODY, Peer
 
 _LONGEST_NAME = 255
 
@@ -39,7 +40,17 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
     peer = request.connection.caller.peer()
     check_name(name)
-    body = await _register_body(gateway, request)
+    key, offset, size, leased = registration(await _register_body(gateway, request))
+    asked = ask_to_register(gateway, peer, name, key, offset, size, leased=leased)
+    await (_lease(gateway, request.connection.caller, asked) if leased else asked)
+    return Reply()
+
+
+def registration(body: dict[str, Any]) -> tuple[str, int, int, bool]:
+    """The key, offset, size, and whether it is leased, of a registration's JSON (pure).
+
+    Raises InvalidArgument or JsonFault.
+    """
     key = _required(body, "key")
     byte_size = _required(body, "byte_size")
     if type(key) is not str:
@@ -49,10 +60,7 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
     lifetime = body.get("lifetime", "server")
     if lifetime not in ("server", "connection"):
         raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
-    leased = lifetime == "connection"
-    asked = ask_to_register(gateway, peer, name, key, offset, size, leased=leased)
-    await (_lease(gateway, request.connection.caller, asked) if leased else asked)
-    return Reply()
+    return key, offset, size, lifetime == "connection"
 
 
 def ask_to_register(
@@ -103,18 +111,11 @@ async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
     return json_reply([region.status() for region in regions])
 
 
-def visible(gateway: Gateway, caller: Caller, name: str) -> list[Region]:
-    """The regions of the caller's user, or the one of this name; raises NotFound."""
-    regions: list[Region] = []
-    if caller.door.shm:
-        peer = caller.administrator()
-        regions = [region for region in gateway.regions.all() if region.admits(peer)]
-    if not name:
-        return regions
-    regions = [region for region in regions if region.name == name]
-    if not regions:
-        raise NotFound(f"Unable to find system shared memory region: '{name}'")
-    return regions
+def visible(gateway: Gateway, caller: Caller, name: str, *, cuda: bool = False) -> list[Region]:
+    """The regions of a kind that are the caller's user's, or the one of this name; raises
+    NotFound."""
+    peer = caller.administrator() if caller.door.shm else NOBODY
+    return gateway.regions.visible(name, peer, cuda=cuda)
 
 
 async def unregister(gateway: Gateway, request: Request, name: str | None) -> Reply:
@@ -123,38 +124,68 @@ async def unregister(gateway: Gateway, request: Request, name: str | None) -> Re
     return Reply()
 
 
-async def ask_to_unregister(gateway: Gateway, caller: Caller, name: str) -> None:
-    """Have a region of the caller's user unregistered, all of them for ""."""
+async def ask_to_unregister(
+    gateway: Gateway, caller: Caller, name: str, *, cuda: bool = False
+) -> None:
+    """Have a region of the caller's user unregistered, all of them for "", of one kind."""
     peer = caller.administrator()
     groups = list(peer.groups)
-    await gateway.supervisor.ask(lambda number: UnregisterRegion(number, name, peer.uid, groups))
-
-
-async def register_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/cudasharedmemory/region/NAME/register: there is none here."""
-    if not name:
-        raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
-    request.connection.caller.peer()
-    check_name(name)
-    body = await _register_body(gateway, request)
-    _required(body, "raw_handle")
-    raise InvalidArgument(
-        f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
+    await gateway.supervisor.ask(
+        lambda number: UnregisterRegion(number, name, peer.uid, groups, cuda)
     )
 
 
-async def status_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """GET /v2/cudasharedmemory[/region/NAME]/status."""
+async def register_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
+    """POST /v2/cudasharedmemory/region/NAME/register.
+
+    `offset` and `device_uuid` are ours, and optional.
+    """
     if not name:
-        return json_reply([])
-    if gateway.regions.get(name) is not None:
-        raise NotFound(
-            f"The region named '{name}' is registered as system shared memory, "
-            "not CUDA shared memory"
-        )
-    raise NotFound(f"Unable to find cuda shared memory region: '{name}'")
+        raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
+    peer = request.connection.caller.peer()
+    check_name(name)
+    cuda_memory.require_cuda(gateway, name)
+    body = await _register_body(gateway, request)
+    raw_handle = _required(body, "raw_handle")
+    encoded = _member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
+    byte_size = _member(body, "byte_size", int)
+    device_id = _member(body, "device_id", int)
+    offset = _member(body, "offset", int) if "offset" in body else 0
+    uuid = _member(body, "device_uuid", str) if "device_uuid" in body else ""
+    await cuda_memory.register(
+        gateway,
+        peer,
+        name,
+        cuda_memory.decode_handle(encoded),
+        device_id,
+        byte_size,
+        offset=offset,
+        device_uuid=cuda_memory.decode_uuid(uuid) if uuid else b"",
+        exporter_pid=cuda_memory.peer_pid(request.connection.transport),
+    )
+    return Reply()
+
+
+def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> Any:
+    if field not in holder:
+        raise JsonFault(f"attempt to access non-existing object member '{field}'")
+    value: Any = holder[field]
+    if kind is str:
+        word, fits = "string", type(value) is str
+    else:
+        word, fits = "unsigned-integer", type(value) is int and 0 <= value <= LARGEST_UNSIGNED
+    if not fits:
+        raise JsonFault(f"attempt to access JSON non-{word} as {word}")
+    return value
+
+
+async def status_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
+    """GET /v2/cudasharedmemory[/region/NAME]/status: those of the client's user."""
+    regions = visible(gateway, request.connection.caller, name or "", cuda=True)
+    return json_reply([region.status() for region in regions])
 
 
 async def unregister_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/cudasharedmemory[/region/NAME]/unregister: nothing to do."""
+    """POST /v2/cudasharedmemory[/region/NAME]/unregister; an unknown name is fine."""
+    await ask_to_unregister(gateway, request.connection.caller, name or "", cuda=True)
     return Reply()

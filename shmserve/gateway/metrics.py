@@ -190,6 +190,7 @@ class _Families(Collector):
         )
         instances = Metric("shmserve_instances", "Instances by state", "gauge")
         executing = Metric("shmserve_executing_requests", "Requests at workers now", "gauge")
+        copied = Metric("shmserve_copied_bytes", "Bytes of tensors that workers copied", "counter")
         for labels, report in self._reports:
             mine = report["shmserve"]
             for reason, count in mine["batches_closed"].items():
@@ -197,7 +198,10 @@ class _Families(Collector):
             for state, count in mine["instances"].items():
                 instances.add_sample(instances.name, {**labels, "state": state}, count)
             executing.add_sample(executing.name, labels, mine.get("executing", 0))
-        yield from (closed, instances, executing)
+            for direction, count in mine.get("copied_bytes", {}).items():
+                there = {**labels, "direction": direction}
+                copied.add_sample(copied.name + "_total", there, count)
+        yield from (closed, instances, executing, copied)
         regions = list(self._gateway.regions.all())
         yield _gauge("shmserve_shm_regions", "Registered shared memory regions", len(regions))
         yield _gauge(

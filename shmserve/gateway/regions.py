@@ -16,7 +16,7 @@ from shmserve.gateway.codec import RegionRange
 from shmserve.gateway.values import LARGEST_UNSIGNED
 from shmserve.ipc.messages import RegionPublished
 from shmserve.ipc.ranges import fits
-from shmserve.ipc.tensors import Memory, Place
+from shmserve.ipc.tensors import CudaHandle, Memory, Place
 from shmserve.trust import EVERYONE, Ownership, Peer
 
 logger = logging.getLogger(__name__)
@@ -37,24 +37,28 @@ class Region:
         "withdrawn",
     )
 
-    def __init__(self, message: RegionPublished, spans: Spans) -> None:
+    def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
         self.key = message.key
         self.offset = message.offset
         self.byte_size = message.byte_size
-        self.memory = Memory(
-            id=message.memory_id,
-            pid=message.pid,
-            fd=message.fd,
-            inode=message.inode,
-            byte_size=message.object_size,
-            sealed=False,
-            copied=message.copied,
-        )
+        if message.handle:
+            handle = CudaHandle(message.handle, message.device_id, message.device_uuid)
+            self.memory = Memory.on_device(message.memory_id, message.object_size, handle)
+        else:
+            self.memory = Memory(
+                id=message.memory_id,
+                pid=message.pid,
+                fd=message.fd,
+                inode=message.inode,
+                byte_size=message.object_size,
+                sealed=False,
+                copied=message.copied,
+            )
         self.owner = Ownership(message.uid, message.group, message.copied)
         self.requests = 0
         self.withdrawn = False
-        self.spans = spans
+        self.spans = Spans()
 
     def admits(self, peer: Peer) -> bool:
         """Whether the region is this user's to use."""
@@ -77,7 +81,10 @@ class Region:
         return Place(self.memory, self.offset + offset, size)
 
     def status(self) -> dict[str, Any]:
-        """As the status endpoint shows it."""
+        """As the status endpoint of its kind shows it."""
+        if self.memory.cuda is not None:
+            device_id = self.memory.cuda.device
+            return {"name": self.name, "device_id": device_id, "byte_size": self.byte_size}
         return {
             "name": self.name,
             "key": self.key,
@@ -229,17 +236,17 @@ class RegionTable:
         self._on_released = on_released
         self.version = 0  # changes with the meaning of any name
         self.overlap = overlap
-        self._spans: dict[int, Spans] = {}  # by the object's inode
+        self._spans: dict[int | bytes, Spans] = {}  # by the object
         self._by_name: dict[str, Region] = {}
         self._by_id: dict[int, Region] = {}
 
     def publish(self, message: RegionPublished) -> None:
         """A region may be used under its name."""
         if message.memory_id not in self._by_id:
+            region = self._by_id[message.memory_id] = Region(message)
             # Two names for one object share what is written in it.
-            spans = self._spans.setdefault(message.inode, Spans())
-            spans.regions += 1
-            region = self._by_id[message.memory_id] = Region(message, spans)
+            region.spans = self._spans.setdefault(region.memory.object, region.spans)
+            region.spans.regions += 1
             self._by_name[message.name] = region
             self.version += 1
 
@@ -261,7 +268,7 @@ class RegionTable:
         if self._by_id.pop(region.memory.id, None) is not None:
             region.spans.regions -= 1
             if not region.spans.regions:
-                del self._spans[region.memory.inode]
+                del self._spans[region.memory.object]
         self._on_released(region.memory.id)
 
     def find(self, name: str) -> Region:
@@ -275,9 +282,23 @@ class RegionTable:
             )
         return region
 
-    def get(self, name: str) -> Region | None:
-        """The region of a name, if there is one."""
-        return self._by_name.get(name)
+    def visible(self, name: str, peer: Peer, *, cuda: bool) -> list[Region]:
+        """The regions that the status call of a kind of memory shows `peer`; all for an empty name.
+
+        Raises NotFound with Triton's texts for an unknown name and for one of the other kind.
+        """
+        if not name:
+            return [r for r in self.all() if r.admits(peer) and (r.memory.cuda is not None) == cuda]
+        kind, other = ("CUDA", "system") if cuda else ("system", "CUDA")
+        region = self._by_name.get(name)
+        if region is None or not region.admits(peer):
+            raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
+        if (region.memory.cuda is not None) != cuda:
+            raise NotFound(
+                f"The region named '{name}' is registered as {other} shared memory, "
+                f"not {kind} shared memory"
+            )
+        return [region]
 
     def all(self) -> Iterable[Region]:
         """Every region that has a name, by name."""

@@ -15,6 +15,8 @@ class Settings:
     for none. `arena_byte_size` bounds the memory for request bodies. `body_timeout_s` is how long a
     client may stall while it sends a body or reads a response. `tokens` and `..._restricted` are as
     gateway/authorisation.py has them, `allow_client_shm` and `shm_overlap` as shmserve/trust.py.
+    `cuda_devices` is how many CUDA devices the server has; without one there is no CUDA shared
+    memory.
     """
 
     id: str = "triton"
@@ -31,6 +33,7 @@ class Settings:
     grpc_restricted: dict[str, Any] = field(default_factory=dict)
     allow_client_shm: bool | None = None
     shm_overlap: str = "warn"
+    cuda_devices: int = 0
 
     @classmethod
     def decode(cls, raw: dict[str, Any]) -> Settings:

@@ -46,9 +46,7 @@ def generate(proto: Path) -> dict[str, str]:
         stub = Path(scratch, f"{proto.stem}_pb2.pyi").read_text()
     rows = textwrap.wrap(encode(files.file[0].SerializeToString(deterministic=True)), 88)
     # protoc names what it imports as if this folder were on the path.
-    stub = re.sub(
-        r"^import (\w+_pb2) as", r"from shmserve.proto import \1 as", stub, flags=re.MULTILINE
-    )
+    stub = re.sub(r"(?m)^import (\w+_pb2) as", r"from shmserve.proto import \1 as", stub)
     listed = "\n".join(f'        "{row}"' for row in rows)
     return {
         f"{proto.stem}_pb2.py": _MODULE.format(name=proto.stem, rows=listed),

@@ -21,7 +21,9 @@ from shmserve.scheduler.statistics import Reason, Statistics, Timing
 class Peers(Protocol):
     """Queues messages to clients, or to workers; `malformed` counts unreadable ones from them."""
 
-    malformed: int
+    @property
+    def malformed(self) -> int:
+        """Unreadable frames so far."""
 
     def post(self, peer: bytes, message: Any) -> None:
         """Queue a message for one of them."""

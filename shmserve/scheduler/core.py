@@ -8,6 +8,7 @@ What is to be sent is posted to three outboxes, which the loop flushes once a tu
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from shmserve.ipc.messages import (
     ProcessExited,
     Release,
     ReportStatistics,
+    StatisticsKept,
     StatisticsReported,
     Stop,
     Submit,
@@ -41,6 +43,8 @@ from shmserve.scheduler.executions import Executions, Superior
 from shmserve.scheduler.requests import NEVER, Client, Event, Request, State
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Reason, Statistics
+
+logger = logging.getLogger(__name__)
 
 _STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
@@ -95,7 +99,7 @@ class Scheduler:
             case Release():
                 self._executions.release(client.pid, message.pid, message.offsets)
             case ReportStatistics():
-                self._to_clients.post(peer, StatisticsReported(message.id, self.report(now_ns)))
+                self._report_to(peer, message.id, now_ns)
             case _:
                 assert_never(message)
 
@@ -290,6 +294,25 @@ class Scheduler:
             self._answers.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
     # --- counts -----------------------------------------------------------------------------------
+
+    def _report_to(self, peer: bytes, number: int, now_ns: int) -> None:
+        report = self.report(now_ns)
+        # First to whoever starts our successor: no count that was shown may ever go back.
+        self._to_control.post(StatisticsKept(report, self._metrics.kept()))
+        self._to_clients.post(peer, StatisticsReported(number, report))
+
+    def go_on(self, kept: list[Any], alive: list[int], now_ns: int) -> None:
+        """Count on from a predecessor's last StatisticsKept, as [statistics, metrics].
+
+        `alive` are the pids of the instances that it has left behind.
+        """
+        statistics, metrics = kept
+        try:
+            self._statistics.restore(statistics, now_ns, self._wall_clock())
+            self._metrics.restore(metrics, alive)
+            self._misplaced = int(statistics["shmserve"]["malformed"])
+        except (KeyError, TypeError, ValueError):
+            logger.exception("a predecessor's statistics cannot be read")
 
     def misplaced(self) -> None:
         """A message was dropped because it makes no sense from its sender or now."""

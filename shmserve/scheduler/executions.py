@@ -109,6 +109,7 @@ class Executions:
         timing = Timing.of(message, execution.started_ns, now_ns)
         units = sum([request.units for request in requests])
         self._statistics.executed(execution.reason, units, timing, now_ns)
+        self._statistics.copied(message)
         self.pace.observe(now_ns - execution.started_ns, timing.total_ns, len(requests))
         replies = matched(requests, message.replies)
         if replies is None:

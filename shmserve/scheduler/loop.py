@@ -8,8 +8,15 @@ from collections.abc import Callable
 from typing import get_args
 
 from shmserve.ipc.channels import Dealer, Router
-from shmserve.ipc.messages import ClientToScheduler, SupervisorToScheduler, WorkerToScheduler
+from shmserve.ipc.messages import (
+    ClientToScheduler,
+    GuestToScheduler,
+    ProcessExited,
+    SupervisorToScheduler,
+    WorkerToScheduler,
+)
 from shmserve.scheduler.core import Scheduler
+from shmserve.scheduler.guests import GuestDoor
 from shmserve.scheduler.requests import NEVER
 
 # A sleeping thread runs again some time after its timer: up to this much is anticipated.
@@ -20,13 +27,19 @@ _LONGEST_WAIT_NS = 3_600_000_000_000
 
 
 class Loop:
-    """Runs a scheduler on its three sockets until it is told to stop."""
+    """Runs a scheduler on its sockets until it is told to stop."""
 
     def __init__(
-        self, scheduler: Scheduler, control: Dealer, workers: Router, clients: Router
+        self,
+        scheduler: Scheduler,
+        control: Dealer,
+        workers: Router,
+        clients: Router,
+        guests: GuestDoor | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._links = (control, workers, clients)
+        self._links: list[Dealer | Router] = [control, workers, clients]
+        self._guests = guests
         self._late_ns = 0
         # The supervisor first: it says who is gone and who will come.
         self._inboxes: dict[int, Callable[[], None]] = {
@@ -34,6 +47,9 @@ class Loop:
             workers.fd: lambda: self._from_workers(workers),
             clients.fd: lambda: self._from_clients(clients),
         }
+        if guests is not None:
+            self._links.append(guests.link)
+            self._inboxes[guests.link.fd] = lambda: self._from_guests(guests)
 
     def run(self) -> None:
         """Return after `Stop`."""
@@ -67,6 +83,8 @@ class Loop:
     def _from_control(self, control: Dealer) -> None:
         scheduler, now_ns = self._scheduler, time.monotonic_ns()
         for message in control.receive():
+            if type(message) is ProcessExited and self._guests is not None:
+                self._guests.forget(message.pid)
             if type(message) in _FROM_CONTROL:
                 scheduler.from_control(message, now_ns)
             else:
@@ -88,8 +106,19 @@ class Loop:
             else:
                 scheduler.misplaced()
 
+    def _from_guests(self, guests: GuestDoor) -> None:
+        scheduler, now_ns = self._scheduler, time.monotonic_ns()
+        for peer, message in guests.link.receive():
+            if type(message) not in _FROM_GUEST:
+                scheduler.misplaced()
+                continue
+            believed = guests.check(peer, message)
+            if believed is not None:
+                scheduler.from_client(peer, believed, now_ns)
+
 
 # What a peer may say: a well-formed message in the wrong direction is garbage too.
 _FROM_CONTROL = frozenset(get_args(SupervisorToScheduler))
 _FROM_WORKER = frozenset(get_args(WorkerToScheduler))
 _FROM_CLIENT = frozenset(get_args(ClientToScheduler))
+_FROM_GUEST = frozenset(get_args(GuestToScheduler))

@@ -12,10 +12,15 @@ from typing import Any
 from shmserve import logs
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.channels import Dealer, Router
+from shmserve.ipc.guests import Seals
 from shmserve.ipc.messages import SchedulerReady
+from shmserve.ipc.signature import Signature
+from shmserve.run_directory import admit_group
 from shmserve.scheduler.core import Scheduler
+from shmserve.scheduler.guests import Fronts, GuestDoor
 from shmserve.scheduler.loop import Loop
 from shmserve.scheduler.settings import Settings
+from shmserve.trust import NO_GROUP
 
 _PARTING_S = 0.3  # for the last answers to leave
 
@@ -24,7 +29,9 @@ def run(args: dict[str, Any]) -> None:
     """Schedule one model version until told to stop.
 
     `args`: number (of this scheduler), version, config (normalised), run_dir, settings
-    (execution_timeout_s, max_queue_size, delay_scheduler, verbose).
+    (execution_timeout_s, max_queue_size, delay_scheduler, verbose), kept and alive (what
+    `Scheduler.go_on` takes, of a predecessor that died; empty for the first), and guests (key,
+    group: -1 for none) unless it has no socket for them.
     """
     server = args["settings"]
     settings = Settings.read(args["config"], args["version"], server)
@@ -39,11 +46,25 @@ def run(args: dict[str, Any]) -> None:
     clients = Router(endpoints.scheduler(run_dir, number))
     workers = Router(endpoints.instances(run_dir, number))
     control = Dealer(endpoints.control(run_dir), f"scheduler.{number}.{os.getpid()}")
+    door = _open_door(args, run_dir) if "guests" in args else None
+    fronts = clients if door is None else Fronts(clients, door)
     control.send(SchedulerReady(os.getpid()))
-    scheduler = Scheduler(settings, clients, workers, control, time.time_ns)
+    scheduler = Scheduler(settings, fronts, workers, control, time.time_ns)
+    if args["kept"]:
+        scheduler.go_on(args["kept"], args["alive"], time.monotonic_ns())
     gc.freeze()  # what is here now stays: no collection needs to look at it
     try:
-        Loop(scheduler, control, workers, clients).run()
+        Loop(scheduler, control, workers, clients, door).run()
     finally:
-        for link in (clients, workers, control):
+        links: list[Router | Dealer] = [clients, workers, control]
+        for link in [*links, door.link] if door is not None else links:
             link.close(_PARTING_S)
+
+
+def _open_door(args: dict[str, Any], run_dir: Path) -> GuestDoor:
+    endpoint = endpoints.guests(run_dir, args["number"])
+    link = Router(endpoint)
+    group: int = args["guests"]["group"]
+    if group != NO_GROUP:
+        admit_group(Path(endpoint.removeprefix("ipc://")), group)
+    return GuestDoor(link, Seals(args["guests"]["key"]), Signature(args["config"], args["version"]))

@@ -21,6 +21,8 @@ and one key more, for metrics:
         retried         requests that ran again, alone, after that
         overruns        executions that passed the limit
         malformed       frames and messages that were dropped
+        copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from
+                        it; none for what is used where it lies}
         families        the model's own metrics, as model_metrics.plain has them
 
 A request counts when its answer is known, before the answer is sent: who asks after its own answer
@@ -95,6 +97,13 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def restore(self, report: dict[str, Any]) -> None:
+        """Go on from there; raises ValueError for another histogram's."""
+        if report["buckets"] != self._shown or len(report["counts"]) != len(self._counts):
+            raise ValueError("these are other buckets")
+        self._counts = list(map(int, report["counts"]))
+        self._sum = round(report["sum"] * self._scale)
+
     def report(self) -> dict[str, Any]:
         """As the module says."""
         return {
@@ -132,6 +141,12 @@ class Statistics:
         self.workers_lost = 0
         self.retried = 0
         self.overruns = 0
+        self._copied = [0, 0]
+
+    def copied(self, message: BatchFinished) -> None:
+        """What a worker copied for an execution."""
+        self._copied[0] += message.copied_in
+        self._copied[1] += message.copied_out
 
     def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
         """An execution of requests that sum up to `units` came back."""
@@ -169,6 +184,39 @@ class Statistics:
         self._failed += 1
         self._fail_ns += max(now_ns - arrived_ns, 0)
         self._failures[reason] += 1
+
+    def restore(self, report: dict[str, Any], now_ns: int, wall_ns: int) -> None:
+        """Go on from what a predecessor has reported.
+
+        Raises KeyError, TypeError or ValueError for anything else, and may then be half done.
+        """
+        last_ms = int(report["last_inference"])
+        self._last_execution_ns = now_ns - (wall_ns - last_ms * 1_000_000) if last_ms else 0
+        self._executions = int(report["execution_count"])
+        self._inferences = int(report["inference_count"])
+        parts = report["inference_stats"]
+        self._succeeded, self._success_ns = _taken(parts["success"])
+        self._failed, self._fail_ns = _taken(parts["fail"])
+        _, self._queue_ns = _taken(parts["queue"])
+        _, self._input_ns = _taken(parts["compute_input"])
+        _, self._infer_ns = _taken(parts["compute_infer"])
+        _, self._output_ns = _taken(parts["compute_output"])
+        for row in report["batch_stats"]:
+            count, input_ns = _taken(row["compute_input"])
+            _, infer_ns = _taken(row["compute_infer"])
+            _, output_ns = _taken(row["compute_output"])
+            self._by_size[int(row["batch_size"])] = [count, input_ns, infer_ns, output_ns]
+        ours = report["shmserve"]
+        self._failures.update({Reason(key): int(n) for key, n in ours["failures"].items()})
+        self._closed.update({Closed(key): int(n) for key, n in ours["batches_closed"].items()})
+        self._request_times.restore(ours["histograms"]["request_seconds"])
+        self._queue_times.restore(ours["histograms"]["queue_seconds"])
+        self._compute_times.restore(ours["histograms"]["compute_seconds"])
+        self._sizes.restore(ours["histograms"]["batch_size"])
+        self.workers_lost = int(ours["workers_lost"])
+        self.retried = int(ours["retried"])
+        self.overruns = int(ours["overruns"])
+        self._copied = [int(ours["copied_bytes"][direction]) for direction in ("in", "out")]
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
         """Everything as the module says; `gauges` are the `shmserve` keys that others know."""
@@ -213,9 +261,14 @@ class Statistics:
                 "workers_lost": self.workers_lost,
                 "retried": self.retried,
                 "overruns": self.overruns,
+                "copied_bytes": {"in": self._copied[0], "out": self._copied[1]},
                 **gauges,
             },
         }
+
+
+def _taken(duration: dict[str, int]) -> tuple[int, int]:
+    return int(duration["count"]), int(duration["ns"])
 
 
 def _duration(count: int, ns: int) -> dict[str, int]:

@@ -29,6 +29,7 @@ from tests.faults.scene import (
 from tests.raw_http import in_region, raw_connection, shm_input
 from tests.regions import SharedObject
 from tests.servers import Server, wait_gone
+from tests.waiting import until
 
 # The workers share torch's pages with the zygote they come from: not with the one that follows it.
 TORCH_BYTES = 256 << 20
@@ -125,6 +126,26 @@ def kill_with_requests_inside(stage: Scene) -> None:
     assert again.pid != visit.pid
     again.release()
     assert asked.result().tensors()["OUTPUT0"].tolist() == [[1]]
+
+
+def kill_a_scheduler_that_has_counted(stage: Scene) -> None:
+    """What somebody has seen counted stays: Prometheus would take less for a restart."""
+    asked = stage.people.number("gated", 1)
+    stage.server.gate.next().release()
+    assert asked.result().status == 200
+    counters = ("nv_inference_request_success", "shmserve_request_seconds_bucket")
+    before = [stage.server.samples(name) for name in counters]
+    kill("scheduler gated")(stage)
+
+    def here_again() -> bool:
+        return bool(stage.server.metric(counters[0], model="gated"))
+
+    until("it is heard of again", here_again, RECOVERY_S)
+    for name, samples in zip(counters, before, strict=True):
+        now = stage.server.samples(name)
+        assert [s for s in now if s[0]["model"] == "gated"] == [
+            s for s in samples if s[0]["model"] == "gated"
+        ]
 
 
 def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
@@ -345,6 +366,7 @@ CRIMES: dict[str, Crime] = {
     "kill a worker again and again": Crime(kill_repeatedly),
     "kill a worker with a batch": Crime(kill_with_requests_inside),
     "kill a scheduler": Crime(kill("scheduler simple")),
+    "kill a scheduler that has counted": Crime(kill_a_scheduler_that_has_counted),
     "kill a scheduler with a queue": Crime(kill_a_scheduler_with_requests_inside),
     "kill a gateway": Crime(kill("gateway http 0"), connections=True),
     "kill the zygote of the workers": Crime(

@@ -1,452 +1,373 @@
-"""gRPC beside HTTP, with tritonclient: the same models, the same regions, the same rules."""
+"""gRPC with Triton's own clients: everything that they can ask."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import socket
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
-from typing import Any
+import asyncio
+import json
+from collections.abc import Iterator
 
 import grpc
+import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from tritonclient.utils import InferenceServerException
+import tritonclient.grpc.aio as triton_aio
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+import shmserve
+from shmserve.gateway.control import EXTENSIONS
 from tests import repositories
-from tests.raw_http import Http, in_region, shm_input
+from tests.grpc_calls import A, B, is_right, place, simple_request, stub
+from tests.raw_http import in_region, shm_input
 from tests.regions import SharedObject
 from tests.servers import Server, running
-from tests.users import ALICE, BOB, as_user, needs_users
+from tests.waiting import until
 
-TOKEN, PROGRAM = "0123456789abcdef-all", "0123456789abcdef-program"
-VALUES = np.arange(1024, dtype=np.float32)
-SIZE = VALUES.nbytes
-DISABLED = "Client shared memory is disabled"
+MODELS = ("simple", "identity", "types", "text", "echo_request", "gated")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("grpc") / "models"
-    repositories.add(repository, "identity", "simple", "text", "gated")
-    flags = ["--model-control-mode=explicit", "--shm-overlap=error"]
-    flags += [f"--load-model={name}" for name in ("identity", "simple", "text", "gated")]
-    with running(repository, *flags, grpc=True) as started:
+    repository.mkdir()
+    repositories.add(repository, *MODELS)
+    explicit = ("--model-control-mode=explicit", "--load-model=*")
+    with running(repository, "--id=both", *explicit, grpc=True) as started:
         yield started
 
 
-@pytest.fixture(scope="module")
-def module_client(server: Server) -> Iterator[triton.InferenceServerClient]:
-    with connected(server.grpc_port) as client:
-        assert client.is_server_live()
-        yield client
-
-
 @pytest.fixture
-def client(
-    server: Server, module_client: triton.InferenceServerClient
-) -> Iterator[triton.InferenceServerClient]:
-    yield module_client
-    module_client.unregister_system_shared_memory()
+def client(server: Server) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.grpc_url) as made:
+        yield made
 
 
-@pytest.fixture
-def http(server: Server) -> Iterator[Http]:
-    with server.http() as connection:
-        yield connection
-        connection.unregister().ok()
+def simple_inputs() -> list[triton.InferInput]:
+    inputs = [triton.InferInput(name, [1, 16], "INT32") for name in ("INPUT0", "INPUT1")]
+    for tensor, array in zip(inputs, (A, B), strict=True):
+        tensor.set_data_from_numpy(array)
+    return inputs
 
 
-@contextlib.contextmanager
-def connected(port: int) -> Iterator[triton.InferenceServerClient]:
-    options = [
-        ("grpc.use_local_subchannel_pool", 1),  # a connection that no other client shares
-        ("grpc.max_receive_message_length", 2**31 - 1),
+def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live() and client.is_server_ready()
+    assert client.is_model_ready("simple") and client.is_model_ready("simple", "1")
+    assert not client.is_model_ready("simple", "7") and not client.is_model_ready("nobody")
+    server = client.get_server_metadata()
+    assert (server.name, server.version) == ("both", shmserve.__version__)
+    assert tuple(server.extensions) == EXTENSIONS
+    model = client.get_model_metadata("simple")
+    assert (model.name, list(model.versions), model.platform) == ("simple", ["1"], "python")
+    assert [(t.name, t.datatype, list(t.shape)) for t in model.inputs] == [
+        ("INPUT0", "INT32", [-1, 16]),
+        ("INPUT1", "INT32", [-1, 16]),
     ]
-    client = triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
-    try:
-        yield client
-    finally:
-        client.close()
+    assert [t.name for t in model.outputs] == ["OUTPUT0", "OUTPUT1"]
 
 
-def row(values: np.ndarray = VALUES) -> list[Any]:
-    tensor = triton.InferInput("INPUT0", [values.size], "FP32")
-    return [tensor.set_data_from_numpy(values)]
+def test_the_configuration_is_the_one_of_http(
+    client: triton.InferenceServerClient, server: Server
+) -> None:
+    with server.http() as http:
+        shown = http.get("/v2/models/simple/config").ok().json()
+    config = client.get_model_config("simple", as_json=True)["config"]
+    assert config["name"] == shown["name"] == "simple"
+    assert config["max_batch_size"] == shown["max_batch_size"]
+    assert config["input"] == [
+        {"name": t["name"], "data_type": t["data_type"], "dims": list(map(str, t["dims"]))}
+        for t in shown["input"]
+    ]
 
 
-def from_region(name: str) -> tuple[list[Any], list[Any]]:
-    tensor = triton.InferInput("INPUT0", [VALUES.size], "FP32")
-    tensor.set_shared_memory(name, SIZE)
-    wanted = triton.InferRequestedOutput("OUTPUT0")
-    wanted.set_shared_memory(name, SIZE, SIZE)
-    return [tensor], [wanted]
+def test_an_inference(client: triton.InferenceServerClient) -> None:
+    for again in range(3):  # the second one follows the plan of the first
+        result = client.infer("simple", simple_inputs(), request_id=f"r{again // 2}")
+        assert (result.as_numpy("OUTPUT0") == A + B).all()
+        assert (result.as_numpy("OUTPUT1") == A - B).all()
+        response = result.get_response()
+        assert (response.id, response.model_name) == (f"r{again // 2}", "simple")
+        assert response.model_version == "1"
+        assert not response.outputs[0].HasField("contents")
 
 
-def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = None) -> None:
-    inputs, outputs = from_region(name)
-    client.infer("identity", inputs, outputs=outputs, headers=headers)
+def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -> None:
+    wanted = [triton.InferRequestedOutput(name) for name in ("OUTPUT1", "OUTPUT0")]
+    for outputs in (wanted, wanted[:1], wanted[::-1]):
+        result = client.infer("simple", simple_inputs(), outputs=outputs)
+        assert {o.name for o in result.get_response().outputs} == {o.name() for o in outputs}
+        assert (result.as_numpy("OUTPUT1") == A - B).all()
 
 
-def refused(action: Callable[[], object]) -> tuple[str, str]:
-    """The code and the text that a call is refused with."""
-    with pytest.raises(InferenceServerException) as caught:
-        action()
-    return caught.value.status(), caught.value.message()
+def test_asyncio(server: Server) -> None:
+    async def ask() -> list[triton.InferResult]:
+        async with triton_aio.InferenceServerClient(server.grpc_url) as client:
+            asked = [client.infer("simple", simple_inputs()) for _ in range(20)]
+            return await asyncio.gather(*asked)
+
+    assert all((result.as_numpy("OUTPUT0") == A + B).all() for result in asyncio.run(ask()))
 
 
-# --- the same answers as over HTTP
+def test_callbacks(client: triton.InferenceServerClient) -> None:
+    answers: list[object] = []
+    for _ in range(8):
+        client.async_infer(
+            "simple", simple_inputs(), callback=lambda result, error: answers.append(error)
+        )
+    until("all are answered", lambda: len(answers) == 8)
+    assert answers == [None] * 8
 
 
-def test_infer_again_and_again(client: triton.InferenceServerClient) -> None:
-    for number in range(4):
-        a = np.arange(16, dtype=np.int32).reshape(1, 16) * number
-        tensors = []
-        for name in ("INPUT0", "INPUT1"):
-            tensor = triton.InferInput(name, [1, 16], "INT32")
-            tensors.append(tensor.set_data_from_numpy(a + (name == "INPUT1")))
-        found = client.infer("simple", tensors, request_id="7")
-        assert found.get_response().id == "7"
-        assert (found.as_numpy("OUTPUT0") == 2 * a + 1).all()
-        assert (found.as_numpy("OUTPUT1") == -1).all()
+@pytest.mark.parametrize("size", [0, 1, 100, 3_000_000])
+def test_tensors_of_every_size(client: triton.InferenceServerClient, size: int) -> None:
+    array = np.arange(size, dtype=np.float32)
+    tensor = triton.InferInput("INPUT0", [size], "FP32")
+    tensor.set_data_from_numpy(array)
+    answered = client.infer("identity", [tensor]).as_numpy("OUTPUT0")
+    assert answered.shape == (size,) and (answered == array).all()
 
 
-def test_sizes(client: triton.InferenceServerClient) -> None:
-    for count in (0, 1, 1024, 1 << 20):
-        values = np.arange(count, dtype=np.float32)
-        found = client.infer("identity", row(values)).as_numpy("OUTPUT0")
-        assert (found == values).all()
+DATA: dict[str, np.ndarray] = {
+    "BOOL": np.array([True, False]),
+    "FP16": np.array([1.5, -2], np.float16),
+    "BYTES": np.array([b"", "ü".encode()], np.object_),
+    **{f"UINT{8 * n}": np.array([0, 2 ** (8 * n) - 1], f"u{n}") for n in (1, 2, 4, 8)},
+    **{f"INT{8 * n}": np.array([-(2 ** (8 * n - 1)), 5], f"i{n}") for n in (1, 2, 4, 8)},
+    "FP32": np.array([1.5, np.inf], np.float32),
+    "FP64": np.array([1e300, -0.0]),
+}
 
 
-def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
-    code, text = refused(lambda: client.infer("nobody", row()))
-    assert code == "StatusCode.NOT_FOUND"
-    assert "'nobody' is not found" in text
-    tensor = triton.InferInput("INPUT0", [2], "INT32")
-    tensor.set_data_from_numpy(np.zeros(2, np.int32))
-    assert refused(lambda: client.infer("identity", [tensor]))[0] == "StatusCode.INVALID_ARGUMENT"
+def test_every_datatype(client: triton.InferenceServerClient) -> None:
+    inputs = []
+    for datatype, array in DATA.items():
+        assert np_to_triton_dtype(array.dtype) == datatype
+        inputs.append(triton.InferInput(f"INPUT_{datatype}", [2], datatype))
+        inputs[-1].set_data_from_numpy(array)
+    half = triton.InferInput("INPUT_BF16", [2], "BF16")
+    half.set_data_from_numpy(np.array([1, -2], ml_dtypes.bfloat16))
+    result = client.infer("types", [*inputs, half])
+    for datatype, array in DATA.items():
+        assert (result.as_numpy(f"OUTPUT_{datatype}") == array).all(), datatype
+    assert (result.as_numpy("OUTPUT_BF16").astype(np.float32) == [1, -2]).all()
 
 
-def test_what_others_ask(client: triton.InferenceServerClient) -> None:
-    assert client.is_server_ready()
-    assert client.is_model_ready("identity")
-    assert client.get_server_metadata().name == "triton"
-    assert client.get_model_metadata("identity").inputs[0].name == "INPUT0"
-    assert client.get_model_config("identity").config.name == "identity"
-    client.infer("identity", row())
-    (stats,) = client.get_inference_statistics("identity").model_stats
-    assert stats.inference_count >= 1
-    assert {model.name for model in client.get_model_repository_index().models} >= {"identity"}
-    client.unload_model("text")
+FIELDS = {
+    "BOOL": "bool_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def test_typed_contents_of_every_datatype(server: Server) -> None:
+    with stub(server) as call:
+        request = pb.ModelInferRequest(model_name="types")
+        for datatype, field in FIELDS.items():
+            tensor = request.inputs.add(name=f"INPUT_{datatype}", datatype=datatype, shape=[2])
+            getattr(tensor.contents, field).extend(DATA[datatype].tolist())
+        # These two have no typed form, and the two forms do not go together.
+        request.inputs.add(name="INPUT_FP16", datatype="FP16", shape=[2])
+        request.inputs.add(name="INPUT_BF16", datatype="BF16", shape=[2])
+        with pytest.raises(
+            grpc.RpcError, match="unable to find data for input tensor 'INPUT_FP16'"
+        ):
+            call.ModelInfer(request)
+        with SharedObject(16) as made, server.http() as http:
+            http.register("halves", made.key, 16).ok()
+            for tensor in request.inputs[-2:]:
+                place(tensor, "halves", 4)
+            response = call.ModelInfer(request)
+            http.unregister("halves").ok()
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        array = DATA.get(output.datatype)
+        if output.datatype == "BYTES":
+            assert raw == b"\0\0\0\0\2\0\0\0" + "ü".encode()
+        elif output.datatype in FIELDS:
+            assert array is not None and raw == array.tobytes(), output.datatype
+
+
+def test_what_the_model_sees(client: triton.InferenceServerClient) -> None:
+    tensor = triton.InferInput("INPUT0", [1], "INT32")
+    tensor.set_data_from_numpy(np.zeros(1, np.int32))
+    result = client.infer(
+        "echo_request",
+        [tensor],
+        request_id="me",
+        sequence_id="seven",
+        sequence_start=True,
+        priority=2,
+        timeout=5_000_000,
+        parameters={"text": "a", "whole": -3, "truth": True, "real": 0.5},
+    )
+    told = json.loads(result.as_numpy("OUTPUT0")[0])
+    assert told["id"] == "me" and told["correlation_id"] == "seven" and told["flags"] == 1
+    assert told["timeout"] == 5_000_000
+    assert told["parameters"] == {"text": "a", "whole": -3, "truth": True, "real": 0.5}
+    assert result.get_response().parameters["answered"].bool_param
+
+
+def test_statistics(client: triton.InferenceServerClient) -> None:
+    before = client.get_inference_statistics("simple").model_stats[0]
+    client.infer("simple", simple_inputs())
+    after = client.get_inference_statistics("simple", "1").model_stats[0]
+    assert (after.name, after.version) == ("simple", "1")
+    assert after.inference_count == before.inference_count + 1
+    assert after.inference_stats.success.count == before.inference_stats.success.count + 1
+    assert after.inference_stats.success.ns > before.inference_stats.success.ns
+    assert after.batch_stats[0].batch_size == 1
+    everything = client.get_inference_statistics()
+    assert {model.name for model in everything.model_stats} == set(MODELS)
+
+
+def test_the_repository(client: triton.InferenceServerClient) -> None:
+    index = client.get_model_repository_index()
+    assert {(m.name, m.version, m.state) for m in index.models} == {
+        (name, "1", "READY") for name in MODELS
+    }
+    client.unload_model("text", unload_dependents=True)
     assert not client.is_model_ready("text")
+
+    def reasons() -> dict[str, str]:
+        return {m.name: m.reason for m in client.get_model_repository_index().models}
+
+    until("it is unloaded", lambda: reasons()["text"] == "unloaded")
+    with pytest.raises(InferenceServerException, match="failed to load 'text'"):
+        client.load_model("text", config="{")
     client.load_model("text")
     assert client.is_model_ready("text")
-    assert client.get_log_settings(as_json=True)["settings"]
 
 
-def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None:
-    found: list[Any] = []
-    done = threading.Semaphore(0)
-
-    def take(result: Any, error: Any) -> None:
-        found.append(error if result is None else result.get_response().id)
-        done.release()
-
-    client.start_stream(take)
-    try:
-        for number in range(8):
-            name = "nobody" if number == 3 else "identity"
-            client.async_stream_infer(name, row(VALUES[: number + 1]), request_id=str(number))
-        for _ in range(8):
-            assert done.acquire(timeout=20)
-    finally:
-        client.stop_stream()
-    assert "'nobody' is not found" in str(found.pop(3))
-    assert found == ["0", "1", "2", "4", "5", "6", "7"]
+def test_files_with_a_load(client: triton.InferenceServerClient) -> None:
+    source = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
+    with pytest.raises(InferenceServerException, match="files are given without a 'config'"):
+        client.load_model("simple", files={"file:1/model.py": source})
+    assert client.is_model_ready("simple")
 
 
-def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerClient) -> None:
-    tensor = triton.InferInput("INPUT0", [1, 1], "INT32")
-    tensor.set_data_from_numpy(np.zeros((1, 1), np.int32))
-    code, _ = refused(lambda: client.infer("gated", [tensor], client_timeout=0.2))
-    assert code == "StatusCode.DEADLINE_EXCEEDED"
-    server.gate.next().release()
-
-
-# --- regions
-
-
-def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
-    client: triton.InferenceServerClient, http: Http
-) -> None:
-    """R6: usable over the other door in the next call, and gone in the next."""
-    with SharedObject(2 * SIZE) as made:
-        made.write(VALUES)
-        for _ in range(5):
-            made.write(bytes(SIZE), SIZE)
-            http.register("over", made.key, 2 * SIZE).ok()
-            for _ in range(2):  # the second time by what the first left
-                infer_in(client, "over")
-            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-            listed = client.get_system_shared_memory_status().regions
-            assert (listed["over"].key, listed["over"].byte_size) == (made.key, 2 * SIZE)
-            client.unregister_system_shared_memory("over")
-            assert http.regions().json() == []
-            code, text = refused(lambda: infer_in(client, "over"))
-            assert code == "StatusCode.NOT_FOUND"
-            assert "Unable to find shared memory region: 'over'" in text
-
-            made.write(bytes(SIZE), SIZE)
-            client.register_system_shared_memory("over", made.key, 2 * SIZE)
-            request = {
-                "inputs": [shm_input("INPUT0", "FP32", [VALUES.size], "over", SIZE)],
-                "outputs": [{"name": "OUTPUT0", "parameters": in_region("over", SIZE, SIZE)}],
-            }
-            http.infer("identity", request).ok()
-            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-            http.unregister("over").ok()
-            assert not client.get_system_shared_memory_status().regions
-            assert refused(lambda: infer_in(client, "over"))[0] == "StatusCode.NOT_FOUND"
-
-
-def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
-    code, text = refused(lambda: client.register_cuda_shared_memory("gpu", b"AAAA", 0, 64))
-    assert code == "StatusCode.INVALID_ARGUMENT"
-    assert "GPUs not supported" in text
-    assert not client.get_cuda_shared_memory_status().regions
-
-
-@contextlib.contextmanager
-def tunnel(port: int, uid: int) -> Iterator[int]:
-    """A port whose one connection goes on to `port` on a socket that is user `uid`'s."""
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        there = as_user(uid, lambda: socket.create_connection(("127.0.0.1", port)))
-        stack.enter_context(there)
-        threads: list[threading.Thread] = []
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                here, _ = listener.accept()
-                with here:
-                    back = threading.Thread(target=pump, args=(there, here))
-                    back.start()
-                    pump(here, there)
-                    back.join()
-
-        threads.append(threading.Thread(target=accept))
-        threads[0].start()
-        try:
-            yield int(listener.getsockname()[1])
-        finally:
-            with contextlib.suppress(OSError):
-                there.shutdown(socket.SHUT_RDWR)
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            threads[0].join()
-
-
-@needs_users
-def test_users(server: Server, client: triton.InferenceServerClient) -> None:
-    """R5: over gRPC on loopback a user has what is its own, and nothing else."""
-    with contextlib.ExitStack() as stack:
-        alice, bob = (
-            stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
-            for uid in (ALICE, BOB)
-        )
-        hers, ours = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
-        hers.write(VALUES)
-        os.fchown(hers.fd, ALICE, -1)
-        code, text = refused(
-            lambda: alice.register_system_shared_memory("ours", ours.key, 2 * SIZE)
-        )
-        assert code == "StatusCode.PERMISSION_DENIED"
-        assert f"the client is uid {ALICE}" in text
-        alice.register_system_shared_memory("hers", hers.key, 2 * SIZE)
-        for _ in range(2):
-            infer_in(alice, "hers")
-        assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
-        for other in (bob, client):
-            for _ in range(2):
-                code, text = refused(partial(infer_in, other, "hers"))
-                assert (code, "another user" in text) == ("StatusCode.NOT_FOUND", True)
-            assert not other.get_system_shared_memory_status().regions
-            other.unregister_system_shared_memory("hers")
-        assert list(alice.get_system_shared_memory_status().regions) == ["hers"]
-        alice.unregister_system_shared_memory()
-        assert not alice.get_system_shared_memory_status().regions
-
-
-# --- who may do what
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="sg-"))
-    yield made
-    shutil.rmtree(made)
-
-
-@pytest.fixture(scope="module")
-def guarded(folder: Path) -> Iterator[Server]:
-    """A server that listens for everybody who has a token."""
-    repositories.add(folder / "models", "identity")
-    tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n")
-    tokens.chmod(0o600)
-    flags = [
-        "--grpc-address=0.0.0.0",
-        f"--auth-token-file={tokens}",
-        "--grpc-restricted-protocol=model-repository,model-config:admin-key=let-me",
-    ]
-    with running(folder / "models", *flags, grpc=True) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def stranger(guarded: Server) -> Iterator[triton.InferenceServerClient]:
-    with connected(guarded.grpc_port) as client:
-        assert client.is_server_live()
-        yield client
-
-
-def bearer(token: str, **more: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}", **more}
-
-
-def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerClient) -> None:
-    """R18: every API but health is closed to whoever shows no token."""
-    assert stranger.is_server_ready()
-    for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
-        for ask in (
-            lambda headers=headers: stranger.get_server_metadata(headers),
-            lambda headers=headers: stranger.infer("identity", row(), headers=headers),
-            lambda headers=headers: stranger.get_system_shared_memory_status(headers=headers),
-            lambda headers=headers: stranger.get_inference_statistics(headers=headers),
-            lambda headers=headers: stranger.get_log_settings(headers=headers),
-        ):
-            code, text = refused(ask)
-            assert code == "StatusCode.UNAUTHENTICATED"
-            assert "token" in text
-
-
-def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> None:
-    found: list[Any] = []
-    done = threading.Event()
-
-    def take(result: Any, error: Any) -> None:
-        found.append((result, error))
-        done.set()
-
-    for headers, expected in ((None, "StatusCode.UNAUTHENTICATED"), (bearer(PROGRAM), None)):
-        found.clear()
-        done.clear()
-        stranger.start_stream(take, headers=headers)
-        try:
-            with contextlib.suppress(InferenceServerException):  # it may have ended by now
-                stranger.async_stream_infer("identity", row())
-            assert done.wait(20)
-        finally:
-            stranger.stop_stream()
-        result, error = found[0]
-        assert (error and error.status()) == expected
-        assert (result is None) == bool(expected)
-
-
-def test_a_token_opens_its_scopes(stranger: triton.InferenceServerClient) -> None:
-    headers = bearer(PROGRAM)
-    found = stranger.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
-    assert (found == VALUES).all()
-    assert stranger.get_server_metadata(headers).name == "triton"
-    code, text = refused(lambda: stranger.get_inference_statistics(headers=headers))
-    assert (code, text) == (
-        "StatusCode.PERMISSION_DENIED",
-        "this token is not for the statistics API",
-    )
-
-
-def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServerClient) -> None:
-    expected = (
-        "StatusCode.UNAVAILABLE",
-        "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'",
-    )
-    for headers in (
-        bearer(TOKEN),
-        bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-us"}),
-        bearer(TOKEN, **{"admin-key": "let-me"}),
-    ):
-        assert refused(partial(stranger.get_model_config, "identity", "", headers)) == (expected)
-    headers = bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-me"})
-    assert stranger.get_model_config("identity", "", headers).config.name == "identity"
-    assert stranger.get_model_repository_index(headers).models[0].name == "identity"
-
-
-def test_other_hosts_have_no_regions(
-    guarded: Server, stranger: triton.InferenceServerClient
-) -> None:
-    """R3: over a door that other hosts reach there are none, even for who has them over HTTP."""
-    headers = bearer(TOKEN)
-    with SharedObject(2 * SIZE) as made, guarded.http() as http:
-        code, text = refused(
-            lambda: stranger.register_system_shared_memory(
-                "one", made.key, 2 * SIZE, headers=headers
-            )
-        )
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
-        register = {"key": made.key, "byte_size": 2 * SIZE}
-        path = "/v2/systemsharedmemory/region/one/register"
-        http.post(path, register, {"Authorization": f"Bearer {TOKEN}"}).ok()
-        assert not stranger.get_system_shared_memory_status(headers=headers).regions
-        code, text = refused(lambda: infer_in(stranger, "one", headers))
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
-        path = "/v2/systemsharedmemory/unregister"
-        http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
-
-
-def test_no_regions_for_anybody(tmp_path: Path) -> None:
-    """`--allow-client-shm=false` closes loopback too."""
-    repositories.add(tmp_path / "models", "identity")
-    with (
-        running(tmp_path / "models", "--allow-client-shm=false", grpc=True) as started,
-        connected(started.grpc_port) as client,
-        SharedObject(SIZE) as made,
-    ):
-        code, text = refused(lambda: client.register_system_shared_memory("one", made.key, SIZE))
-        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+def test_a_region_through_both_doors(server: Server, client: triton.InferenceServerClient) -> None:
+    array = np.arange(256, dtype=np.float32)
+    with SharedObject(4096) as made, server.http() as http:
+        made.write(array)
+        client.register_system_shared_memory("both", made.key, 4096)
+        request = {
+            "inputs": [shm_input("INPUT0", "FP32", [256], "both", 1024)],
+            "outputs": [{"name": "OUTPUT0", "parameters": in_region("both", 1024, 1024)}],
+        }
+        http.infer("identity", request).ok()
+        assert (made.read(np.float32, 256, 1024) == array).all()
+        http.unregister("both").ok()
         assert not client.get_system_shared_memory_status().regions
 
+        http.register("both", made.key, 4096).ok()
+        tensor = triton.InferInput("INPUT0", [256], "FP32")
+        tensor.set_shared_memory("both", 1024)
+        output = triton.InferRequestedOutput("OUTPUT0")
+        output.set_shared_memory("both", 1024, offset=2048)
+        result = client.infer("identity", [tensor], outputs=[output])
+        assert (made.read(np.float32, 256, 2048) == array).all()
+        assert list(result.get_response().raw_output_contents) == [b""]
+        status = client.get_system_shared_memory_status("both").regions["both"]
+        assert (status.name, status.key) == ("both", made.key)
+        assert (status.offset, status.byte_size) == (0, 4096)
+        client.unregister_system_shared_memory("both")
+        with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
+            client.infer("identity", [tensor], outputs=[output])
 
-def test_an_unknown_method_is_unimplemented(server: Server) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        call = channel.unary_unary("/inference.GRPCInferenceService/Nothing")
-        with pytest.raises(grpc.RpcError) as caught:
-            call(b"", timeout=20)
-        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
+    """`raw_input_contents` has entries for the inputs that are in no region only."""
+    with SharedObject(4096) as made, stub(server) as call, server.http() as http:
+        made.write(A)
+        http.register("mixed", made.key, 4096).ok()
+        request = simple_request()
+        place(request.inputs[0], "mixed", 64)
+        del request.raw_input_contents[0]
+        assert is_right(call.ModelInfer(request))
+        output = request.outputs.add(name="OUTPUT0")
+        place(output, "mixed", 64, 64)
+        request.outputs.add(name="OUTPUT1")
+        response = call.ModelInfer(request)
+        by_name = dict(
+            zip((o.name for o in response.outputs), response.raw_output_contents, strict=True)
+        )
+        assert by_name == {"OUTPUT0": b"", "OUTPUT1": (A - B).tobytes()}
+        assert (made.read(np.int32, 16, 64) == (A + B)[0]).all()
+        http.unregister("mixed").ok()
 
 
-def test_the_gateway_is_started_again(server: Server) -> None:
-    old = server.one("gateway grpc")
-    old.kill()
-    deadline = time.monotonic() + 20
-    with connected(server.grpc_port) as client:
-        while True:
-            with contextlib.suppress(InferenceServerException):
-                if client.is_server_ready(client_timeout=5):
-                    break
-            assert time.monotonic() < deadline
-        assert (client.infer("identity", row()).as_numpy("OUTPUT0") == VALUES).all()
-    assert server.one("gateway grpc").pid != old.pid
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compressed_requests(client: triton.InferenceServerClient, algorithm: str) -> None:
+    array = np.zeros(100_000, np.float32)
+    tensor = triton.InferInput("INPUT0", [len(array)], "FP32")
+    tensor.set_data_from_numpy(array)
+    result = client.infer("identity", [tensor], compression_algorithm=algorithm)
+    assert (result.as_numpy("OUTPUT0") == array).all()
+
+
+def test_log_settings(client: triton.InferenceServerClient) -> None:
+    settings = client.get_log_settings().settings
+    assert settings["log_info"].bool_param and settings["log_format"].string_param == "default"
+    assert client.update_log_settings({"log_verbose_level": 0, "log_info": True}).settings
+    with pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED.*'log_info' can not be"):
+        client.update_log_settings({"log_info": False})
+    with pytest.raises(InferenceServerException, match=r"UNAVAILABLE.*does not support trace"):
+        client.get_trace_settings()
+
+
+def test_a_deadline_reaches_the_model_and_ends_the_request(
+    server: Server, client: triton.InferenceServerClient
+) -> None:
+    tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
+    tensor.set_data_from_numpy(np.ones((1, 4), np.int32))
+    failures = "nv_inference_request_failure"
+    before = server.metric(failures, model="gated")
+    with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
+        client.infer("gated", [tensor], client_timeout=0.3)
+    visit = server.gate.next()
+    with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
+        client.infer("gated", [tensor], client_timeout=0.3)
+    server.wait_pending("gated", 0)  # the second one left the queue
+    visit.release()
+    until("both were counted", lambda: server.metric(failures, model="gated") == before + 2)
+    assert server.gate.is_idle()
+
+
+def test_a_cancelled_call_cancels_its_request(server: Server) -> None:
+    tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
+    tensor.set_data_from_numpy(np.full((1, 4), 7, np.int32))
+    failures = "nv_inference_request_failure"
+    before = server.metric(failures, model="gated", reason="CANCELED")
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        answers: list[object] = []
+        running_one = client.async_infer(
+            "gated", [tensor], lambda result, error: answers.append(error)
+        )
+        visit = server.gate.next()
+        waiting_one = client.async_infer(
+            "gated", [tensor], lambda result, error: answers.append(error)
+        )
+        server.wait_pending("gated", 1)
+        waiting_one.cancel()
+        server.wait_pending("gated", 0)
+        visit.release()
+        until("both are answered", lambda: len(answers) == 2)
+    assert running_one is not None
+    assert server.metric(failures, model="gated", reason="CANCELED") == before + 1
+
+
+def test_the_health_service(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"") == check(b"\n\x03any") == b"\x08\x01"
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+        assert next(watch) == b"\x08\x01"
+        watch.cancel()

@@ -44,6 +44,7 @@ def test_the_run_directory_is_private(repository: Path, serve: Serve) -> None:
 
 
 def test_nothing_of_the_server_has_a_name_in_shared_memory(repository: Path, serve: Serve) -> None:
+    """R7: internal memory cannot be registered, for it has no name."""
     repositories.add(repository, "simple", "identity")
     before = set(os.listdir("/dev/shm"))
     server = serve(repository)
@@ -213,6 +214,7 @@ def test_a_taken_port_is_a_clear_error(repository: Path, serve: Serve) -> None:
                 f"--http-port={server.http_port}",
                 "--allow-grpc=false",
                 f"--metrics-port={metrics}",
+                "--allow-grpc=false",
             ),
         ],
         cwd=ROOT,

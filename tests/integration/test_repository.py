@@ -354,6 +354,29 @@ def test_unload_lets_what_runs_finish(repository: Path, serve: Serve) -> None:
         until("it is unloaded", lambda: index(http)[("gated", "1")] == ("UNAVAILABLE", "unloaded"))
 
 
+def test_unload_while_a_worker_starts_again(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant")
+    waiting = (
+        "import os, socket\ngate = socket.socket(socket.AF_UNIX)\n"
+        "gate.connect(os.environ['GATE'])\n"
+        'gate.sendall(b\'{"batch": [], "rows": [], "pid": 0}\\n\')\ngate.recv(1)\n'
+    )
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=constant")
+    with server.http() as http:
+        rewrite(repository, waiting + source(2))
+        (worker,) = server.find("worker constant.0")
+        worker.kill()
+        visit = server.gate.next()
+        unload(http, "constant").ok()
+        visit.release()
+        until("it is unloaded", lambda: index(http)[("constant", "1")][1] == "unloaded")
+        until("its processes have ended", lambda: not server.find("worker constant"))
+        rewrite(repository, source(3))
+        load(http, "constant").ok()
+        assert answer(http) == 3
+    assert "Traceback" not in server.log()
+
+
 def test_version_policies(repository: Path, serve: Serve) -> None:
     for name, policy in (
         ("all", "version_policy: { all {} }"),

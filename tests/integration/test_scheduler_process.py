@@ -46,6 +46,8 @@ class Stage:
             "config": MODEL,
             "run_dir": str(run_dir),
             "settings": {"max_queue_size": 4},
+            "kept": [],
+            "alive": [],
         }
         # Else numpy's threads spin for a moment after they start.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.crowd import crowd
 from tests.leaks import descriptors
 from tests.raw_http import Http, Reply, UnixHttp, in_region, join_bytes, json_input, shm_input
 from tests.regions import SharedObject
-from tests.servers import Server, running
+from tests.servers import ROOT, Server, running
 from tests.users import ALICE, BOB, FRIENDS, as_user, needs_users
 from tests.waiting import until
 
@@ -143,8 +144,8 @@ def test_users_and_doors(server: Server, folder: Path, door: str) -> None:
             refused = user.infer(name)
             assert refused.status == 404
             assert refused.error.startswith(f"Unable to find shared memory region: '{name}'")
-            assert user.ask(lambda http, name=name: http.regions(name)).status == 404
-            user.ask(lambda http, name=name: http.unregister(name)).ok()
+            assert user.ask(partial(Http.regions, name=name)).status == 404
+            user.ask(partial(Http.unregister, name=name)).ok()
         alice.ask(lambda http: http.unregister()).ok()
         assert bob.names() == ["his"]
         assert (his.read(np.float32, 1024, SIZE) == 0).all()
@@ -379,3 +380,33 @@ def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> 
         finally:
             stop.set()
             racer.join()
+
+
+HOOK = """
+import os, sys
+
+def hook(event, arguments):
+    if event == "pickle.find_class":
+        with open(os.environ["PICKLED"], "a") as seen:
+            seen.write(f"{sys.argv} {arguments}\\n")
+
+sys.addaudithook(hook)
+with open(os.environ["PICKLED"], "a") as seen:
+    seen.write("hook\\n")
+"""
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    """R1: no process of a server that starts, serves and stops unpickles anything."""
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    repositories.add(tmp_path / "models", "identity")
+    seen = tmp_path / "seen"
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PICKLED": str(seen)}
+    with running(tmp_path / "models", environment=environment) as server, server.http() as http:
+        request = {"inputs": [json_input("INPUT0", VALUES)]}
+        assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
+        http.get("/v2/models/stats").ok()
+    # The supervisor and both zygotes; what they fork listens as they do.
+    lines = seen.read_text().splitlines()
+    assert lines == ["hook"] * len(lines)
+    assert len(lines) >= 3

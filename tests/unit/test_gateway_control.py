@@ -369,8 +369,6 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
         404,
         "Unable to find system shared memory region: 'c'",
     )
-    wrong = http.get("/v2/cudasharedmemory/region/a/status")
-    assert "registered as system shared memory, not CUDA" in wrong.error
     gateway.apply(lambda number: m.RegionWithdrawn("b", 1, number))
     gateway.apply(lambda number: m.RegionWithdrawn("a", 2, number))
     assert http.regions().json() == []
@@ -379,23 +377,6 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
         {"name": "INPUT0", "datatype": "INT32", "shape": [1, 16], "parameters": in_region("a", 64)}
     ]
     assert http.infer("simple", {"inputs": inputs}).status == 404
-
-
-def test_there_are_no_cuda_regions(http: Http) -> None:
-    path = "/v2/cudasharedmemory"
-    body = {
-        "raw_handle": {"b64": base64.b64encode(bytes(64)).decode()},
-        "device_id": 0,
-        "byte_size": 1,
-    }
-    reply = http.post(f"{path}/region/r/register", body)
-    text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
-    assert (reply.status, reply.error) == (400, text)
-    assert http.get(f"{path}/status").ok().json() == []
-    missing = http.get(f"{path}/region/r/status")
-    assert missing.error == "Unable to find cuda shared memory region: 'r'"
-    http.post(f"{path}/region/r/unregister").ok()
-    http.post(f"{path}/unregister").ok()
 
 
 # --- statistics and metrics

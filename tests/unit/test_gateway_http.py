@@ -109,6 +109,7 @@ def is_closed(connection: socket.socket) -> bool:
     ],
 )
 def test_what_is_not_http_is_refused_briefly(gateway: Rig, raw: bytes) -> None:
+    """R12: doubled and odd lengths smuggle nothing."""
     with raw_connection(gateway.port) as connection:
         connection.sendall(raw)
         reply = read_reply(connection)
@@ -240,6 +241,7 @@ def test_a_head_that_stops_ends_the_connection(gateway: Rig, sent: bytes) -> Non
 
 
 def test_a_head_that_drips_ends_the_connection(gateway: Rig) -> None:
+    """R15: headers have a deadline."""
     began = time.monotonic()
     with raw_connection(gateway.port) as connection:
         connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
@@ -261,6 +263,7 @@ def test_a_body_that_stops_is_given_up(gateway: Rig, size: int, sent: int) -> No
 
 
 def test_a_body_that_drips_is_given_up(gateway: Rig) -> None:
+    """R15: bodies have a deadline."""
     began = time.monotonic()
     with raw_connection(gateway.port) as connection:
         connection.sendall(head(1_000_000))
@@ -278,6 +281,7 @@ def test_a_body_that_drips_is_given_up(gateway: Rig) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(gateway: Rig, tmp_path: Path) -> None:
+    """R15: answers have a deadline."""
     big = bytes(64 * MIB)
     config = model_config(
         "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
@@ -348,6 +352,7 @@ def memory_of(process: int) -> int:
 
 @pytest.mark.parametrize("name", ["gzip", "deflate"])
 def test_bombs_do_not_go_off(gateway: Rig, name: str) -> None:
+    """R13: what inflates to more than the limit is given up there."""
     plain = b" " * (200 * MIB)
     bomb = gzip.compress(plain, 9) if name == "gzip" else zlib.compress(plain, 9)
     before = memory_of(gateway.process.pid)
@@ -360,6 +365,7 @@ def test_bombs_do_not_go_off(gateway: Rig, name: str) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900_000 + "]" * 900_000])
 def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
+    """R12: nesting has a limit."""
     reply = gateway.http.infer("simple", text.encode())
     assert (reply.status, reply.error) == (
         400,
@@ -368,6 +374,7 @@ def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
 
 
 def test_huge_numbers_of_strings_are_counted_first(gateway: Rig) -> None:
+    """R12: element counts are checked before memory is taken."""
     data = (2**31).to_bytes(4, "little")
     reply = gateway.http.infer_binary("text", [("IN", "BYTES", [2**40], data)])
     assert reply.status in (200, 400)  # the worker counts; nothing here is allocated for it

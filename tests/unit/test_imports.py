@@ -84,6 +84,7 @@ def test_what_all_rooms_may_import_imports_nothing_of_ours() -> None:
 
 
 def test_nothing_pickles() -> None:
+    """R1: no format that executes is imported anywhere."""
     files = [*sources("shmserve"), *(path for room in ROOMS for path in sources(room))]
     wrong = [
         (str(path.relative_to(ROOT)), name)

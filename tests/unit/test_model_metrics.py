@@ -39,7 +39,19 @@ def test_counters_are_summed_and_outlive_their_instance() -> None:
     assert number(metrics.total()) == "4.5"
     metrics.report(9, counter(1))
     assert number(metrics.total()) == "5.5"
-    assert number(metrics.gone) == "2.5"
+
+
+def test_a_successor_goes_on() -> None:
+    metrics = ModelMetrics()
+    for pid in (1, 2, 3):
+        metrics.report(pid, added((counter(pid), gauge(pid, pid, 0))))
+    metrics.exited(1)
+    successor = ModelMetrics()
+    successor.restore(metrics.kept(), alive=[2, 9])
+    assert plain(successor.total())[0] == plain(metrics.total())[0]
+    assert successor.total()["g"] == gauge(2, 2, 0)["g"]
+    successor.report(2, counter(5))
+    assert number(successor.total()) == "9"
 
 
 def test_a_gauge_is_what_was_set_last_and_all_increments() -> None:

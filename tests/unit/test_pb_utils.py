@@ -448,7 +448,9 @@ def test_a_counter_and_a_gauge() -> None:
     gauge.set(4)
     gauge.increment(-6.5)
     assert gauge.value() == -2.5
-    first, second = python_metrics.changes() or ()
+    changed = python_metrics.changes()
+    assert changed is not None
+    first, second = changed
     assert first == ["a_total", "what it is", "COUNTER", [[(("x", "1"),), [2.5], ()]]]
     assert second[3][0][0] == ()
     level, set_ns, increments = second[3][0][1]

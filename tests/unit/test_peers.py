@@ -14,9 +14,9 @@ from multidict import CIMultiDict
 
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
 from shmserve.gateway.authorisation import Authorisation
-from shmserve.gateway.callers import SHM_DISABLED, Caller, Door, DoorKind, door_kind
+from shmserve.gateway.callers import Caller, Door, DoorKind, door_kind
 from shmserve.gateway.peers import groups_of, loopback_peer, unix_peer
-from shmserve.trust import REMOTE, Peer
+from shmserve.trust import REMOTE, SHM_DISABLED, Peer
 from tests.users import ALICE, FRIENDS, as_user, needs_users
 
 OPEN = Authorisation(None, {})

@@ -22,12 +22,35 @@ def test_a_fresh_one_is_private_and_goes_away() -> None:
 
 def test_what_a_killed_server_left_is_cleared(tmp_path: Path) -> None:
     left = tmp_path / "run"
-    left.mkdir(mode=0o700)
+    os.close(RunDirectory(left).lock_fd)
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(left / "control"))
     made = RunDirectory(left)
     assert [entry.name for entry in left.iterdir()] == ["lock"]
     os.close(made.lock_fd)
+
+
+def test_what_is_not_a_servers_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home folder is private too."""
+    monkeypatch.setattr("shmserve.run_directory._LOCK_PATIENCE_S", 0.0)
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    (home / "thesis").write_text("years of work")
+    for lock in (None, "", "another program's"):
+        if lock is not None:
+            (home / "lock").write_text(lock)
+        before = sorted(os.listdir(home))
+        with pytest.raises(InvalidArgument, match="holds files that are no server's"):
+            RunDirectory(home)
+        assert sorted(os.listdir(home)) == before
+
+
+@pytest.mark.parametrize("path", ["/proc/x", "/etc/passwd/x", "a" * 300])
+def test_folders_that_cannot_be_made(tmp_path: Path, path: str) -> None:
+    with pytest.raises(InvalidArgument, match="--run-dir: cannot make"):
+        RunDirectory(tmp_path / path)
 
 
 def test_one_server_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +62,7 @@ def test_one_server_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_folders_that_are_not_private(tmp_path: Path) -> None:
+    """R3: a link, a foreign folder and one that others enter are refused."""
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)
     link = tmp_path / "link"

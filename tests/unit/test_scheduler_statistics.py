@@ -148,3 +148,36 @@ def test_pace_reserves_more_where_executions_vary() -> None:
         unsteady.observe((5 if index % 2 else 15) * MS, MS, 1)
     assert 10 * MS < steady.reserve_ns < 12 * MS
     assert unsteady.reserve_ns > 20 * MS
+
+
+def test_a_successor_counts_on() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    rig.submit(3, batch_size=2)
+    rig.submit(1, timeout_ns=MS)
+    rig.client(m.Cancel(3))
+    _, batch = rig.execute()
+    rig.pass_time(2 * MS)
+    rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [4], []]]]]))
+    rig.worker(b"x", m.MetricsReported([]))
+    rig.finish(peer, batch)
+    told = rig.report()
+    assert told["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
+    (kept,) = [message for _, message in rig.control.take() if type(message) is m.StatisticsKept]
+    assert kept.statistics == told
+
+    successor = Rig({})
+    successor.scheduler.go_on([kept.statistics, kept.metrics], [100], successor.now)
+    now = successor.report()
+    assert now["last_inference"] > 0
+    del now["last_inference"], told["last_inference"]
+    assert told["inference_count"] > 0
+    for counts in (now, told):  # of now, not of the past
+        del counts["shmserve"]["instances"], counts["shmserve"]["executing"]
+    assert now == told
+
+
+def test_a_successor_starts_anew_if_it_cannot_read_that() -> None:
+    rig = Rig({})
+    rig.scheduler.go_on([{"last_inference": 3}, []], [], rig.now)
+    assert rig.report()["inference_count"] == 0

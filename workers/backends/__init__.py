@@ -7,13 +7,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.arena import Arena
 from shmserve.ipc.regions import Mappings
 from shmserve.workers.control import Control
-from shmserve.workers.requests import Answer, Input, Output, Request
+from shmserve.workers.requests import Answer, Copied, Input, Output, Request
+
+if TYPE_CHECKING:
+    from shmserve.workers.device_memory import DeviceMemory
 
 __all__ = ["Answer", "Backend", "Input", "ModelContext", "Output", "Request", "Stopwatch", "find"]
 
@@ -46,8 +49,9 @@ class ModelContext:
     `repository` and `model_dir` (repository/model) hold the files, `version_dir` is
     model_dir/version. `kind` is "CPU" or "GPU", `device` what torch calls it ("cpu", "cuda:0",
     "npu:1"), `device_id` its number (0 on a CPU). `backend_config` is what --backend-config said
-    for this backend. `control` asks the supervisor. `arena` and `mappings`
-    are this process's memory for tensors it makes and its views of others'.
+    for this backend. `control` asks the supervisor. `arena` and `mappings` are this process's
+    memory for tensors it makes and its views of others'. `copied` counts the bytes of tensors that
+    are copied on the way.
     """
 
     model_name: str
@@ -66,6 +70,8 @@ class ModelContext:
     arena: Arena
     mappings: Mappings
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    device_memory: DeviceMemory | None = None
+    copied: Copied = field(default_factory=Copied)
 
 
 class Backend(ABC):
@@ -77,9 +83,13 @@ class Backend(ABC):
     `strict_outputs`: an output must have the datatype and shape that the configuration says.
     Triton's Python backend lets any pass to the client as it is, and so must whoever runs its
     models.
+
+    `device_inputs`: inputs in clients' device memory are given as they are, as tensors of uint8 on
+    whatever device they are; else as copies in host memory.
     """
 
     strict_outputs = True
+    device_inputs = False
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context

@@ -27,6 +27,8 @@ _DEFAULT_MAX_BATCH_SIZE = 32
 class NativeBackend(Backend):
     """One object of the model's class."""
 
+    device_inputs = True
+
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._device = open_device(context.device)
@@ -75,7 +77,8 @@ class NativeBackend(Backend):
         """One call of `predict` for the whole batch."""
         inputs = self._runner.inputs(requests)
         with torch.inference_mode():
-            result = self._model.predict(**inputs)
+            with self._runner.calling(requests):
+                result = self._model.predict(**inputs)
             self._runner.watch()
             return self._runner.answers(requests, self._take(result))
 

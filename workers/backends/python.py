@@ -49,7 +49,7 @@ class PythonBackend(Backend):
             sys.modules[name] = pb_utils
         self._server = python_server.Server(context)
         python_server.install(self._server)
-        self._lender = Lender(context.model_name)
+        self._lender = Lender(context.model_name, context.copied)
         self._runner: asyncio.Runner | None = None
         self._class: Any = None
         self._model: Any = None
@@ -79,6 +79,8 @@ class PythonBackend(Backend):
                 "supported"
             )
         python_metrics.on_change = context.control.wake
+        forced = (config.get("parameters") or {}).get("FORCE_CPU_ONLY_INPUT_TENSORS") or {}
+        self.device_inputs = forced.get("string_value") == "no"
         kind = self._find(config)
         if not hasattr(kind, "execute"):
             raise InvalidArgument(

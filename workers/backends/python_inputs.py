@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmserve.workers.requests import Answer, Array, Input
+from shmserve.workers.requests import Answer, Array, Copied, Input
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,9 @@ class _Loan(NamedTuple):
 class Lender:
     """Lends the arrays of one model's inputs. Used from one thread."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, copied: Copied | None = None) -> None:
         self._model_name = model_name
+        self._copied = copied or Copied()
         self._copying = True
         self._trials_left = _TRIAL
         self._loans: dict[int, _Loan] = {}
@@ -56,7 +57,7 @@ class Lender:
         if source.shared and id(source) not in self._loans:
             original = source.raw if self._copying else None
             if self._copying:
-                source.detach()
+                self._copied.inputs += source.detach()
             self._loans[id(source)] = _Loan(source, original)
         return source.numpy()
 

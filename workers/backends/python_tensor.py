@@ -162,15 +162,22 @@ class Tensor:
 
     def as_output(self) -> Output:
         """It as an output of a response."""
-        data = self._data
-        return Output(self._name, self._datatype, data.numpy() if isinstance(data, Input) else data)
+        data: Any = self._data
+        if isinstance(data, Input):
+            data = data.torch() if data.on_device else data.numpy()
+        return Output(self._name, self._datatype, data)
 
     def as_call_input(self) -> CallInput:
         """It as an input of a call of another model; where it came in memory, it stays there."""
         data = self._data
         wire: bytes | memoryview | Place
         if isinstance(data, Input):
-            wire = data.raw if data.place is None else data.place
+            if data.place is None and data.on_device:
+                from shmserve.workers.device_memory import to_host
+
+                wire = to_host(data.raw)
+            else:
+                wire = data.raw if data.place is None else data.place
         elif self._datatype == "BYTES":
             wire = encode_bytes(self._array())
         else:
@@ -184,6 +191,8 @@ class Tensor:
 
     def _device(self) -> tuple[int, int]:
         data = self._data
+        if isinstance(data, Input) and data.on_device:
+            data = data.torch()
         if isinstance(data, Input | np.ndarray) or data.device.type == "cpu":
             return _CPU
         kind, number = data.__dlpack_device__()

@@ -38,6 +38,8 @@ _FILES = ("model.py", "model.pt2", "model.pt")
 class PytorchBackend(Backend):
     """One torch model on one device."""
 
+    device_inputs = True
+
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._device = open_device(context.device)
@@ -85,11 +87,9 @@ class PytorchBackend(Backend):
         """One call of the model for the whole batch."""
         inputs = self._runner.inputs(requests)
         program = self._serving
+        args, kwargs = ([inputs], {}) if program.single_dict else self._call_plan.bind(inputs)
         with self._grad_free():
-            if program.single_dict:
-                result = program.call(inputs)
-            else:
-                args, kwargs = self._call_plan.bind(inputs)
+            with self._runner.calling(requests) if program.eager else contextlib.nullcontext():
                 result = program.call(*args, **kwargs)
             self._runner.watch()
             return self._runner.answers(requests, self._result_plan.name(result))

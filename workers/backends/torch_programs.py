@@ -30,12 +30,16 @@ COMPILE_KEY = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model to call. `arguments` None: unknown. `single_dict`: it takes all as one dict."""
+    """A model to call. `arguments` None: unknown. `single_dict`: it takes all as one dict.
+
+    `eager`: it runs operation by operation, not compiled.
+    """
 
     call: Callable[..., Any]
     arguments: Sequence[Argument] | None
     result_count: int | None
     single_dict: bool = False
+    eager: bool = True
 
 
 def load_script(path: Path, device: Device) -> Program:
@@ -102,7 +106,7 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
     options = _compile_options(parameters)
     if options is None:
         return Program(module, arguments, None)
-    return Program(torch.compile(module, **options), arguments, None)
+    return Program(torch.compile(module, **options), arguments, None, eager=False)
 
 
 def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +14,10 @@ from shmserve.errors import Internal
 from shmserve.ipc.signature import Signature, shape_text
 from shmserve.ipc.tensors import NUMPY
 from shmserve.workers.backends import Answer, ModelContext, Output, Request
+from shmserve.workers.backends.torch_in_place import InPlace
 from shmserve.workers.batch import Gatherer, gather_strings
 from shmserve.workers.device import Device
+from shmserve.workers.device_memory import to_host
 from shmserve.workers.torch_types import PROTOCOL, as_torch
 
 logger = logging.getLogger(__name__)
@@ -41,11 +43,16 @@ class Runner:
         self._device = device
         self._as_numpy = as_numpy
         self._batched = signature.max_batch_size > 0
-        self._gatherer = Gatherer(signature, context.mappings, device.host_buffer)
-        # What goes to a device is copied there anyway.
-        self._views = device.remote
-        self._learning = not device.remote
+        self._copied = context.copied
+        self._gatherer = Gatherer(signature, context.mappings, device.host_buffer, context.copied)
+        self._views = False
+        self._learning = True
         self._watched: list[tuple[torch.Tensor, int]] = []
+        self._in_place = InPlace(signature.name, context.mappings, device.torch)
+
+    def calling(self, requests: Sequence[Request]) -> Any:
+        """A context for the model's call, in which outputs may be computed in clients' memory."""
+        return self._in_place.around(requests)
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Each input that the requests have (all have the same), whole batch, on the device.
@@ -66,6 +73,9 @@ class Runner:
 
     def _numpy(self, name: str, datatype: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
         raw, shape, view = self._gatherer.gather(name, requests)
+        if not isinstance(raw, memoryview):
+            self._copied.inputs += len(raw)
+            raw, view = to_host(raw), False
         array: np.ndarray[Any, Any] = np.ndarray(shape, NUMPY.get(datatype, NUMPY["UINT16"]), raw)
         if not array.flags.aligned:
             return array.copy()
@@ -74,10 +84,18 @@ class Runner:
         return array
 
     def _tensor(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
-        raw, shape, view = self._gatherer.gather(name, requests, own=not self._views)
+        # What is in host memory and goes to a device is copied there anyway.
+        aliased = not self._device.remote or requests[0].inputs[name].on_device
+        raw, shape, view = self._gatherer.gather(name, requests, aliased and not self._views)
         tensor = as_torch(datatype, shape, raw)
-        if self._device.remote:
-            return self._device.put(tensor)
+        if isinstance(raw, memoryview):
+            if self._device.remote:
+                self._copied.inputs += tensor.nbytes
+                return self._device.put(tensor)
+        elif tensor.device != self._device.torch:
+            # In the memory of another device: copied to ours, or to the host's.
+            self._copied.inputs += tensor.nbytes
+            return tensor.to(self._device.torch)
         if view or self._learning:
             self._watched.append((tensor, tensor._version))
         return tensor
@@ -100,19 +118,32 @@ class Runner:
 
         Raises Internal when an output is no array or has not as many rows as the batch.
         """
+        self._in_place.finish(requests, outputs)
         wanted = {name for request in requests for name in request.requested}
-        host: list[Output] = []
+        made: list[_Made] = []
         for name, value in outputs.items():
             if name in wanted:
-                host.append(self._fetch(name, value))
+                made.append(self._fetch(name, value, requests))
         if self._device.remote:
             self._device.synchronize()
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
         if len(requests) == 1:
-            return [Answer(host)]
-        return self._split(requests, host)
+            return [Answer([item.whole(requests[0]) for item in made])]
+        return self._split(requests, made)
 
-    def _fetch(self, name: str, value: Any) -> Output:
+    def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> _Made:
+        if self._device.remote and isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
+            datatype = PROTOCOL[value.dtype]
+            readers = [request for request in requests if name in request.requested]
+            host: torch.Tensor | None = None
+            if not all(_to_device(request, name) for request in readers):
+                self._copied.outputs += value.nbytes
+                host = self._device.fetch(value)
+            return _Made(name, datatype, host, value)
+        name, datatype, data = self._fetch_host(name, value)
+        return _Made(name, datatype, data, None)
+
+    def _fetch_host(self, name: str, value: Any) -> Output:
         if isinstance(value, torch.Tensor):
             datatype = PROTOCOL.get(value.dtype)
             if datatype is None:
@@ -128,10 +159,10 @@ class Runner:
             return Output(name, _datatype(value, datatype), value)
         raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
 
-    def _split(self, requests: Sequence[Request], outputs: Sequence[Output]) -> list[Answer]:
+    def _split(self, requests: Sequence[Request], outputs: Sequence[_Made]) -> list[Answer]:
         total = sum(request.batch_size for request in requests)
         for output in outputs:
-            shape = tuple(output.data.shape)
+            shape = tuple((output.host if output.device is None else output.device).shape)
             if not shape or shape[0] != total:
                 raise Internal(
                     f"unexpected shape for inference output '{output.name}' for model "
@@ -141,11 +172,36 @@ class Runner:
         at = 0
         for request in requests:
             end = at + request.batch_size
-            answers.append(
-                Answer([Output(name, kind, data[at:end]) for name, kind, data in outputs])
-            )
+            answers.append(Answer([output.rows(request, at, end) for output in outputs]))
             at = end
         return answers
+
+
+class _Made(NamedTuple):
+    """An output of a whole batch: in host memory (if someone wants it there), on the device."""
+
+    name: str
+    datatype: str
+    host: Any
+    device: torch.Tensor | None
+
+    def whole(self, request: Request) -> Output:
+        """As the only request of the batch gets it."""
+        return Output(self.name, self.datatype, self._for(request))
+
+    def rows(self, request: Request, at: int, end: int) -> Output:
+        """As a request gets it whose rows are [at, end)."""
+        return Output(self.name, self.datatype, self._for(request)[at:end])
+
+    def _for(self, request: Request) -> Any:
+        if self.device is not None and (self.host is None or _to_device(request, self.name)):
+            return self.device
+        return self.host
+
+
+def _to_device(request: Request, name: str) -> bool:
+    wanted = request.requested.get(name)
+    return wanted is not None and wanted.place is not None and wanted.place.memory.cuda is not None
 
 
 def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:

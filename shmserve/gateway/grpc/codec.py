@@ -21,7 +21,6 @@ from shmserve.gateway.codec import (
     WireRequest,
 )
 from shmserve.gateway.values import LARGEST_UNSIGNED
-from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.signature import shape_text
 from shmserve.ipc.tensors import ITEM_SIZE, NUMPY, element_count
 from shmserve.proto.grpc_service_pb2 import InferParameter, ModelInferRequest
@@ -85,18 +84,14 @@ def wire_request(message: ModelInferRequest) -> WireRequest:
 
 def _input(tensor: ModelInferRequest.InferInputTensor) -> WireInput:
     name, datatype, shape = tensor.name, tensor.datatype, tuple(tensor.shape)
-    item = ITEM_SIZE.get(datatype)
-    if item is None:
-        raise InvalidArgument(f"invalid datatype for input {name}")
-    count = element_count(shape)
-    if count * (item or 1) > LARGEST or count < 0 or (shape and min(shape) < 0):
-        text = f"invalid shape for input '{name}': shape {shape_text(shape)}"
-        if min(shape) < 0:
-            raise InvalidArgument(f"{text} contains one or more invalid dimensions")
+    if datatype not in ITEM_SIZE:
+        datatype = "<invalid>"  # no model's, so it is refused with this word, which is Triton's
+    if shape and min(shape) < 0:
         raise InvalidArgument(
-            f"{text} causes total element count to exceed maximum size of {LARGEST}"
+            f"invalid shape for input '{name}': shape {shape_text(shape)} contains one or more "
+            "invalid dimensions"
         )
-    return WireInput(name, datatype, shape, count)
+    return WireInput(name, datatype, shape, element_count(shape))
 
 
 def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> WireOutput:
@@ -199,7 +194,7 @@ def _take_parameters(request: WireRequest, parameters: _Parameters) -> None:
                 request.timeout_us = max(value, 0)
             case _ if key == _EMPTY_FINAL:
                 # It asks for a closing response of decoupled models: of others there is one anyway.
-                pass
+                _expect(key, kind, "bool_param")
             case _ if key.startswith("triton_"):
                 raise InvalidArgument(_RESERVED)
             case _:

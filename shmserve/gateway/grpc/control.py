@@ -106,7 +106,8 @@ async def model_statistics(
 async def repository_index(
     gateway: Gateway, caller: Caller, request: pb.RepositoryIndexRequest
 ) -> pb.RepositoryIndexResponse:
-    """RepositoryIndex; Triton takes any repository's name here."""
+    """RepositoryIndex."""
+    _check_repository(request.repository_name)
     payload = await gateway.supervisor.ask(lambda number: IndexRepository(number, request.ready))
     return ParseDict({"models": payload.get("models", [])}, pb.RepositoryIndexResponse())
 

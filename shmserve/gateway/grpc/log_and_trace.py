@@ -7,12 +7,12 @@ from shmserve.gateway.callers import Caller
 from shmserve.gateway.state import Gateway
 from shmserve.proto import grpc_service_pb2 as pb
 
+_NO_FILE = "log file location can not be updated through network protocol"
 _KINDS = {
-    "log_file": ("string_param", "string"),
     "log_info": ("bool_param", "boolean"),
     "log_warning": ("bool_param", "boolean"),
     "log_error": ("bool_param", "boolean"),
-    "log_verbose_level": ("uint32_param", "unsigned integer"),
+    "log_verbose_level": ("uint32_param", "int32"),
     "log_format": ("string_param", "string"),
 }
 
@@ -28,20 +28,28 @@ async def log_settings(
     gateway: Gateway, caller: Caller, request: pb.LogSettingsRequest
 ) -> pb.LogSettingsResponse:
     """LogSettings: what they are; a request that would change one is refused."""
-    response = pb.LogSettingsResponse()
-    response.settings["log_file"].string_param = ""
-    for name in ("log_info", "log_warning", "log_error"):
-        response.settings[name].bool_param = True
-    response.settings["log_verbose_level"].uint32_param = gateway.settings.verbose
-    response.settings["log_format"].string_param = "default"
-    for name, wanted in request.settings.items():
-        if name not in _KINDS:
-            raise InvalidArgument(f"Unknown log setting '{name}'")
+    values = {
+        "log_info": True,
+        "log_warning": True,
+        "log_error": True,
+        "log_verbose_level": gateway.settings.verbose,
+        "log_format": "default",
+    }
+    if "log_file" in request.settings:
+        raise Unsupported(_NO_FILE)
+    for name, value in values.items():
+        if name not in request.settings:
+            continue
+        wanted = request.settings[name]
         kind, word = _KINDS[name]
         if wanted.WhichOneof("parameter_choice") != kind:
             raise InvalidArgument(f"expect {word} for '{name}'")
-        if wanted != response.settings[name]:
-            if name == "log_file":
-                raise Unsupported("log file location can not be updated through network protocol")
+        if name == "log_format" and wanted.string_param not in ("default", "ISO8601"):
+            raise InvalidArgument(f"invalid argument for log_format, got: {wanted.string_param}")
+        if getattr(wanted, kind) != value:
             raise Unsupported(f"'{name}' can not be updated through network protocol")
+    response = pb.LogSettingsResponse()
+    response.settings["log_file"].string_param = ""
+    for name, value in values.items():
+        setattr(response.settings[name], _KINDS[name][0], value)
     return response

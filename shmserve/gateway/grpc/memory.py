@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmserve.errors import InvalidArgument, NotFound
+from shmserve.gateway import cuda_memory
 from shmserve.gateway.callers import Caller
 from shmserve.gateway.memory import ask_to_register, ask_to_unregister, check_name, visible
 from shmserve.gateway.state import Gateway
@@ -45,30 +45,31 @@ async def system_unregister(
 async def cuda_status(
     gateway: Gateway, caller: Caller, request: pb.CudaSharedMemoryStatusRequest
 ) -> pb.CudaSharedMemoryStatusResponse:
-    """CudaSharedMemoryStatus."""
-    if not request.name:
-        return pb.CudaSharedMemoryStatusResponse()
-    if gateway.regions.get(request.name) is not None:
-        raise NotFound(
-            f"The region named '{request.name}' is registered as system shared memory, "
-            "not CUDA shared memory"
-        )
-    raise NotFound(f"Unable to find cuda shared memory region: '{request.name}'")
+    """CudaSharedMemoryStatus, of all regions of the client's user without a name."""
+    response = pb.CudaSharedMemoryStatusResponse()
+    for region in visible(gateway, caller, request.name, cuda=True):
+        assert region.memory.cuda is not None
+        entry = response.regions[region.name]
+        entry.name, entry.device_id = region.name, region.memory.cuda.device
+        entry.byte_size = region.byte_size
+    return response
 
 
 async def cuda_register(
     gateway: Gateway, caller: Caller, request: pb.CudaSharedMemoryRegisterRequest
 ) -> pb.CudaSharedMemoryRegisterResponse:
-    """CudaSharedMemoryRegister: there is none here."""
-    caller.peer()
+    """CudaSharedMemoryRegister."""
+    peer = caller.peer()
     check_name(request.name)
-    raise InvalidArgument(
-        f"failed to register CUDA shared memory region: '{request.name}', GPUs not supported"
+    await cuda_memory.register(
+        gateway, peer, request.name, request.raw_handle, request.device_id, request.byte_size
     )
+    return pb.CudaSharedMemoryRegisterResponse()
 
 
 async def cuda_unregister(
     gateway: Gateway, caller: Caller, request: pb.CudaSharedMemoryUnregisterRequest
 ) -> pb.CudaSharedMemoryUnregisterResponse:
-    """CudaSharedMemoryUnregister: nothing to do."""
+    """CudaSharedMemoryUnregister, of all regions without a name; an unknown one is fine."""
+    await ask_to_unregister(gateway, caller, request.name, cuda=True)
     return pb.CudaSharedMemoryUnregisterResponse()

@@ -1,0 +1,154 @@
+"""The native client's cases: our own load generator here, perf_analyzer for Triton, in turns.
+
+Triton's figure is that of its best door for the same work (HTTP or gRPC, binary tensors, or its
+system shared memory); for 16 MiB it is one memcpy.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from bench import memcpy, perf
+from bench.cases import Figure, Target, through_shm
+from bench.perf import P50, THROUGHPUT, Load, LoadFailed
+from bench.results import PEER, US, Row
+from bench.servers import BENCH, Server, running
+
+if TYPE_CHECKING:
+    from bench.runner import Runner
+
+_GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class NativeCase:
+    """What the client sends (`kind` names it in native_load.py), and what Triton's doors get.
+
+    No `peer`: the other column is one memcpy of 16 MiB.
+    """
+
+    name: str
+    model: str
+    kind: str
+    in_flight: int
+    elements: int
+    peer: Load | None
+    doors: tuple[str, ...]
+    figure: Figure
+
+    @property
+    def column(self) -> str:
+        """perf_analyzer's column for this figure."""
+        return THROUGHPUT if self.in_flight > 1 else P50
+
+
+def _case(
+    name: str,
+    title: str,
+    model: str,
+    kind: str,
+    in_flight: int,
+    elements: int,
+    must: float,
+    aim: float,
+    *,
+    flags: tuple[str, ...] = (),
+    peer: Load | None = None,
+    alone: bool = False,
+    doors: tuple[str, ...] = ("http", "grpc"),
+) -> NativeCase:
+    many = in_flight > 1
+    figure = Figure(
+        name,
+        f"native client, {title}",
+        "infer/s" if many else "µs",
+        "higher" if many else "lower",
+        Target("ratio", must, aim),
+    )
+    given = None if alone else peer or Load(model, in_flight, flags)
+    return NativeCase(name, model, kind, in_flight, elements, given, doors, figure)
+
+
+NATIVE = (
+    _case("native", "simple, 16 in flight", "simple", "simple", 16, 0, 2.5, 4.0),
+    _case("native-latency", "simple, 1 in flight: p50", "simple", "simple", 1, 0, 0.8, 0.5),
+    _case(
+        "native-1k",
+        "1 KB identity, 1 in flight: p50",
+        *("identity", "plain", 1, 256, 1.2, 0.8),
+        flags=("--shape", "INPUT0:256"),
+        doors=("http",),
+    ),
+    _case(
+        "native-600k",
+        "600 KB identity in place, 8 in flight",
+        *("identity", "in-place", 8, 153_600, 3.0, 5.0),
+        peer=through_shm(153_600, 8),
+        doors=("http",),
+    ),
+    _case(
+        "native-16m",
+        "16 MiB identity in place: p50 / one memcpy",
+        *("identity", "in-place", 1, 4_194_304, 1.6, 1.15),
+        alone=True,
+    ),
+)
+
+
+def run(case: NativeCase, runner: Runner) -> Row:
+    """Samples of both, taking turns; one that fails is noted and left out."""
+    row = Row(case.figure, {})
+    analyzer = runner.analyzer if case.peer is not None else None
+    with ExitStack() as started:
+        servers: dict[str, Server] = {}
+        for product in runner.products(with_triton=analyzer is not None):
+            runner.say(f"{case.name}: starting {product.name}")
+            model = BENCH / "models" / case.model
+            server = running(product, [model], notes=runner.results.notes)
+            servers[product.name] = started.enter_context(server)
+        for _ in range(runner.settings.repeats):
+            ours = _ours(case, servers[US], runner.settings.seconds)
+            row.samples.setdefault(US, []).append(ours)
+            if case.peer is None:
+                row.samples.setdefault(PEER, []).append(memcpy.sample())
+            elif PEER in servers and analyzer is not None:
+                theirs = [
+                    perf.measure(
+                        analyzer,
+                        replace(case.peer, door=door),
+                        servers[PEER].address(door),
+                        runner.settings.seconds,
+                    )[case.column]
+                    for door in case.doors
+                ]
+                best = max(theirs) if case.in_flight > 1 else min(theirs)
+                row.samples.setdefault(PEER, []).append(best)
+            last = ", ".join(f"{whose} {values[-1]:,.0f}" for whose, values in row.samples.items())
+            runner.say(f"{case.name}: {last} {case.figure.unit}")
+    return row
+
+
+def _ours(case: NativeCase, server: Server, seconds: float) -> float:
+    """One run of the load generator. Raises LoadFailed."""
+    command = [sys.executable, "-m", "bench.native_load", str(server.run_dir), case.model]
+    command += [case.kind, str(case.in_flight), str(case.elements), str(seconds)]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=BENCH.parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds + _GRACE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise LoadFailed("the native client did not end in time") from None
+    if done.returncode != 0:
+        raise LoadFailed(f"the native client failed: {done.stderr.strip()[-600:]}")
+    found: dict[str, float] = json.loads(done.stdout)
+    return found[case.figure.unit]

@@ -1,0 +1,129 @@
+"""CUDA memory of another process, by the handle that it exported; for workers only.
+
+    exporter   cudaMalloc -> cudaIpcGetMemHandle -> 64 bytes ──> register
+    worker     open(handle, device) -> pointer -> extent: [base, base + byte_size) of the allocation
+
+Who owns what, when. The allocation is the exporter's: it must live, and not be freed, until its
+region is unregistered and the last request that uses it is answered. What it wrote must have
+reached the device before it asks (synchronise the stream that wrote it): a handle carries no
+order between streams of two processes. What a worker wrote has reached the device when the answer
+comes: it waits for the device first.
+
+A handle means the whole allocation. A caching allocator hands out parts of one, and exports all of
+it: export memory that was allocated for this. An exporter cannot open its own handles.
+
+Everything here runs in the worker's one thread that uses the device, with the device's primary
+context, which torch uses too. The driver's interface is used, so that it does not matter which CUDA
+runtime torch was built with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from shmserve.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+HANDLE_SIZE = 64
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+
+
+class CudaError(Exception):
+    """The driver refused; the text is for our log only."""
+
+
+class Cuda(Protocol):
+    """What a worker needs of CUDA. `device` is an ordinal; all raise CudaError."""
+
+    def open(self, handle: bytes, device: int) -> int:
+        """The address here of what a handle (64 bytes) means."""
+
+    def close(self, pointer: int, device: int) -> None:
+        """Undo one `open`, when nothing on the device uses the memory any more."""
+
+    def extent(self, pointer: int, device: int) -> tuple[int, int]:
+        """(base address, size in bytes) of the allocation that an address is in."""
+
+    def uuid(self, device: int) -> bytes:
+        """The 16 bytes that name a device in every process of this host."""
+
+    def synchronize(self, device: int) -> None:
+        """Wait until the device has done all that this process asked of it."""
+
+
+class Driver:
+    """`Cuda` by the package cuda-bindings.
+
+    Making one raises Unavailable where the package or a driver lacks.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            logger.error("cuda-bindings cannot be imported: %s", error)
+            raise Unavailable("CUDA shared memory needs the server's extra 'cuda'") from None
+        try:
+            self._call("cuInit", 0)
+        except Exception as error:  # the package has its own for a library that is not there
+            logger.error("there is no CUDA driver: %s", error)
+            raise Unavailable("CUDA shared memory needs a GPU, and this host has none") from None
+        self._contexts: dict[int, Any] = {}
+
+    def open(self, handle: bytes, device: int) -> int:
+        """As `Cuda` says."""
+        raw = self._driver.CUipcMemHandle()
+        assert len(handle) == HANDLE_SIZE
+        # Not every version of the package has a field for them.
+        ctypes.memmove(raw.getPtr(), handle, HANDLE_SIZE)
+        with self._current(device):
+            return int(self._call("cuIpcOpenMemHandle", raw, _LAZY_PEER_ACCESS))
+
+    def close(self, pointer: int, device: int) -> None:
+        """As `Cuda` says."""
+        with self._current(device):
+            self._call("cuCtxSynchronize")
+            self._call("cuIpcCloseMemHandle", self._driver.CUdeviceptr(pointer))
+
+    def extent(self, pointer: int, device: int) -> tuple[int, int]:
+        """As `Cuda` says."""
+        with self._current(device):
+            base, size = self._call("cuMemGetAddressRange", self._driver.CUdeviceptr(pointer))
+        return int(base), int(size)
+
+    def uuid(self, device: int) -> bytes:
+        """As `Cuda` says."""
+        found: bytes = self._call("cuDeviceGetUuid", self._device(device)).bytes
+        return bytes(found)
+
+    def synchronize(self, device: int) -> None:
+        """As `Cuda` says."""
+        with self._current(device):
+            self._call("cuCtxSynchronize")
+
+    @contextlib.contextmanager
+    def _current(self, device: int) -> Iterator[None]:
+        # Opening and closing mean the current context, and torch may have another device's.
+        if device not in self._contexts:
+            self._contexts[device] = self._call("cuDevicePrimaryCtxRetain", self._device(device))
+        self._call("cuCtxPushCurrent", self._contexts[device])
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def _device(self, ordinal: int) -> Any:
+        return self._call("cuDeviceGet", ordinal)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What a function of the driver returns besides its status."""
+        status, *values = getattr(self._driver, name)(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise CudaError(f"{name}: {status!r}")
+        return values[0] if len(values) == 1 else values

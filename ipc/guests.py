@@ -1,0 +1,61 @@
+"""What a guest (a program outside the server) can prove: who it is, and which memory is its own.
+
+The server's processes share a key that no guest knows, so a scheduler needs to ask nobody:
+
+    token      MAC of the guest's number: part of the identity of its links to schedulers
+    memory id  MAC of the guest's number and of all that describes the memory
+
+A guest that makes one up, or uses another guest's memory, has the wrong one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shmserve.ipc.tensors import Memory
+
+KEY_SIZE = 32
+
+# A guest's number stands where others have their pid, and is never one: those end at 2**22.
+# All have nine digits.
+FIRST = 100_000_000
+_TOKEN_SIZE = 16
+
+
+class Seals:
+    """Makes and checks what guests prove themselves with."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+
+    def _mac(self, text: str, size: int) -> bytes:
+        return hashlib.blake2b(text.encode(), key=self.key, digest_size=size).digest()
+
+    def token(self, number: int) -> str:
+        """What guest `number` is told."""
+        return self._mac(f"guest {number}", _TOKEN_SIZE).hex()
+
+    def guest(self, identity: bytes) -> int:
+        """The number of the guest whose link has this identity; 0 when it is none's."""
+        number, _, rest = identity.partition(b".")
+        if len(number) != 9 or not number.isdigit() or int(number) < FIRST:
+            return 0
+        token = rest.partition(b".")[0]
+        true = hmac.compare_digest(token, self.token(int(number)).encode())
+        return int(number) if true else 0
+
+    def memory_id(
+        self, number: int, pid: int, fd: int, inode: int, byte_size: int, sealed: bool
+    ) -> int:
+        """The id of a memory of guest `number`: 62 bits that cannot be guessed."""
+        text = f"memory {number} {pid} {fd} {inode} {byte_size} {sealed}"
+        return int.from_bytes(self._mac(text, 8), "little") >> 2
+
+    def owns(self, number: int, memory: Memory) -> bool:
+        """Whether the memory is one of guest `number`'s, described as it is."""
+        return not memory.copied and memory.id == self.memory_id(
+            number, memory.pid, memory.fd, memory.inode, memory.byte_size, memory.sealed
+        )

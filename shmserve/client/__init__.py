@@ -1,0 +1,67 @@
+"""A client for programs on the server's host: requests go to the models' schedulers directly, large
+tensors through shared memory.
+
+    with shmserve.client.connect() as server:
+        logits = server.infer("digits", image=x)["logits"]
+
+`aio.connect` is the same for asyncio. PROTOCOL.md, beside this file, is for other languages.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shmserve.client.errors import Disconnected, Released, TimedOut
+from shmserve.client.region import Region
+from shmserve.client.results import Result
+from shmserve.client.session import Session
+from shmserve.client.sync import Server
+from shmserve.errors import (
+    AlreadyExists,
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    QueueFull,
+    ShmserveError,
+    Unavailable,
+    Unknown,
+    Unsupported,
+)
+
+__all__ = [
+    "AlreadyExists",
+    "Cancelled",
+    "Disconnected",
+    "Internal",
+    "InvalidArgument",
+    "NotFound",
+    "PermissionDenied",
+    "QueueFull",
+    "Region",
+    "Released",
+    "Result",
+    "Server",
+    "ShmserveError",
+    "TimedOut",
+    "Unavailable",
+    "Unknown",
+    "Unsupported",
+    "connect",
+]
+
+
+def connect(
+    run_dir: str | os.PathLike[str] | None = None,
+    *,
+    memory_limit: int = 1 << 30,
+    timeout: float = 10.0,
+) -> Server:
+    """Connect to a server by its run directory (`--run-dir`): the one given, else
+    $SHMSERVE_RUN_DIR, else where this user's server is by default.
+
+    `memory_limit`: bytes of shared memory that the client may take. `timeout`: seconds to wait for
+    the server's welcome. Raises Disconnected when there is no server.
+    """
+    return Server(Session(run_dir, memory_limit, timeout))

@@ -1,0 +1,173 @@
+"""The client for asyncio: `await server.infer(...)`, any number at a time.
+
+async with shmserve.client.aio.connect() as server:
+    logits = (await server.infer("digits", image=x))["logits"]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from shmserve.client.connection import Connection
+from shmserve.client.errors import TimedOut
+from shmserve.client.exchange import Exchange, Pending
+from shmserve.client.region import Region
+from shmserve.client.results import Result
+from shmserve.client.session import Outputs, Session, Tensors, options_of
+
+_LATE = "nobody answered within the timeout"
+
+
+class _Turns:
+    """An exchange in an event loop: what is submitted in one turn of it leaves as one."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._flushing = False
+        self._closed = False
+        self.exchange = Exchange(connection, self._watch, self._unwatch)
+
+    def _watch(self, fd: int) -> None:
+        self._loop.add_reader(fd, lambda: self.exchange.take((fd,)))
+
+    def _unwatch(self, fd: int) -> None:
+        self._loop.remove_reader(fd)
+
+    def flush_soon(self) -> None:
+        """Send what is queued at the end of this turn."""
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if not self._closed:
+            self.exchange.flush()
+
+    def close(self) -> None:
+        """Watch nothing any more, and close it."""
+        self._closed = True
+        self.exchange.close()
+
+
+class Server:
+    """A server as asyncio programs on its host use it; of one event loop."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._turns: _Turns | None = None
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Tensors | None = None,
+        /,
+        *,
+        outputs: Outputs | None = None,
+        version: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109 (the server is told of it too)
+        priority: int = 0,
+        request_id: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        **tensors: Any,
+    ) -> Result:
+        """As `shmserve.client.Server.infer`; cancelling the task cancels the request."""
+        options = options_of(request_id, parameters, priority, timeout)
+        turns = await self._connected()
+        prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def answered(_: Pending) -> None:
+            if not future.done():
+                future.set_result(None)
+
+        pending = turns.exchange.submit(prepared, answered)
+        turns.flush_soon()
+        try:
+            if options.deadline_ns:
+                async with asyncio.timeout((options.deadline_ns - time.monotonic_ns()) / 1e9):
+                    await future
+            else:
+                await future
+        except TimeoutError:
+            self._cancel(turns, pending)
+            raise TimedOut(_LATE) from None
+        except asyncio.CancelledError:
+            self._cancel(turns, pending)
+            raise
+        return pending.result()
+
+    @staticmethod
+    def _cancel(turns: _Turns, pending: Pending) -> None:
+        turns.exchange.cancel(pending)
+        turns.flush_soon()
+
+    async def stream(
+        self, model: str, inputs: Tensors | None = None, /, **options: Any
+    ) -> AsyncIterator[Result]:
+        """The responses to one request as they come; today a model gives exactly one."""
+        yield await self.infer(model, inputs, **options)
+
+    async def allocate(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Region:
+        """As `shmserve.client.Server.allocate`."""
+        return await asyncio.to_thread(self._session.allocate, tensors)
+
+    async def models(self) -> list[tuple[str, str]]:
+        """Name and version of every model that may be called now."""
+        return (await self._connected()).connection.models.names()
+
+    async def _connected(self) -> _Turns:
+        turns = self._turns
+        if turns is not None and turns.connection.alive:
+            return turns
+        connection = await asyncio.to_thread(self._session.connection)
+        if self._turns is turns:
+            if turns is not None:
+                turns.close()
+            self._turns = _Turns(connection)
+        assert self._turns is not None
+        return self._turns
+
+    async def close(self) -> None:
+        """Leave the server, which frees all that this client had there. A second time is fine."""
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
+        await asyncio.to_thread(self._session.close)
+
+
+class _Connecting:
+    """`await connect(...)`, or `async with connect(...) as server`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+        self._server: Server | None = None
+
+    async def _connect(self) -> Server:
+        return Server(await asyncio.to_thread(Session, *self._arguments))
+
+    def __await__(self) -> Any:
+        return self._connect().__await__()
+
+    async def __aenter__(self) -> Server:
+        self._server = await self._connect()
+        return self._server
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._server is not None
+        await self._server.close()
+
+
+def connect(
+    run_dir: str | os.PathLike[str] | None = None,
+    *,
+    memory_limit: int = 1 << 30,
+    timeout: float = 10.0,
+) -> _Connecting:
+    """As `shmserve.client.connect`."""
+    return _Connecting(run_dir, memory_limit, timeout)

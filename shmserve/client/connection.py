@@ -1,0 +1,241 @@
+"""A connection to one server, from its welcome to its end.
+
+A thread of its own reads the door: which models there are, which schedulers were lost. It has an
+exchange too, for requests whose answers nobody waits for in a loop (`infer_async`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shmserve.client.errors import Disconnected
+from shmserve.client.exchange import Exchange
+from shmserve.client.memory import Segment
+from shmserve.client.models import Models
+from shmserve.errors import ShmserveError, from_code
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.regions import Mappings
+from shmserve.ipc.tensors import MalformedMessage, Memory, Place
+
+_MESSAGE = 4 * 1024 * 1024
+_GONE = "there is no server any more"
+# Losses remembered: a thread may sleep through some.
+_MOST_LOST = 4096
+
+
+class Connection:
+    """A guest's. `models`, `lost` (endpoint -> successor or "") and `alive` are written by its
+    thread and read by all."""
+
+    def __init__(self, run_dir: Path, timeout_s: float) -> None:
+        """Connect. Raises Disconnected when no server is there, or none answers in time."""
+        self.models = Models()
+        self.lost: dict[str, str] = {}
+        self.losses = 0
+        self.alive = True
+        self._mappings = Mappings()
+        self._mapping = threading.Lock()
+        self.pid = os.getpid()
+        self.identity = ""
+        self._names = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, _Answer] = {}
+        self._exchanges: set[Exchange] = set()
+        self._lock = threading.Lock()  # of the door's sending end, and of the two above
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._door.settimeout(timeout_s)
+            self._door.connect(str(endpoints.door(run_dir)))
+            self._door.send(m.pack([m.Hello(m.VERSION)]))
+            while not self._informed(self._receive()):
+                pass
+        except (OSError, MalformedMessage) as error:
+            self._door.close()
+            raise Disconnected(f"no server answers in {run_dir}") from error
+        self._door.settimeout(None)
+        self._poll = select.epoll()
+        self._poll.register(self._door, select.EPOLLIN)
+        self._own = Exchange(self, self._watch, self._poll.unregister)
+        self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
+        self._thread.start()
+
+    def _watch(self, fd: int) -> None:
+        self._poll.register(fd, select.EPOLLIN)
+
+    # --- the door
+
+    def _receive(self) -> bytes:
+        data = self._door.recv(_MESSAGE)
+        if not data:
+            raise ConnectionResetError(_GONE)
+        return data
+
+    def _informed(self, data: bytes) -> bool:
+        """Take what the server says; True when that ends what it says at first."""
+        informed = False
+        for message in m.unpack(data):
+            match message:
+                case m.Welcome(number, token):
+                    self.identity = f"{number}.{token}"
+                case m.ModelPublished():
+                    self.models.publish(message)
+                    self._acknowledge(message.acknowledge)
+                case m.ModelWithdrawn(name, version, acknowledge):
+                    self.models.withdraw(name, version)
+                    self._acknowledge(acknowledge)
+                case m.SchedulerLost(endpoint, successor):
+                    self._lose(endpoint, successor)
+                case m.ProcessExited(pid):
+                    with self._mapping:
+                        self._mappings.drop_process(pid)
+                case m.HealthChanged():
+                    informed = True
+                case m.Answered(number, payload):
+                    self._answered(number, payload)
+                case m.Refused(number, code, text):
+                    self._answered(number, from_code(code, text))
+        return informed
+
+    def _acknowledge(self, number: int) -> None:
+        if number > 0:
+            self._tell(m.Acknowledged(number))
+
+    def _lose(self, endpoint: str, successor: str) -> None:
+        if len(self.lost) >= _MOST_LOST:
+            del self.lost[next(iter(self.lost))]
+        self.lost[endpoint] = successor
+        self.losses += 1
+        self._wake_all()
+
+    def _tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
+        with self._lock:
+            try:
+                socket.send_fds(self._door, [m.pack([message])], fds)
+            except OSError as error:
+                raise Disconnected(_GONE) from error
+
+    # --- memory
+
+    def share(self, segment: Segment) -> None:
+        """Make a segment known to the server; returns when it is."""
+        answer = _Answer()
+        number = next(self._numbers)
+        with self._lock:
+            if not self.alive:
+                raise Disconnected(_GONE)
+            self._answers[number] = answer
+        self._tell(m.ShareMemory(number, segment.size), (segment.fd,))
+        answer.done.wait()
+        if isinstance(answer.payload, ShmserveError):
+            raise answer.payload
+        segment.memory = Memory(*answer.payload["memory"])
+
+    def withdraw(self, segment: Segment) -> None:
+        """Make it unknown."""
+        if segment.memory is not None and self.alive:
+            with contextlib.suppress(Disconnected):
+                self._tell(m.WithdrawMemory(segment.memory.id))
+
+    def _answered(self, number: int, payload: Any) -> None:
+        answer = self._answers.pop(number, None)
+        if answer is not None:
+            answer.payload = payload
+            answer.done.set()
+
+    def copied(self, place: Place) -> bytes:
+        """What a worker wrote to its own memory. Raises Unavailable when that cannot be had."""
+        with self._mapping:
+            return bytes(self._mappings.view(place))
+
+    # --- exchanges
+
+    def next_link_name(self) -> int:
+        """What tells the links of this connection apart."""
+        return next(self._names)
+
+    def join(self, exchange: Exchange) -> None:
+        """Have an exchange woken when something is lost."""
+        with self._lock:
+            self._exchanges.add(exchange)
+            if not self.alive:
+                exchange.wake()
+
+    def part(self, exchange: Exchange) -> None:
+        """Forget an exchange, whose owner has closed it; with the last one goes the rest."""
+        with self._lock:
+            self._exchanges.discard(exchange)
+            last = not self._exchanges and not self.alive
+        if last:
+            self._mappings.drop_all()
+
+    def _wake_all(self) -> None:
+        with self._lock:
+            for exchange in self._exchanges:
+                exchange.wake()
+
+    def call(self, task: Callable[[Exchange], None]) -> None:
+        """Run something in the connection's own thread, with its exchange. Raises Disconnected."""
+        with self._lock:
+            if not self.alive:
+                raise Disconnected(_GONE)
+            self._tasks.append(lambda: task(self._own))
+            self._own.wake()
+
+    # --- its thread
+
+    def _run(self) -> None:
+        door, own = self._door.fileno(), self._own
+        try:
+            while self.alive:
+                events = dict(self._poll.poll())
+                if door in events:
+                    self._informed(self._receive())
+                while self._tasks:
+                    self._tasks.popleft()()
+                own.flush()
+                own.take(events)
+        except (OSError, MalformedMessage):
+            pass  # the server has ended, or it is none that we understand
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.alive = False
+        self._wake_all()
+        while self._tasks:
+            self._tasks.popleft()()
+        own = self._own
+        own.close()
+        self.models.close()
+        for number in list(self._answers):
+            self._answered(number, Disconnected(_GONE))
+        self._poll.close()
+
+    def close(self) -> None:
+        """End it: the server forgets this client. Owners of exchanges are woken, to close them."""
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._door.close()
+
+
+class _Answer:
+    """Room for the server's answer to something that was asked at the door."""
+
+    __slots__ = ("done", "payload")
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.payload: Any = None

@@ -1,0 +1,302 @@
+"""Requests on their way: what was submitted to which scheduler, and one answer each.
+
+    submit ──> pending ──Finished / Failed───────> answered, memory given back
+                  │  └──Failed (early)──> settling ──Settled──> memory given back
+                  └──its scheduler is gone──> submitted again, to who serves the model now
+
+One thread, or one event loop, has an exchange for itself, so nothing here is locked; `wake` alone
+may be called by others. What is submitted leaves at `flush`, all for a scheduler as one frame; what
+has come is handled by `take`, in the thread that waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from shmserve.client.errors import Disconnected, TimedOut
+from shmserve.client.requests import Prepared
+from shmserve.client.results import Result, read
+from shmserve.errors import Internal, QueueFull, ShmserveError, from_code
+from shmserve.ipc.channels import Dealer
+from shmserve.ipc.messages import Cancel, Failed, Finished, Release, Settled, Submit
+from shmserve.ipc.tensors import MalformedMessage
+
+if TYPE_CHECKING:
+    from shmserve.client.connection import Connection
+
+ENDED = "the server ended before it answered"
+
+
+class Pending:
+    """A request that was submitted. `outcome`: None until it is answered; `on_done` hears of it."""
+
+    __slots__ = ("_owner", "abandoned", "endpoint", "on_done", "outcome", "prepared", "submit")
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        submit: Submit,
+        on_done: Callable[[Pending], None] | None,
+    ) -> None:
+        self.prepared = prepared
+        self.submit = submit
+        self.endpoint = prepared.model.endpoint
+        self.on_done = on_done
+        self.outcome: Result | ShmserveError | None = None
+        self.abandoned = False
+
+    def result(self) -> Result:
+        """The result; raises the error that it ended with."""
+        if isinstance(self.outcome, Result):
+            return self.outcome
+        assert self.outcome is not None
+        raise self.outcome
+
+
+class Exchange:
+    """The requests of one thread, or event loop, of a connection. `watch(fd)` hears of a descriptor
+    to wait for, `unwatch(fd)` that it is about to go."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        watch: Callable[[int], None],
+        unwatch: Callable[[int], None],
+    ) -> None:
+        self.connection = connection
+        self._watch = watch
+        self._unwatch = unwatch
+        self._name = connection.next_link_name()
+        self._links: dict[str, Dealer] = {}
+        self._by_fd: dict[int, Dealer] = {}
+        self._busy: list[Dealer] = []  # with something to flush
+        self.unsent = 0
+        self._pending: dict[int, Pending] = {}
+        self._settling: dict[int, Pending] = {}
+        self._numbers = itertools.count(1)
+        self._losses = 0
+        self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        watch(self.waker)
+        connection.join(self)
+
+    # --- out
+
+    def submit(
+        self, prepared: Prepared, on_done: Callable[[Pending], None] | None = None
+    ) -> Pending:
+        """Queue a request for the next `flush`. Raises Disconnected once this is closed, or the
+        server gone."""
+        if self._closed or not self.connection.alive:
+            prepared.end()
+            raise Disconnected("this client is closed" if self._closed else ENDED)
+        options = prepared.options
+        number = next(self._numbers)
+        submit = Submit(
+            number,
+            prepared.batch_size,
+            prepared.shape_key,
+            time.monotonic_ns(),
+            options.deadline_ns,
+            options.timeout_us,
+            options.priority,
+            prepared.work,
+            options.request_id,
+        )
+        pending = Pending(prepared, submit, on_done)
+        self._pending[number] = pending
+        self._post(pending.endpoint, submit)
+        return pending
+
+    def cancel(self, pending: Pending) -> None:
+        """Nobody waits for it any more; its memory is in use until the scheduler answers."""
+        pending.abandoned = True
+        if pending.submit.id in self._pending:
+            self._post(pending.endpoint, Cancel(pending.submit.id))
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        busy, self._busy = self._busy, []
+        self.unsent = 0
+        for link in busy:
+            link.flush()
+
+    def _post(self, endpoint: str, message: Any) -> None:
+        link = self._links.get(endpoint)
+        if link is None:
+            connection = self.connection
+            identity = f"{connection.identity}.{self._name}"
+            link = self._links[endpoint] = Dealer(endpoint, identity)
+            self._by_fd[link.fd] = link
+            self._watch(link.fd)
+            if endpoint in connection.lost:
+                # It was lost before this request was made; where that goes now is looked up as for
+                # those that were on their way.
+                self._losses = -1
+                self.wake()
+        link.post(message)
+        self.unsent += 1
+        if link not in self._busy:
+            self._busy.append(link)
+
+    # --- in
+
+    def take(self, readable: Iterable[int]) -> None:
+        """Handle what is at these descriptors, and send what that asks for."""
+        if self._losses != self.connection.losses or not self.connection.alive:
+            self._look_around()
+        for fd in readable:
+            link = self._by_fd.get(fd)
+            if link is not None:
+                for message in link.receive():
+                    self._handle(message)
+            elif fd == self.waker:
+                self._slept()
+        if self._busy:
+            self.flush()
+
+    def _handle(self, message: Any) -> None:
+        if type(message) is Finished:
+            pending = self._pending.pop(message.id, None)
+            if pending is not None:
+                self._finish(pending, message.body)
+        elif type(message) is Failed:
+            self._fail(message)
+        elif type(message) is Settled:
+            pending = self._settling.pop(message.id, None)
+            if pending is not None:
+                pending.prepared.end()
+
+    def _finish(self, pending: Pending, body: bytes) -> None:
+        def release(pid: int, offsets: list[int]) -> None:
+            self._post(pending.endpoint, Release(pid, offsets))
+
+        outcome: Result | ShmserveError
+        try:
+            outcome = read(pending.prepared, body, self.connection.copied, release)
+        except ShmserveError as error:
+            outcome = error
+        except MalformedMessage:
+            outcome = Internal("the answer cannot be read")
+        self._done(pending, outcome)
+
+    def _fail(self, message: Failed) -> None:
+        pending = self._pending.pop(message.id, None)
+        if pending is None:
+            return
+        if message.code == "UNAVAILABLE" and not message.early and self._moved(pending):
+            return
+        if message.early:
+            self._settling[message.id] = pending
+        else:
+            pending.prepared.end()
+        self._done(pending, _error(pending, message))
+
+    def _moved(self, pending: Pending) -> bool:
+        """Submit to who serves the model now, if that is another scheduler than refused it."""
+        model = pending.prepared.model
+        now = self.connection.models.find(model.name, model.version)
+        if now is None:
+            now = self.connection.models.find(model.name, "")
+        if now is None or now.endpoint == pending.endpoint or pending.abandoned:
+            return False
+        self._resubmit(pending, now.endpoint)
+        return True
+
+    def _resubmit(self, pending: Pending, endpoint: str) -> None:
+        pending.endpoint = endpoint
+        self._pending[pending.submit.id] = pending
+        self._post(endpoint, pending.submit)
+
+    def _done(self, pending: Pending, outcome: Result | ShmserveError) -> None:
+        if pending.abandoned:
+            return
+        pending.outcome = outcome
+        if pending.on_done is not None:
+            pending.on_done(pending)
+
+    # --- ends
+
+    def _look_around(self) -> None:
+        """Schedulers, or the whole server, have ended: see who had something."""
+        connection = self.connection
+        if not connection.alive:
+            self._drop_all()
+            return
+        self._losses = connection.losses
+        for endpoint in [at for at in self._links if at in connection.lost]:
+            link = self._links.pop(endpoint)
+            while link.wait(0):  # its last words
+                for message in link.receive():
+                    self._handle(message)
+            if link in self._busy:
+                self._busy.remove(link)
+            self._close(link)
+            self._lose(endpoint, connection.lost[endpoint])
+
+    def _lose(self, endpoint: str, successor: str) -> None:
+        for number, pending in list(self._settling.items()):
+            if pending.endpoint == endpoint:
+                del self._settling[number]
+                pending.prepared.end()
+        for number, pending in list(self._pending.items()):
+            if pending.endpoint != endpoint:
+                continue
+            del self._pending[number]
+            if pending.abandoned:
+                pending.prepared.end()
+            elif successor:
+                self._resubmit(pending, successor)
+            elif not self._moved(pending):
+                pending.prepared.end()
+                self._done(pending, Disconnected("the model was unloaded before it answered"))
+
+    def _drop_all(self) -> None:
+        for link in self._links.values():
+            self._close(link)
+        self._links.clear()
+        self._busy.clear()
+        for pending in self._settling.values():
+            pending.prepared.end()
+        self._settling.clear()
+        for pending in list(self._pending.values()):
+            pending.prepared.end()
+            self._done(pending, Disconnected(ENDED))
+        self._pending.clear()
+
+    def _close(self, link: Dealer) -> None:
+        del self._by_fd[link.fd]
+        self._unwatch(link.fd)
+        link.close()
+
+    def wake(self) -> None:
+        """Have whoever waits for this exchange look around; for any thread."""
+        if not self._closed:
+            os.eventfd_write(self.waker, 1)
+
+    def _slept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.waker)
+
+    def close(self) -> None:
+        """Close every link; what is pending fails."""
+        if not self._closed:
+            self._closed = True
+            self._drop_all()
+            self._unwatch(self.waker)
+            self.connection.part(self)
+            os.close(self.waker)
+
+
+def _error(pending: Pending, message: Failed) -> ShmserveError:
+    if message.retry_after_s > 0:
+        return QueueFull(message.message, message.retry_after_s)
+    deadline_ns = pending.prepared.options.deadline_ns
+    if message.code == "UNAVAILABLE" and 0 < deadline_ns <= time.monotonic_ns():
+        return TimedOut(message.message)
+    return from_code(message.code, message.message)

@@ -1,0 +1,167 @@
+"""The client's own memory: sealed memfds that the server's workers map.
+
+    Segment    |## region ##|### slot ###|### slot ###|......... free .........|
+                             inputs, each on 64 bytes | outputs
+
+Only the client allocates here. A block that a request uses comes back when the server has answered
+and nobody holds an array over it any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.arena import FreeList
+from shmserve.ipc.tensors import Memory, Place
+
+ALIGNMENT = 64
+_SMALLEST = 4 * 1024 * 1024
+_LARGEST_SHARED = 64 * 1024 * 1024
+_F_ADD_SEALS = 1033
+_SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
+
+
+def aligned(byte_size: int) -> int:
+    """`byte_size`, rounded up to where the next tensor may begin."""
+    return -(-byte_size // ALIGNMENT) * ALIGNMENT
+
+
+class Segment:
+    """One memfd, mapped; `memory` is how the connected server knows it."""
+
+    def __init__(self, byte_size: int) -> None:
+        """Reserve the memory. Raises Unavailable when the machine has none left."""
+        self.size = -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = os.memfd_create("shmserve-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.size)
+            os.posix_fallocate(self.fd, 0, self.size)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+            mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            os.close(self.fd)
+            raise Unavailable(f"{byte_size} bytes of shared memory cannot be had") from error
+        # numpy keeps this object and no more: it is unmapped with the last array over it.
+        self.bytes = memoryview(mapped)
+        self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
+        self.free = FreeList(self.size)
+        self.memory: Memory | None = None
+
+    def place(self, offset: int, byte_size: int) -> Place:
+        """Where these bytes are, for the server."""
+        assert self.memory is not None
+        return Place(self.memory, offset, byte_size)
+
+    def close(self) -> None:
+        """Give the memory back once the last array over it is gone."""
+        os.close(self.fd)
+
+
+class Block:
+    """Bytes [offset, offset + size) of a segment."""
+
+    __slots__ = ("offset", "segment", "size")
+
+    def __init__(self, segment: Segment, offset: int, size: int) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.size = size
+
+
+class Memories:
+    """All segments of a client. `share(segment)` makes one known to the server, `withdraw(segment)`
+    unknown; for any thread."""
+
+    def __init__(
+        self, limit: int, share: Callable[[Segment], None], withdraw: Callable[[Segment], None]
+    ) -> None:
+        self._limit = limit
+        self._share = share
+        self._withdraw = withdraw
+        self._lock = threading.RLock()
+        self._segments: list[Segment] = []
+        self._returned: deque[Block] = deque()
+
+    def allocate(self, byte_size: int, *, alone: bool = False) -> Block:
+        """A block, in a segment of its own if `alone`.
+
+        Raises Unavailable when that were more than the client may use, or than there is.
+        """
+        with self._lock:
+            self.settle()
+            if not alone:
+                for segment in self._segments:
+                    offset = segment.free.allocate(byte_size)
+                    if offset is not None:
+                        return Block(segment, offset, byte_size)
+            used = sum(segment.size for segment in self._segments)
+            size = byte_size if alone else max(byte_size, _SMALLEST, min(used, _LARGEST_SHARED))
+            if used + size > self._limit:
+                raise Unavailable(
+                    f"this client may use {self._limit} bytes of shared memory: {used} are in use, "
+                    f"{byte_size} more are needed (release results and regions, or connect with a "
+                    "larger memory_limit)"
+                )
+            segment = Segment(size)
+            try:
+                self._share(segment)
+            except BaseException:
+                segment.close()
+                raise
+            self._segments.append(segment)
+            offset = segment.free.allocate(segment.size if alone else byte_size)
+            assert offset is not None
+            return Block(segment, offset, byte_size)
+
+    def give_back(self, block: Block) -> None:
+        """Nothing uses the block any more. It is free from the next `settle` on, so this may run at
+        any moment: where the last array over it is collected."""
+        self._returned.append(block)
+
+    def settle(self) -> None:
+        """Take back what was given back."""
+        with self._lock:
+            while self._returned:
+                block = self._returned.popleft()
+                segment = block.segment
+                segment.free.free(block.offset)
+                if not segment.free.used and segment in self._segments:
+                    self._segments.remove(segment)
+                    self._withdraw(segment)
+                    segment.close()
+
+    def find(self, address: int, byte_size: int) -> tuple[Segment, int] | None:
+        """The segment, and the offset in it, of memory at an address of this process."""
+        for segment in tuple(self._segments):
+            offset = address - segment.address
+            if offset >= 0 and offset + byte_size <= segment.size:
+                return segment, offset
+        return None
+
+    def any_within(self, arrays: Sequence[np.ndarray]) -> bool:
+        """Whether one of the arrays lies in a segment."""
+        if not self._segments:
+            return False
+        return any(self.find(array.ctypes.data, array.nbytes) for array in arrays)
+
+    def share_again(self) -> None:
+        """Make everything known to a server that has started anew."""
+        with self._lock:
+            for segment in self._segments:
+                self._share(segment)
+
+    def close(self) -> None:
+        """Give everything back."""
+        with self._lock:
+            for segment in self._segments:
+                segment.close()
+            self._segments.clear()
+            self._returned.clear()

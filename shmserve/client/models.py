@@ -1,0 +1,83 @@
+"""The models that may be called, as the server has told."""
+
+from __future__ import annotations
+
+from typing import Any, Never
+
+from shmserve.errors import NotFound, Unavailable
+from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.signature import Signature
+
+
+class Model:
+    """One version of a model: where its scheduler is, and what it takes. `plans` is what the client
+    remembers of requests it has made."""
+
+    __slots__ = ("endpoint", "name", "plans", "ready", "signature", "version")
+
+    def __init__(self, published: ModelPublished) -> None:
+        self.name = published.name
+        self.version = published.version
+        self.endpoint = published.endpoint
+        self.ready = published.ready
+        self.signature = Signature(published.config, published.version)
+        self.plans: dict[Any, Any] = {}
+
+    def close(self) -> None:
+        """Forget the plans; their memory comes back."""
+        plans, self.plans = self.plans, {}
+        for plan in plans.values():
+            plan.close()
+
+
+class Models:
+    """(name, version) -> model; version "" is the latest. One thread writes, any may read."""
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[str, str], Model] = {}
+
+    def publish(self, message: ModelPublished) -> None:
+        """A version may be called, or changed."""
+        key = (message.name, message.version)
+        old = self._models.get(key)
+        model = self._models[key] = Model(message)
+        latest = self._models.get((message.name, ""))
+        if old is not None:
+            old.close()
+        if message.latest or (old is not None and latest is old):
+            self._models[message.name, ""] = model
+
+    def withdraw(self, name: str, version: str) -> None:
+        """A version must not be called any more."""
+        model = self._models.pop((name, version), None)
+        if model is not None:
+            model.close()
+        if model is not None and self._models.get((name, "")) is model:
+            del self._models[name, ""]
+
+    def find(self, name: str, version: str) -> Model | None:
+        """A model, if it is there."""
+        return self._models.get((name, version))
+
+    def resolve(self, name: str, version: str) -> Model:
+        """A model. Raises NotFound, with Triton's texts."""
+        return self._models.get((name, version)) or self._absent(name, version)
+
+    def _absent(self, name: str, version: str) -> Never:
+        unknown = f"Request for unknown model: '{name}'"
+        versions = [key for key in list(self._models) if key[0] == name]
+        if not versions:
+            raise NotFound(f"{unknown} is not found")
+        if not version:
+            raise Unavailable(f"{unknown} has no available versions")
+        raise NotFound(f"{unknown} version {version} is not found")
+
+    def names(self) -> list[tuple[str, str]]:
+        """Name and version of each, in order."""
+        return sorted(key for key in list(self._models) if key[1])
+
+    def close(self) -> None:
+        """Forget all."""
+        for model in list(self._models.values()):
+            model.close()
+        self._models.clear()

@@ -1,0 +1,118 @@
+"""Memory that a program allocates for its tensors, and the server uses in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shmserve.client.arrays import dtype_of
+from shmserve.client.errors import Released
+from shmserve.client.memory import Memories, Segment, aligned
+from shmserve.client.models import Model
+from shmserve.client.plans import Form
+from shmserve.client.views import Lease, View
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.ranges import LARGEST
+from shmserve.ipc.tensors import ITEM_SIZE, Place, TensorRef, element_count
+
+Shape = tuple[int, ...]
+
+
+def nothing() -> None:
+    """The end of what holds no memory."""
+
+
+class Region(Mapping[str, Any]):
+    """Memory for tensors, by name, that the server reads and writes in place.
+
+    `region["image"]` is an array to fill or to read; `infer(model, region)` takes those of its
+    tensors that the model takes, and has the others written where they lie.
+    """
+
+    def __init__(
+        self, memories: Memories, tensors: Mapping[str, tuple[Sequence[int], str]]
+    ) -> None:
+        """Allocate. Raises InvalidArgument for a shape or a datatype, Unavailable without memory.
+
+        >>> Region(memories, {"image": ((8, 1, 8, 8), "FP32")})  # doctest: +SKIP
+        """
+        self._forms = {name: _form(name, *spec) for name, spec in tensors.items()}
+        total = sum(aligned(max(1, form.byte_size)) for form in self._forms.values())
+        self._block = block = memories.allocate(max(1, total), alone=True)
+        self.lease = Lease(lambda: memories.give_back(block))
+        self._memories = memories
+        self._offsets: dict[str, int] = {}
+        at = block.offset
+        for form in self._forms.values():
+            self._offsets[form.name] = at
+            at += aligned(max(1, form.byte_size))
+        # What a request of a model with these tensors comes to.
+        self.requests: dict[Model, tuple[bytes, int, bytes]] = {}
+
+    @property
+    def segment(self) -> Segment:
+        """Where it is."""
+        return self._block.segment
+
+    def __getitem__(self, name: str) -> View:
+        return self.view(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forms)
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+    def view(self, name: str, shape: Shape | None = None) -> View:
+        """The array of a tensor; with a smaller `shape` (fewer rows, say) of its first bytes.
+
+        Raises KeyError, Released, or InvalidArgument when the shape has more than there is.
+        """
+        form = self._forms[name]
+        if self.lease.released:
+            raise Released("this region was released")
+        if shape is not None and element_count(shape) > element_count(form.shape):
+            raise InvalidArgument(f"'{name}' has room for {form.shape}, not for {tuple(shape)}")
+        shape = form.shape if shape is None else tuple(shape)
+        segment, offset = self._block.segment, self._offsets[name]
+        return View.over(segment.bytes, offset, shape, dtype_of(form.datatype), self.lease)
+
+    def ref(self, name: str) -> TensorRef:
+        """The tensor as it travels. Raises Released."""
+        form = self._forms[name]
+        return form.ref(self.place(name))
+
+    def place(self, name: str) -> Place:
+        """Where a tensor is, for the server. Raises Released."""
+        if self.lease.released:
+            raise Released("this region was released")
+        return self._block.segment.place(self._offsets[name], self._forms[name].byte_size)
+
+    def release(self) -> None:
+        """Give the memory back; arrays over it raise from now on. A second time is fine."""
+        self.lease.released = True
+        self.requests.clear()
+        # The memory itself goes with the last array over it, and what is in flight.
+        self.lease = Lease(nothing)
+        self.lease.released = True
+        self._memories.settle()
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def _form(name: str, shape: Sequence[int], datatype: str) -> Form:
+    item = ITEM_SIZE.get(datatype)
+    if not item:
+        allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
+        raise InvalidArgument(f"'{name}': datatype '{datatype}' is none of {allowed}")
+    dims = tuple(shape)
+    if any(type(dim) is not int or dim < 0 for dim in dims):
+        raise InvalidArgument(f"'{name}': shape {dims} has a size that is no whole number")
+    size = element_count(dims) * item
+    if size > LARGEST:
+        raise InvalidArgument(f"'{name}': shape {dims} is too large")
+    return Form(name, datatype, dims, size)

@@ -1,0 +1,104 @@
+"""What the sync and the asyncio client share: the connection, which is made anew when the server
+was started anew, and the memory, which outlives it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shmserve.client import discovery
+from shmserve.client.connection import Connection
+from shmserve.client.errors import Disconnected
+from shmserve.client.memory import Memories, Segment
+from shmserve.client.plans import PLAIN, Options
+from shmserve.client.region import Region
+from shmserve.client.requests import Prepared, prepare
+from shmserve.errors import InvalidArgument
+
+Tensors = Mapping[str, Any]
+# Where outputs go: just names, or arrays in a region by name, or a region.
+Outputs = Sequence[str] | Mapping[str, Any]
+
+
+class Session:
+    """A program's dealings with a server."""
+
+    def __init__(
+        self, run_dir: str | os.PathLike[str] | None, memory_limit: int, timeout_s: float
+    ) -> None:
+        """Connect. Raises Disconnected when no server is there."""
+        self._run_dir = run_dir
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._closed = False
+        self.memories = Memories(memory_limit, lambda s: self.connection().share(s), self._withdraw)
+        self._connection = Connection(discovery.find(run_dir), timeout_s)
+
+    def connection(self) -> Connection:
+        """The connection, made anew if the server has ended. Raises Disconnected."""
+        connection = self._connection
+        if connection.alive and connection.pid == os.getpid() and not self._closed:
+            return connection
+        return self._reconnect(connection)
+
+    def _reconnect(self, old: Connection) -> Connection:
+        if old.pid != os.getpid():
+            raise InvalidArgument("a forked process cannot use its parent's connection: connect")
+        with self._lock:
+            if self._closed:
+                raise Disconnected("this client is closed")
+            if self._connection is old:
+                old.close()
+                new = Connection(discovery.find(self._run_dir), self._timeout_s)
+                self._connection = new
+                self.memories.share_again()
+            return self._connection
+
+    def _withdraw(self, segment: Segment) -> None:
+        self._connection.withdraw(segment)
+
+    def prepared(
+        self,
+        model: str,
+        inputs: Tensors | None,
+        outputs: Outputs | None,
+        version: str,
+        options: Options,
+        tensors: Tensors,
+    ) -> Prepared:
+        """A request that can be sent."""
+        found = self.connection().models.resolve(model, version)
+        if inputs is None:
+            inputs = tensors
+        elif tensors:
+            raise InvalidArgument("inputs are given as a mapping or by keyword, not both")
+        return prepare(self.memories, found, inputs, outputs, options)
+
+    def allocate(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Region:
+        """A region."""
+        self.connection()
+        return Region(self.memories, tensors)
+
+    def close(self) -> None:
+        """End the connection; arrays keep their memory."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._connection.close()
+                self.memories.close()
+
+
+def options_of(
+    request_id: str, parameters: Mapping[str, Any] | None, priority: int, timeout_s: float | None
+) -> Options:
+    """The options of a call; the same object whenever there are none."""
+    if not request_id and not parameters and not priority and timeout_s is None:
+        return PLAIN
+    timeout_us = deadline_ns = 0
+    if timeout_s is not None:
+        timeout_us = max(1, round(timeout_s * 1e6))
+        deadline_ns = time.monotonic_ns() + timeout_us * 1000
+    return Options(request_id, parameters, priority, timeout_us, deadline_ns)

@@ -1,0 +1,223 @@
+"""The client for ordinary programs and for threads: `infer` waits in the thread that calls it."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+from shmserve.client.connection import Connection
+from shmserve.client.errors import TimedOut
+from shmserve.client.exchange import Exchange, Pending
+from shmserve.client.region import Region
+from shmserve.client.requests import Prepared
+from shmserve.client.results import Result
+from shmserve.client.session import Outputs, Session, Tensors, options_of
+
+_LATE = "nobody answered within the timeout"
+
+
+class _Waiter:
+    """A thread's exchange, and how it waits."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.lock = threading.Lock()  # held while the thread is in it: others may only close it
+        self._poll = select.epoll()
+        self.exchange = Exchange(connection, self._watch, self._poll.unregister)
+
+    def _watch(self, fd: int) -> None:
+        self._poll.register(fd, select.EPOLLIN)
+
+    def until(self, pending: Pending) -> None:
+        """Return when it is answered; raises TimedOut when its deadline passes first."""
+        exchange = self.exchange
+        if pending.outcome is not None:
+            return
+        exchange.flush()
+        deadline_ns = pending.prepared.options.deadline_ns
+        while pending.outcome is None:
+            timeout_s: float | None = None
+            if deadline_ns:
+                timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
+                if timeout_s <= 0:
+                    raise TimedOut(_LATE)
+            exchange.take([fd for fd, _ in self._poll.poll(timeout_s)])
+
+    def close(self) -> None:
+        """Close all of it."""
+        with self.lock:
+            self.exchange.close()
+            self._poll.close()
+
+
+class Server:
+    """A server as programs on its host use it. For any number of threads."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._waiters: dict[threading.Thread, _Waiter] = {}
+        self._lock = threading.Lock()
+
+    def infer(
+        self,
+        model: str,
+        inputs: Tensors | None = None,
+        /,
+        *,
+        outputs: Outputs | None = None,
+        version: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        request_id: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        **tensors: Any,
+    ) -> Result:
+        """Run a model and wait: inputs by keyword, or as a mapping or a region.
+
+        An input is a numpy array, a torch tensor, anything with DLPack, or lists of numbers; its
+        shape has the batch dimension if the model has one. `outputs` names those wanted, or says
+        where they go: a region, or {name: array of a region}. `timeout` is in seconds.
+
+        Raises the server's error (ShmserveError, with its code), TimedOut or Disconnected.
+        """
+        options = options_of(request_id, parameters, priority, timeout)
+        prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
+        waiter = self._waiter()
+        return _wait(waiter, waiter.exchange.submit(prepared))
+
+    def map(
+        self,
+        model: str,
+        inputs: Iterable[Tensors],
+        /,
+        *,
+        in_flight: int = 16,
+        outputs: Sequence[str] | None = None,
+        version: str = "",
+        timeout: float | None = None,
+    ) -> Iterator[Result]:
+        """The results for many inputs, in their order, with up to `in_flight` requests at a time.
+
+        Raises at the first that fails; the others are cancelled.
+        """
+        waiting: deque[Pending] = deque()
+        waiter = self._waiter()
+        few = max(1, in_flight // 4)  # several a message, and the server is never without any
+        try:
+            for given in inputs:
+                options = options_of("", None, 0, timeout)
+                prepared = self._session.prepared(model, given, outputs, version, options, {})
+                waiting.append(waiter.exchange.submit(prepared))
+                if waiter.exchange.unsent >= few:
+                    waiter.exchange.flush()
+                if len(waiting) >= in_flight:
+                    yield _wait(waiter, waiting.popleft())
+            while waiting:
+                yield _wait(waiter, waiting.popleft())
+        finally:
+            with waiter.lock:
+                for pending in waiting:
+                    waiter.exchange.cancel(pending)
+                waiter.exchange.flush()
+
+    def stream(
+        self, model: str, inputs: Tensors | None = None, /, **options: Any
+    ) -> Iterator[Result]:
+        """The responses to one request as they come; today a model gives exactly one."""
+        yield self.infer(model, inputs, **options)
+
+    def infer_async(
+        self,
+        model: str,
+        inputs: Tensors | None = None,
+        /,
+        *,
+        outputs: Outputs | None = None,
+        version: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        request_id: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        **tensors: Any,
+    ) -> Future[Result]:
+        """`infer`, in the background. Cancelling the future cancels the request."""
+        options = options_of(request_id, parameters, priority, timeout)
+        prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
+        future: Future[Result] = Future()
+        self._session.connection().call(lambda exchange: _submit(exchange, prepared, future))
+        return future
+
+    def allocate(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Region:
+        """Memory for tensors, {name: (shape, datatype)}, that the server uses in place."""
+        return self._session.allocate(tensors)
+
+    def models(self) -> list[tuple[str, str]]:
+        """Name and version of every model that may be called now."""
+        return self._session.connection().models.names()
+
+    def _waiter(self) -> _Waiter:
+        connection = self._session.connection()
+        thread = threading.current_thread()
+        waiter = self._waiters.get(thread)
+        if waiter is None or waiter.connection is not connection:
+            waiter = self._new_waiter(thread, connection)
+        return waiter
+
+    def _new_waiter(self, thread: threading.Thread, connection: Connection) -> _Waiter:
+        with self._lock:
+            for other in [t for t in self._waiters if t is thread or not t.is_alive()]:
+                self._waiters.pop(other).close()
+            waiter = self._waiters[thread] = _Waiter(connection)
+            return waiter
+
+    def close(self) -> None:
+        """Leave the server, which frees all that this client had there. A second time is fine."""
+        self._session.close()
+        with self._lock:
+            for waiter in self._waiters.values():
+                waiter.close()
+            self._waiters.clear()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _wait(waiter: _Waiter, pending: Pending) -> Result:
+    with waiter.lock:
+        try:
+            waiter.until(pending)
+        except BaseException:
+            waiter.exchange.cancel(pending)
+            waiter.exchange.flush()
+            raise
+    return pending.result()
+
+
+def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> None:
+    if future.cancelled():
+        prepared.end()
+        return
+    pending = exchange.submit(prepared, lambda done: _resolve(future, done))
+
+    def over(_: Future[Result]) -> None:
+        if future.cancelled() and pending.outcome is None:
+            exchange.connection.call(lambda own: own.cancel(pending))
+
+    future.add_done_callback(over)
+
+
+def _resolve(future: Future[Result], done: Pending) -> None:
+    with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+        if isinstance(done.outcome, Result):
+            future.set_result(done.outcome)
+        else:
+            future.set_exception(done.outcome)

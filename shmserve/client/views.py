@@ -1,0 +1,112 @@
+"""Arrays over shared memory: they keep it while they live, and raise once it was given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from shmserve.client.errors import Released
+
+
+class Lease:
+    """A block on loan to whoever holds arrays over it: `on_end` runs when the last is gone.
+
+    `released`: it was given back by hand, and the arrays raise.
+    """
+
+    __slots__ = ("__weakref__", "_on_end", "released")
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self.released = False
+
+    def __del__(self) -> None:
+        self._on_end()
+
+
+class View(np.ndarray[Any, Any]):
+    """An array over shared memory, which raises Released once that was given back.
+
+    What numpy makes of it is a plain array; a plain view of it keeps the memory, whatever happens.
+    """
+
+    _lease: Lease | None
+
+    @classmethod
+    def over(
+        cls,
+        memory: memoryview,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        lease: Lease,
+    ) -> View:
+        """The tensor at `offset` of `memory`."""
+        made: View = np.ndarray.__new__(cls, shape, dtype, memory, offset)
+        made._lease = lease
+        return made
+
+    def __array_finalize__(self, source: object) -> None:
+        self._lease = getattr(source, "_lease", None)
+
+    def plain(self) -> np.ndarray[Any, Any]:
+        """The same memory as a plain array. Raises Released."""
+        if self._lease is not None and self._lease.released:
+            raise Released("this memory was released: copy what should stay")
+        return self.view(np.ndarray)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.plain()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.plain()[key] = _plain(value)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: Any, *inputs: Any, **options: Any) -> Any:
+        if "out" not in options:
+            return getattr(ufunc, method)(*map(_plain, inputs), **options)
+        outs = options.pop("out")
+        getattr(ufunc, method)(*map(_plain, inputs), out=tuple(map(_plain, outs)), **options)
+        return outs[0] if len(outs) == 1 else outs
+
+    def __array_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[Any],
+        arguments: Iterable[Any],
+        options: Mapping[str, Any],
+    ) -> Any:
+        named = {key: _deeply_plain(value) for key, value in options.items()}
+        return function(*map(_deeply_plain, arguments), **named)
+
+    def __repr__(self) -> str:
+        return repr(self.plain())
+
+    def __str__(self) -> str:
+        return str(self.plain())
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.plain().__dlpack__(**options)
+
+    def copy(self, order: Any = "C") -> Any:
+        """A plain array of its own. Raises Released."""
+        return self.plain().copy(order)
+
+    def tobytes(self, order: Any = "C") -> bytes:
+        """The bytes. Raises Released."""
+        return self.plain().tobytes(order)
+
+    def tolist(self) -> Any:
+        """The elements as Python objects. Raises Released."""
+        return self.plain().tolist()
+
+
+def _plain(value: object) -> object:
+    return value.plain() if isinstance(value, View) else value
+
+
+def _deeply_plain(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return _plain(value)

@@ -1,0 +1,280 @@
+"""The guests: programs on this host that use `shmserve.client`, and what each of them may do.
+
+    program ── Hello ──────────────> door     a unix socket; the kernel says whose program it is
+            <── Welcome, models ───           a number, a token, where each model's scheduler is
+            ── ShareMemory + fd ──>           a memfd of its own, sealed
+            <── news of models ────           acknowledged, so that a reload loses no request
+            ── end of connection ──>          everything it had is dropped, at once
+
+A guest can submit requests, and share its own memory for them; it manages nothing. Requests do not
+come here: they go to the schedulers, which check them (shmserve/scheduler/guests.py).
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import socket
+import stat
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shmserve.control import Acknowledgements
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.guests import FIRST, Seals
+from shmserve.ipc.posix_shm import SharedObject, described
+from shmserve.ipc.ranges import fits
+from shmserve.ipc.tensors import MalformedMessage
+from shmserve.regions import Registrar
+from shmserve.run_directory import admit_group
+from shmserve.trust import NO_GROUP, Peer
+
+logger = logging.getLogger(__name__)
+
+_MOST_GUESTS = 1024
+_MOST_UNREAD = 4096  # messages for a guest that does not read; then it is shown out
+_PATIENCE_S = 1.0  # a guest that is stopped must not hold up a reload for longer
+_MESSAGE = 64 * 1024
+_F_GET_SEALS = 1034
+_F_SEAL_SHRINK = 2
+# What a guest needs of a model's configuration.
+_TOLD = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
+
+
+@dataclass(slots=True, eq=False)
+class _Guest:
+    number: int
+    uid: int
+    link: socket.socket
+    welcomed: bool = False
+    unsent: deque[bytes] = field(default_factory=deque)
+
+
+class Guests:
+    """The door and who has come in. `snapshot()` gives the models and the health; `on_left(number)`
+    hears of an end."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        group: int,
+        seals: Seals,
+        regions: Registrar,
+        snapshot: Callable[[], Iterable[Any]],
+        on_left: Callable[[int], None],
+    ) -> None:
+        """Open the door: to programs of this user, or also of a group."""
+        self._seals = seals
+        self._regions = regions
+        self._snapshot = snapshot
+        self._on_left = on_left
+        self._guests: dict[int, _Guest] = {}
+        self._numbers = itertools.count(FIRST)
+        self._acknowledgements = Acknowledgements()
+        self._loop = asyncio.get_running_loop()
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = endpoints.door(run_dir)
+        path.parent.mkdir(mode=0o700)
+        self._door.bind(str(path))
+        if group != NO_GROUP:
+            admit_group(path.parent, group)
+            admit_group(path, group)
+        self._door.listen(128)
+        self._door.setblocking(False)
+        self._loop.add_reader(self._door.fileno(), self._accept)
+
+    # --- news
+
+    async def publish(self, make: Callable[[int], Any]) -> None:
+        """Tell every guest what `make(number)` gives; returns once all have acknowledged it, or
+        have been silent for a second."""
+        number, done = self._acknowledgements.begin(
+            {guest.number for guest in self._guests.values() if guest.welcomed}
+        )
+        self.tell(make(number))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done, _PATIENCE_S)
+
+    def tell(self, message: Any) -> None:
+        """Tell every guest."""
+        data = m.pack([_for_guests(message)])
+        for guest in list(self._guests.values()):
+            if guest.welcomed:
+                self._send(guest, data)
+
+    # --- coming and going
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link, _ = self._door.accept()
+            except OSError:  # nobody more, or no descriptor left: then they wait
+                return
+            if len(self._guests) >= _MOST_GUESTS:
+                link.close()
+                continue
+            link.setblocking(False)
+            credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            _, uid, _ = struct.unpack("iii", credentials)
+            guest = _Guest(next(self._numbers), uid, link)
+            self._guests[guest.number] = guest
+            self._loop.add_reader(link.fileno(), self._read, guest)
+
+    def _leave(self, guest: _Guest) -> None:
+        if self._guests.pop(guest.number, None) is None:
+            return
+        self._loop.remove_reader(guest.link.fileno())
+        self._loop.remove_writer(guest.link.fileno())
+        guest.link.close()
+        self._acknowledgements.exited(guest.number)
+        if guest.welcomed:
+            self._on_left(guest.number)
+
+    def close(self) -> None:
+        """Show everybody out and close the door."""
+        self._loop.remove_reader(self._door.fileno())
+        self._door.close()
+        for guest in list(self._guests.values()):
+            self._leave(guest)
+
+    # --- out
+
+    def _send(self, guest: _Guest, data: bytes) -> None:
+        guest.unsent.append(data)
+        if len(guest.unsent) > _MOST_UNREAD:
+            logger.warning("a client program does not read what it is told: disconnected")
+            self._leave(guest)
+        elif len(guest.unsent) == 1:
+            self._flush(guest)
+
+    def _flush(self, guest: _Guest) -> None:
+        while guest.unsent:
+            try:
+                guest.link.send(guest.unsent[0], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._loop.add_writer(guest.link.fileno(), self._flush, guest)
+                return
+            except OSError:
+                self._leave(guest)
+                return
+            guest.unsent.popleft()
+        self._loop.remove_writer(guest.link.fileno())
+
+    # --- in
+
+    def _read(self, guest: _Guest) -> None:
+        try:
+            data, fds = _receive(guest.link)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._leave(guest)
+            return
+        try:
+            if not data:
+                self._leave(guest)
+                return
+            for message in m.unpack(data):
+                self._take(guest, message, fds)
+        except MalformedMessage as error:
+            logger.warning("a client program sent what is no message: %s", error)
+            self._leave(guest)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _take(self, guest: _Guest, message: Any, fds: list[int]) -> None:
+        match message:
+            case m.Hello(version=m.VERSION) if not guest.welcomed:
+                guest.welcomed = True
+                welcome = m.Welcome(guest.number, self._seals.token(guest.number))
+                for item in (welcome, *self._snapshot()):
+                    self._send(guest, m.pack([_for_guests(item)]))
+            case m.Acknowledged(number=number) if guest.welcomed:
+                self._acknowledgements.acknowledged(guest.number, number)
+            case m.ShareMemory(id=number, byte_size=size) if guest.welcomed:
+                answer: Any
+                try:
+                    answer = m.Answered(number, {"memory": self._share(guest, size, fds)})
+                except ShmserveError as error:
+                    answer = m.Refused(number, error.code, error.message)
+                self._send(guest, m.pack([answer]))
+            case m.WithdrawMemory(memory_id=memory_id) if guest.welcomed and memory_id:
+                self._regions.give_back(guest.number, memory_id)
+            case _:
+                raise MalformedMessage(f"an unexpected {type(message).__name__}")
+
+    def _share(self, guest: _Guest, byte_size: int, fds: list[int]) -> list[Any]:
+        if len(fds) != 1:
+            raise InvalidArgument("one descriptor must come with the memory to share")
+        (fd,) = fds
+        shared = check_memory(fd, byte_size)
+        rest = (os.getpid(), fd, shared.inode, byte_size, True)
+        memory_id = self._seals.memory_id(guest.number, *rest)
+        self._regions.lend(memory_id, shared, byte_size, Peer(guest.uid), guest.number)
+        fds.clear()
+        return [memory_id, *rest]
+
+
+def check_memory(fd: int, byte_size: int) -> SharedObject:
+    """The memfd `fd`, for workers to map the first `byte_size` bytes of.
+
+    Raises InvalidArgument when they could die of touching it: when it can shrink, is smaller, has
+    no memory behind it yet, or is of huge pages, of which the host may have none left.
+    """
+    shared = described(fd)
+    status = os.fstat(fd)
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if not stat.S_ISREG(status.st_mode) or not seals & _F_SEAL_SHRINK:
+        raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
+    if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+        raise InvalidArgument("shared memory must be of ordinary pages")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise InvalidArgument("shared memory must be open for reading and writing")
+    if not byte_size > 0 or not fits(0, byte_size, shared.size):
+        raise InvalidArgument(f"'byte_size' must be from 1 to {shared.size}, got {byte_size}")
+    if status.st_blocks * 512 < byte_size:
+        raise InvalidArgument("memory must be reserved (posix_fallocate) before it is shared")
+    return shared
+
+
+def _for_guests(message: Any) -> Any:
+    match message:
+        case m.ModelPublished(config=config, endpoint=endpoint):
+            told = {key: config[key] for key in _TOLD if key in config}
+            guests = endpoints.for_guests(endpoint)
+            return replace(message, config=told, metadata={}, endpoint=guests)
+        case m.SchedulerLost(endpoint, successor):
+            return m.SchedulerLost(endpoints.for_guests(endpoint), endpoints.for_guests(successor))
+        case _:
+            return message
+
+
+def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
+    """One message and its descriptors; b"" at the end. Raises OSError."""
+    room = socket.CMSG_SPACE(4 * 4)
+    data, ancillary, flags, _ = link.recvmsg(_MESSAGE, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        return b"", []
+    return data, list(fds)

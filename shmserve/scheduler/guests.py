@@ -1,0 +1,171 @@
+"""Requests of guests: checked here, because no gateway has.
+
+A gateway is part of the server, and says truly what a request is: a guest's word is not taken.
+Its identity must carry its token, the memory it names must be its own, and what the request counts
+as in a batch is worked out from the request itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.ipc.channels import Router
+from shmserve.ipc.guests import Seals
+from shmserve.ipc.messages import Failed, Submit
+from shmserve.ipc.signature import Admission, Signature
+from shmserve.ipc.tensors import (
+    Inference,
+    MalformedMessage,
+    Memory,
+    Place,
+    form_of,
+    unpack_inference,
+)
+
+_MOST_MEMORIES = 4096
+_MOST_KNOWN = 1024
+_LONGEST_KNOWN = 1024  # bytes of a request that is remembered whole
+
+
+class GuestDoor:
+    """One scheduler's guests; `link` is the socket they are connected to."""
+
+    def __init__(self, link: Router, seals: Seals, signature: Signature) -> None:
+        self.link = link
+        self._seals = seals
+        self._signature = signature
+        self._numbers: dict[bytes, int] = {}
+        self._memories: set[tuple[int, Memory]] = set()
+        # By a form of small tensors; or by a guest and its request, whose tensors are in memory.
+        self._known: dict[Any, Admission] = {}
+
+    def check(self, peer: bytes, message: Any) -> Any:
+        """The message as it may be believed, or None: then it is dealt with."""
+        number = self._numbers.get(peer) or self._admit(peer)
+        if not number:
+            return None
+        if type(message) is not Submit:
+            return message
+        try:
+            return self._checked(number, message)
+        except ShmserveError as error:
+            self.link.post(peer, Failed(message.id, error.code, error.message, 0, False))
+        except MalformedMessage:
+            text = "the request cannot be read: see the protocol's description"
+            self.link.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
+        return None
+
+    def _admit(self, peer: bytes) -> int:
+        number = self._seals.guest(peer)
+        if number:
+            self._numbers[peer] = number
+        return number
+
+    def forget(self, number: int) -> None:
+        """A guest is gone."""
+        for peer in [peer for peer, of in self._numbers.items() if of == number]:
+            del self._numbers[peer]
+        self._memories = {item for item in self._memories if item[0] != number}
+        self._known.clear()
+
+    def knows(self, peer: bytes) -> bool:
+        """Whether this address is a guest's."""
+        return peer in self._numbers
+
+    def _checked(self, number: int, submit: Submit) -> Submit:
+        admission = self._admission(number, submit)
+        return Submit(
+            submit.id,
+            admission.batch_size,
+            admission.shape_key,
+            submit.arrived_ns,
+            submit.deadline_ns,
+            submit.timeout_us,
+            submit.priority,
+            submit.work,
+            submit.request_id,
+        )
+
+    def _admission(self, number: int, submit: Submit) -> Admission:
+        """What a request counts as; most requests are like one before."""
+        work = submit.work
+        key: Any = (number, work)
+        known = self._known.get(key) if len(work) <= _LONGEST_KNOWN else None
+        if known is not None:
+            return known
+        form = _form(work)
+        if form is not None:
+            known = self._known.get(form)
+            if known is not None:
+                return known
+        inference = unpack_inference(work)
+        _check_types(inference)
+        places = [tensor.data for tensor in inference.inputs if isinstance(tensor.data, Place)]
+        places += [output.place for output in inference.outputs if output.place is not None]
+        for place in places:
+            self._check_owner(number, place)
+        admission = self._signature.admit(submit.request_id, inference.inputs, inference.outputs)
+        if form is not None and not places:
+            self._remember(form, admission)
+        elif len(places) >= len(inference.inputs) and len(work) <= _LONGEST_KNOWN:
+            self._remember(key, admission)
+        return admission
+
+    def _remember(self, key: Any, admission: Admission) -> None:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = admission
+
+    def _check_owner(self, number: int, place: Place) -> None:
+        key = (number, place.memory)
+        if key in self._memories:
+            return
+        if not self._seals.owns(number, place.memory):
+            raise InvalidArgument("a tensor lies in memory that this client has not shared")
+        if len(self._memories) >= _MOST_MEMORIES:
+            self._memories.clear()
+        self._memories.add(key)
+
+
+def _form(work: bytes) -> Any:
+    try:
+        form = form_of(work)
+        hash(form)
+    except Exception:  # it is no inference, which the careful way says
+        return None
+    return form
+
+
+def _check_types(inference: Inference) -> None:
+    """What `unpack_inference` leaves to its caller. Raises MalformedMessage."""
+    numbers = (inference.flags, inference.timeout_us, inference.priority, inference.deadline_ns)
+    if (
+        type(inference.request_id) is not str
+        or any(type(number) is not int for number in numbers)
+        or type(inference.correlation_id) not in (int, str)
+        or type(inference.parameters) is not dict
+        or any(type(output.name) is not str for output in inference.outputs)
+    ):
+        raise MalformedMessage("a field of an inference has the wrong type")
+    for key, value in inference.parameters.items():
+        if type(key) is not str or type(value) not in (str, int, bool, float):
+            raise MalformedMessage("a parameter has the wrong type")
+
+
+class Fronts:
+    """The scheduler's answers: to gateways and models on one socket, to guests on the other."""
+
+    def __init__(self, clients: Router, door: GuestDoor) -> None:
+        self._clients = clients
+        self._door = door
+
+    @property
+    def malformed(self) -> int:
+        """Frames that could not be read."""
+        return self._clients.malformed + self._door.link.malformed
+
+    def post(self, peer: bytes, message: Any) -> None:
+        """Queue a message for whoever has this address."""
+        link = self._door.link if self._door.knows(peer) else self._clients
+        link.post(peer, message)

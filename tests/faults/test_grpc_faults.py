@@ -1,0 +1,101 @@
+"""What happens to gRPC clients when a process of the server dies."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from tests import repositories
+from tests.grpc_calls import is_right, request_of, simple_request, stub
+from tests.servers import Server, running, stopped, wait_gone
+from tests.waiting import until
+
+WITHIN_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("grpc-faults") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "gated")
+    with running(repository, grpc=True) as started:
+        yield started
+
+
+def answers(call: Any) -> bool:
+    try:
+        return is_right(call.ModelInfer(simple_request(), timeout=5, wait_for_ready=True))
+    except grpc.RpcError:
+        return False
+
+
+@pytest.mark.parametrize("ending", ["kill", "stop"])
+def test_the_gateway_dies(server: Server, ending: str) -> None:
+    """Its calls fail, the next one takes the port, and HTTP hears nothing of it."""
+    with stub(server) as call, server.http() as http:
+        assert answers(call)
+        gateway = server.one("gateway grpc")
+        asked = call.ModelInfer.future(
+            request_of("gated", np.ones((1, 1), np.int32), "INT32"), timeout=20
+        )
+        visit = server.gate.next()
+        gateway.kill() if ending == "kill" else stopped(gateway)
+        assert http.get("/v2/health/ready").status == 200
+        assert wait_gone(gateway, WITHIN_S)
+        assert asked.exception().code() is grpc.StatusCode.UNAVAILABLE
+        visit.release()
+        until("the next one answers", lambda: answers(call), WITHIN_S)
+        assert server.one("gateway grpc").pid != gateway.pid
+        assert answers(call) and http.get("/v2/health/ready").status == 200
+    until("nothing executes", lambda: server.metric("shmserve_executing_requests") == 0)
+
+
+@pytest.mark.parametrize("victim", ["worker gated.0", "scheduler gated"])
+def test_what_is_behind_it_dies(server: Server, victim: str) -> None:
+    """Nobody notices."""
+    array = np.full((1, 4), 3, np.int32)
+    with stub(server) as call:
+        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        visit = server.gate.next()
+        server.one(victim).kill()
+        visit.release()
+        server.gate.next(10).release()
+        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert answers(call)
+
+
+def test_the_supervisor_dies(tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple")
+    server = Server([repository], grpc=True)
+    try:
+        server.wait_ready().wait_listening()
+        members = server.tree()
+        server.kill()
+        server.assert_gone(members)
+    finally:
+        server.discard()
+
+
+def test_clients_that_speak_no_grpc(server: Server) -> None:
+    """Bytes on its port end their connection; others notice nothing."""
+    for data in (
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\0" * 100,
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64,
+    ):
+        with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=10) as sock:
+            sock.sendall(data)
+            began = time.monotonic()
+            while sock.recv(4096):
+                assert time.monotonic() - began < 10
+    with stub(server) as call, server.http() as http:
+        assert answers(call) and http.get("/v2/health/live").status == 200

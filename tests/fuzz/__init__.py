@@ -1,0 +1,1 @@
+"""Fuzzing: any bytes from a client give a clear error or nothing."""

@@ -1,0 +1,41 @@
+"""`python -m tests.fuzz TARGET [--seconds N]`: search for bytes that break a target, led by which
+lines they reach.
+
+Begins with tests/fuzz/corpus/TARGET. What breaks the target is printed and kept as crash-* in the
+current folder; exit status 0: nothing was found. Needs atheris (pip install -e '.[fuzz]').
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+CORPUS = Path(__file__).parent / "corpus"
+
+
+def main() -> None:
+    """Run until the time is over or something breaks; never returns."""
+    names = sorted(path.name for path in CORPUS.iterdir())
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("target", choices=names)
+    parser.add_argument("--seconds", type=int, default=60, help="how long to search [60]")
+    wanted = parser.parse_args()
+    try:
+        import atheris
+    except ImportError:
+        sys.exit("tests.fuzz: needs atheris: pip install -e '.[fuzz]'")
+    with atheris.instrument_imports(include=["shmserve"]):
+        from tests.fuzz.targets import TARGETS
+    flags = [f"-max_total_time={wanted.seconds}", "-max_len=4096", "-rss_limit_mb=2048"]
+    with tempfile.TemporaryDirectory() as found:
+        # New inputs go to the first folder.
+        atheris.Setup(
+            [sys.argv[0], *flags, found, str(CORPUS / wanted.target)], TARGETS[wanted.target]
+        )
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

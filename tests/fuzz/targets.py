@@ -1,0 +1,268 @@
+"""What is fuzzed: functions of bytes, which raise when bytes do what they must not.
+
+Each takes the first bytes for its choices and the rest for what a client sends. What is wrong with
+that must be said by a ShmserveError (or a MalformedMessage, in what processes say to each other)
+that is written for clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway import jsontensors, memory
+from shmserve.gateway.app import find_route
+from shmserve.gateway.assembly import from_json, raw_request
+from shmserve.gateway.bigjson import Numbers, loads_large
+from shmserve.gateway.codec import RegionRange, WireRequest, parse_request
+from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding
+from shmserve.gateway.intake import header_size
+from shmserve.gateway.regions import Region, Spans
+from shmserve.gateway.values import loads
+from shmserve.ipc import messages, posix_shm
+from shmserve.ipc.ranges import LARGEST, fits, whole
+from shmserve.ipc.signature import Signature
+from shmserve.ipc.tensors import (
+    ITEM_SIZE,
+    MalformedMessage,
+    Place,
+    TensorRef,
+    decode_bytes,
+    pack_inference,
+    pack_inferred,
+    unpack_inference,
+    unpack_inferred,
+)
+
+_LIMIT = 1 << 16
+_OURS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")
+_TENSOR = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
+_MODEL = {"name": "m", "backend": "python", "max_batch_size": 4, "output": []}
+_SIGNATURES = [
+    Signature({**_MODEL, "input": [_TENSOR, {**_TENSOR, "name": "INPUT1"}]}, "1"),
+    Signature({**_MODEL, "input": [_TENSOR]}, "1"),
+    Signature({**_MODEL, "input": [{**_TENSOR, "data_type": "TYPE_STRING", "dims": [1]}]}, "1"),
+]
+
+
+@contextlib.contextmanager
+def _refused(sent: bytes) -> Iterator[None]:
+    """What is wrong may be said, in words for clients: nothing of ours that they did not send."""
+    said = ""
+    try:
+        yield
+    except ShmserveError as error:
+        said = error.message
+    found = _OURS.search(said)
+    assert found is None or found[0].encode() in sent, said
+
+
+class _Bytes:
+    """The choices that an input makes, and what is left of it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.rest = data
+
+    def number(self, size: int) -> int:
+        taken, self.rest = self.rest[:size], self.rest[size:]
+        return int.from_bytes(taken, "little")
+
+
+# --- what comes over HTTP
+
+
+def http(data: bytes) -> None:
+    """A request: its target, headers and body."""
+    given = _Bytes(data)
+    kind = given.number(1) % 5
+    with _refused(data):
+        if kind == 0:
+            _inference(given)
+        elif kind == 1:
+            _compressed(given)
+        elif kind == 2:
+            found = find_route(given.rest.decode("latin-1"))
+            assert found is None or len(found[1]) < 3
+        elif kind == 3:
+            text = given.rest.decode("latin-1")
+            size = header_size(text, 1000)
+            assert 0 <= size <= 1000
+        else:
+            text = given.rest.decode("latin-1")
+            assert accepted_encoding(text) in ("identity", "gzip", "deflate")
+            check_encoding(text)
+
+
+def _inference(given: _Bytes) -> None:
+    tail_size = given.number(1)
+    body = given.rest
+    signature = _SIGNATURES[tail_size % 3]
+    if not body:
+        raw_request(signature, bytes(tail_size))
+        return
+    wire = parse_request(loads(body), tail_size, "m", _LIMIT)
+    tensors = [_tensor(tensor) for tensor in wire.inputs]
+    with contextlib.suppress(ShmserveError):
+        _same_in_steps(body, tail_size, wire)
+    assert sum(max(tensor.binary_size, 0) for tensor in wire.inputs) == tail_size
+    signature.admit(wire.id, tensors, [])
+
+
+def _tensor(tensor: Any) -> TensorRef:
+    data = b""
+    if tensor.binary_size >= 0:
+        data = bytes(tensor.binary_size)
+    elif tensor.place is None:
+        data = from_json(tensor)
+        item = ITEM_SIZE[tensor.datatype]
+        if item:
+            assert len(data) == tensor.count * item
+        else:
+            assert decode_bytes(data, tensor.shape, tensor.name, "m").size == tensor.count
+    return TensorRef(tensor.name, tensor.datatype, tensor.shape, data)
+
+
+def _same_in_steps(body: bytes, tail_size: int, wire: WireRequest) -> None:
+    """A large JSON is read another way, to the same end."""
+    again = parse_request(loads_large(body), tail_size, "m", _LIMIT)
+    assert (again.id, len(again.inputs)) == (wire.id, len(wire.inputs))
+    for one, other in zip(wire.inputs, again.inputs, strict=True):
+        if isinstance(other.data, Numbers) and other.count:
+            arguments = (other.datatype, other.count, other.name)
+            pieces = jsontensors.decode_parts(other.data.parts(), *arguments)
+            assert b"".join(pieces) == from_json(one)
+
+
+def _compressed(given: _Bytes) -> None:
+    step = given.number(1) + 1
+    inflater = Inflater(_LIMIT)
+    size = 0
+    for at in range(0, len(given.rest), step):
+        for piece in inflater.feed(given.rest[at : at + step]):
+            size += len(piece)
+            assert size <= _LIMIT
+    inflater.finish()
+
+
+# --- registrations
+
+
+def register(data: bytes) -> None:
+    """A registration: the region's name in the target, key and extent in the body."""
+    name, _, body = data.partition(b"\n")
+    with _refused(data):
+        found = find_route(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
+        if found is not None and found[1][0]:
+            memory.check_name(found[1][0])
+        raw = loads(body)
+        key, offset, size, leased = memory.registration(raw if type(raw) is dict else {})
+        assert type(leased) is bool
+        assert 0 <= offset <= LARGEST
+        assert 0 <= size <= LARGEST
+        path = posix_shm.normal_key("r", key)
+        assert posixpath.normpath(f"/dev/shm{path}") == f"/dev/shm{path}"
+        assert path.count("/") == 1
+        assert path.isascii() and path.isprintable()
+        assert len(path) < 255
+
+
+# --- ranges
+
+_EDGES = [*(0, 1, 2**12, 2**31, 2**32, 2**53, 2**63, 2**64, 2**65)]
+
+
+def _edge(given: _Bytes) -> int:
+    kind = given.number(1)
+    if kind < 200:
+        return _EDGES[kind % len(_EDGES)] + (kind // len(_EDGES)) % 5 - 2
+    return given.number(9)
+
+
+def ranges(data: bytes) -> None:
+    """Offsets and sizes, against arithmetic on paper."""
+    given = _Bytes(data)
+    offset, size, start, extent, limit = (_edge(given) for _ in range(5))
+    inside = offset >= 0 and size >= 0 and offset + size <= limit
+    assert fits(offset, size, limit) == inside
+    for value in (offset, size, float(size), str(size), size > 0, None):
+        try:
+            assert whole(value, "f") == value
+            assert type(value) is int
+            assert 0 <= value < 2**63
+        except InvalidArgument:
+            assert type(value) is not int or not 0 <= value < 2**63
+    start, extent = max(start, 0), max(extent, 0)
+    region = Region(
+        messages.RegionPublished(
+            *("r", "/k", 1, 2, 3, 4, start + extent, start, extent, 0, -1, False, 0)
+        )
+    )
+    with _refused(b""):
+        place = region.place(RegionRange("r", max(offset, 0), max(size, 0)))
+        assert start <= place.offset
+        assert place.offset + place.byte_size <= start + extent
+    _spans(given)
+
+
+def _spans(given: _Bytes) -> None:
+    spans = Spans()
+    taken: list[tuple[int, int]] = []
+    while given.rest:
+        start, size = given.number(1), given.number(1) % 16 + 1
+        span = (start, start + size)
+        free = all(span[1] <= s or e <= span[0] for s, e in taken)
+        if start % 5 == 0 and taken:
+            spans.remove(taken.pop(size % len(taken)))
+            continue
+        assert spans.add(span) == free
+        if free:
+            taken.append(span)
+    assert sorted(taken) == spans.taken
+
+
+# --- messages between processes, which the native client speaks too
+
+
+def wire(data: bytes) -> None:
+    """A frame, a request in it, an answer: as they were sent, or malformed."""
+    kind, rest = data[:1], data[1:]
+    try:
+        if kind == b"i":
+            inference = unpack_inference(rest)
+            for tensor in inference.inputs:
+                _check_place(tensor.data)
+            again = pack_inference(inference)
+            assert pack_inference(unpack_inference(again)) == again
+        elif kind == b"a":
+            answer = unpack_inferred(rest)
+            for tensor in answer.outputs:
+                _check_place(tensor.data)
+            again = pack_inferred(answer)
+            assert pack_inferred(unpack_inferred(again)) == again
+        elif kind == b"b":
+            count = int.from_bytes(rest[:1], "little")
+            with _refused(data):
+                assert decode_bytes(rest[1:], (count,), "n", "m").size == count
+        else:
+            again = messages.pack(messages.unpack(rest))
+            assert messages.pack(messages.unpack(again)) == again
+    except MalformedMessage:
+        pass
+
+
+def _check_place(data: bytes | Place) -> None:
+    if isinstance(data, Place):
+        assert data.offset >= 0
+        assert 0 <= data.byte_size <= data.memory.byte_size - data.offset
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "http": http,
+    "register": register,
+    "ranges": ranges,
+    "messages": wire,
+}

@@ -1,0 +1,221 @@
+"""The gRPC door as a process: TLS, compression, drain, ports, and a server without it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from tests import repositories
+from tests.grpc_calls import is_right, refusal, request_of, simple_request, stub
+from tests.servers import Server, free_ports, run_command, running, title
+
+Serve = Callable[..., Server]
+
+
+def openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca, and server, client and stranger: a key and a certificate each; ca has not signed the
+    stranger's."""
+    folder = tmp_path_factory.mktemp("keys")
+    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    name = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+    for who in ("ca", "stranger"):
+        openssl(folder, *new, "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
+    for who in ("server", "client"):
+        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", *name)
+        files = ("-keyout", f"{who}.key", "-out", f"{who}.pem")
+        openssl(folder, *new, "-subj", f"/CN={who}", *signed, *files)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = tmp_path_factory.mktemp("door") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "gated")
+    return repository
+
+
+@pytest.fixture(scope="module")
+def mutual(keys: Path, models: Path) -> Iterator[Server]:
+    flags = (
+        "--grpc-use-ssl-mutual",
+        f"--grpc-server-cert={keys}/server.pem",
+        f"--grpc-server-key={keys}/server.key",
+        f"--grpc-root-cert={keys}/ca.pem",
+        "--grpc-infer-response-compression-level=high",
+        "--grpc-keepalive-time=10000",
+    )
+    with running(models, *flags, grpc=True) as started:
+        yield started
+
+
+def credentials(keys: Path, who: str = "") -> grpc.ChannelCredentials:
+    key, chain = (
+        ((keys / f"{who}.{end}").read_bytes() for end in ("key", "pem")) if who else [None] * 2
+    )
+    return grpc.ssl_channel_credentials((keys / "ca.pem").read_bytes(), key, chain)
+
+
+def ask(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
+    """A right answer, or the error."""
+    url = server.grpc_url
+    with (
+        grpc.secure_channel(url, channel_credentials)
+        if channel_credentials
+        else grpc.insecure_channel(url)
+    ) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        return call.ModelInfer(simple_request(), timeout=5)
+
+
+def test_mutual_tls(mutual: Server, keys: Path) -> None:
+    assert is_right(ask(mutual, credentials(keys, "client")))
+    for nobody in (None, credentials(keys), credentials(keys, "stranger")):
+        with pytest.raises(grpc.RpcError):
+            ask(mutual, nobody)
+    assert is_right(ask(mutual, credentials(keys, "client")))
+
+
+def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
+    with triton.InferenceServerClient(
+        mutual.grpc_url,
+        ssl=True,
+        root_certificates=str(keys / "ca.pem"),
+        private_key=str(keys / "client.key"),
+        certificate_chain=str(keys / "client.pem"),
+    ) as client:
+        assert client.is_server_ready()
+
+
+def test_compressed_responses(mutual: Server, keys: Path) -> None:
+    array = np.zeros((1, 100_000), np.int32)
+    mutual.gate.close()
+    with grpc.secure_channel(mutual.grpc_url, credentials(keys, "client")) as channel:
+        method = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        raw, call = method.with_call(request_of("gated", array, "INT32").SerializeToString())
+        assert dict(call.initial_metadata()).get("grpc-encoding", "gzip") == "gzip"
+    assert pb.ModelInferResponse.FromString(raw).raw_output_contents[0] == array.tobytes()
+
+
+def test_plain_tls(keys: Path, models: Path) -> None:
+    flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
+    with running(models, "--grpc-use-ssl=true", *flags, grpc=True) as server:
+        assert is_right(ask(server, credentials(keys)))
+        with pytest.raises(grpc.RpcError):
+            ask(server, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--grpc-use-ssl"], "--grpc-server-cert: a file is needed for TLS"),
+        (
+            ["--grpc-use-ssl", "--grpc-server-cert=/nowhere"],
+            "--grpc-server-cert: '/nowhere' is not a file that can be read",
+        ),
+        (["--grpc-port=70000"], "--grpc-port: 70000 is out of range (allowed: 0 to 65535)"),
+    ],
+)
+def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
+    found = run_command("serve", str(models), *flags)
+    assert (found.returncode, found.stderr) == (2, f"shmserve: {text}\n")
+
+
+def test_a_port_that_is_taken(models: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
+    assert found.returncode == 2
+    assert found.stderr == (
+        f"shmserve: --grpc-address: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
+    """It says so, once, and everything else works."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u\n"
+        "found = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'grpc' else found(name, *rest)\n"
+    )
+    environment = {"PYTHONPATH": str(tmp_path)}
+    server = Server([models], environment=environment, grpc=True)
+    try:
+        server.wait_ready()
+        assert server.log().count("gRPC is not served: the package is not installed") == 1
+        assert not server.find("gateway grpc")
+    finally:
+        server.stop()
+
+
+def test_a_drain_answers_what_was_asked(models: Path) -> None:
+    with running(models, grpc=True) as server, stub(server) as call:
+        array = np.full((1, 4), 7, np.int32)
+        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        wait = threading.Event()
+
+        def requests() -> Iterator[Any]:
+            yield simple_request("in a stream")
+            wait.wait(20)
+
+        idle = call.ModelStreamInfer(requests(), timeout=30)
+        assert next(idle).infer_response.id == "in a stream"
+        watch = call.ServerLive  # still answered, with what is true
+        visit = server.gate.next()
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_log("stopping")
+
+        def stopping() -> bool:
+            return refusal(watch, pb.ServerLiveRequest()) == ("UNAVAILABLE", "Server exiting")
+
+        while not _true(stopping):
+            pass
+        assert refusal(call.ModelInfer, simple_request()) == (
+            "UNAVAILABLE",
+            "GRPC server is shutting down and has stopped accepting new requests.",
+        )
+        visit.release()
+        assert asked.result().raw_output_contents == [array.tobytes()]
+        wait.set()
+        assert server.wait_exit(10) == 0
+
+
+def _true(holds: Callable[[], bool]) -> bool:
+    try:
+        return holds()
+    except AssertionError:
+        return False
+
+
+def test_the_process(models: Path) -> None:
+    with running(models, grpc=True) as server:
+        (gateway,) = server.find("gateway grpc")
+        assert title(gateway) == "gateway grpc"
+        (port,) = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}
+        assert port == server.grpc_port
+        assert f"gRPC service at 127.0.0.1:{server.grpc_port}" in server.log()
+
+
+def test_two_servers_do_not_share_a_port(models: Path) -> None:
+    with running(models, grpc=True) as server:
+        http, metrics = free_ports(2)
+        flags = (f"--http-port={http}", f"--metrics-port={metrics}")
+        found = run_command("serve", str(models), f"--grpc-port={server.grpc_port}", *flags)
+        assert found.returncode == 2 and "Address already in use" in found.stderr

@@ -1,0 +1,321 @@
+"""shmserve.client against a real server: what goes in, what comes out, and where it lies."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import shmserve.client
+from shmserve.client import aio
+from tests import repositories
+from tests.servers import Server, running
+
+A = np.arange(16, dtype=np.int32).reshape(1, 16)
+B = np.ones((1, 16), np.int32)
+ROW = 8192  # elements: 32 KB, which do not travel inside messages
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of models whose sizes are known beforehand, and of one whose are not."""
+    repository = tmp_path_factory.mktemp("native") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "identity", "text", "echo_request", "types")
+    repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
+    repositories.add_identity(repository, "halves", "BF16", [-1])
+    with running(repository, "--max-queue-size=64") as started:
+        yield started
+
+
+@pytest.fixture
+def client(rows: Server) -> Iterator[shmserve.client.Server]:
+    """A connection to it."""
+    with shmserve.client.connect(rows.run_dir) as connected:
+        yield connected
+
+
+def frames(count: int = 1, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((count, ROW), np.float32)
+
+
+def test_small_tensors_by_keyword_mapping_and_list(client) -> None:
+    for result in (
+        client.infer("simple", INPUT0=A, INPUT1=B),
+        client.infer("simple", {"INPUT0": A, "INPUT1": B}),
+        client.infer("simple", INPUT0=A.tolist(), INPUT1=[[1] * 16]),
+    ):
+        assert set(result) == {"OUTPUT0", "OUTPUT1"}
+        assert (result["OUTPUT0"] == A + B).all() and (result["OUTPUT1"] == A - B).all()
+        result["OUTPUT0"][:] = 0  # the program's own
+
+
+def test_the_same_form_with_other_numbers(client) -> None:
+    for step in range(5):
+        result = client.infer("simple", INPUT0=A * step, INPUT1=B)
+        assert (result["OUTPUT0"] == A * step + B).all()
+    two = client.infer("simple", INPUT0=np.vstack([A, B]), INPUT1=np.vstack([B, B]))
+    assert (two["OUTPUT1"] == np.vstack([A - B, B - B])).all()
+
+
+def test_only_the_outputs_that_are_asked_for(client) -> None:
+    assert list(client.infer("simple", INPUT0=A, INPUT1=B, outputs=["OUTPUT1"])) == ["OUTPUT1"]
+
+
+def test_strings_in_and_out(client) -> None:
+    words = np.array([[b"one", b"zwei", b""]], dtype=object)
+    out = client.infer("text", INPUT0=words)["OUTPUT0"]
+    assert out.dtype == object and (out == words).all()
+    many = np.array([[f"{n:05}" for n in range(9000)]])  # more than a message takes
+    assert client.infer("text", INPUT0=many)["OUTPUT0"][0, -1] == b"08999"
+
+
+def test_request_id_and_parameters_arrive(client) -> None:
+    signature = client._session.connection().models.resolve("echo_request", "").signature
+    (spec,) = signature.inputs.values()
+    value = np.zeros(
+        [abs(dim) for dim in spec.dims], shmserve.client.arrays.dtype_of(spec.datatype)
+    )
+    given = {spec.name: value[None] if signature.max_batch_size else value}
+    result = client.infer("echo_request", given, request_id="7", parameters={"colour": "red"})
+    told = json.loads(result["OUTPUT0"].flat[0])
+    assert told["id"] == "7" and told["parameters"] == {"colour": "red"}
+    assert result.parameters == {"answered": True}
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "model", "inputs"),
+    [
+        (shmserve.client.NotFound, "unknown model: 'nobody'", "nobody", {"INPUT0": A}),
+        (shmserve.client.InvalidArgument, "data-type is 'INT32'", "identity", {"INPUT0": A}),
+        (shmserve.client.InvalidArgument, "expected 2 inputs but got 1", "simple", {"INPUT0": A}),
+        (
+            shmserve.client.InvalidArgument,
+            "unexpected shape",
+            "simple",
+            {"INPUT0": A[:, :3], "INPUT1": B},
+        ),
+        (
+            shmserve.client.InvalidArgument,
+            "batch-size must be <= 8",
+            "simple",
+            {"INPUT0": np.repeat(A, 9, 0), "INPUT1": np.repeat(B, 9, 0)},
+        ),
+    ],
+)
+def test_errors_are_typed(client, error, text, model, inputs) -> None:
+    with pytest.raises(error, match=text) as caught:
+        client.infer(model, inputs)
+    assert caught.value.code in ("NOT_FOUND", "INVALID_ARG")
+
+
+def test_a_version_that_is_not_there(client) -> None:
+    assert client.infer("simple", INPUT0=A, INPUT1=B, version="1")
+    with pytest.raises(shmserve.client.NotFound, match="version 9 is not found"):
+        client.infer("simple", INPUT0=A, INPUT1=B, version="9")
+
+
+def test_large_tensors_are_views_of_shared_memory(client) -> None:
+    x = frames()
+    with client.infer("rows", INPUT0=x) as result:
+        y = result["OUTPUT0"]
+        assert (y == x).all() and y.sum() == pytest.approx(x.sum(), rel=1e-4)
+        kept = y.copy()
+    assert (kept == x).all()
+    for use in (
+        lambda: y[0],
+        lambda: y + 1,
+        lambda: np.concatenate([y, y]),
+        lambda: y.tobytes(),
+        lambda: repr(y),
+        lambda: result["OUTPUT0"],
+        lambda: np.from_dlpack(y),
+    ):
+        with pytest.raises(shmserve.client.Released):
+            use()
+
+
+def test_a_view_keeps_its_memory_and_the_next_request_takes_other(client) -> None:
+    x, other = frames(seed=1), frames(seed=2)
+    y = client.infer("rows", INPUT0=x)["OUTPUT0"]
+    plain = np.asarray(y)[0, :10]
+    for _ in range(4):
+        assert (client.infer("rows", INPUT0=other)["OUTPUT0"] == other).all()
+    assert (y == x).all() and (plain == x[0, :10]).all()
+
+
+def test_slots_are_used_again(client) -> None:
+    for seed in range(20):
+        x = frames(seed=seed)
+        assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+    gc.collect()
+    (plan,) = client._session.connection().models.resolve("rows", "").plans.values()
+    assert 1 <= len(plan._ring) <= 2
+
+
+def test_large_outputs_of_unknown_size(client, rows) -> None:
+    x = np.random.default_rng(3).random(100_000).astype(np.float32)
+    y = client.infer("identity", INPUT0=x)["OUTPUT0"]
+    assert (y == x).all()
+
+
+def test_a_region_is_read_and_written_in_place(client) -> None:
+    x = frames(4)
+    with client.allocate({"INPUT0": ((4, ROW), "FP32"), "OUTPUT0": ((4, ROW), "FP32")}) as region:
+        region["INPUT0"][:] = x
+        for step in range(3):
+            region["INPUT0"][0, 0] = step
+            result = client.infer("rows", region)
+            assert (
+                result["OUTPUT0"].__array_interface__["data"]
+                == (region["OUTPUT0"].__array_interface__["data"])
+            )
+            assert region["OUTPUT0"][0, 0] == step
+        assert (region["OUTPUT0"][1:] == x[1:]).all()
+        part = client.infer(
+            "rows",
+            INPUT0=region.view("INPUT0", (2, ROW)),
+            outputs={"OUTPUT0": region.view("OUTPUT0", (2, ROW))},
+        )
+        assert part["OUTPUT0"].shape == (2, ROW)
+    with pytest.raises(shmserve.client.Released):
+        client.infer("rows", region)
+    with pytest.raises(shmserve.client.Released):
+        part["OUTPUT0"][0]
+
+
+def test_regions_are_checked(client) -> None:
+    with pytest.raises(shmserve.client.InvalidArgument, match="none of BOOL, UINT8"):
+        client.allocate({"x": ((1,), "FLOAT")})
+    with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
+        client.allocate({"x": ((1, -1), "FP32")})
+    with pytest.raises(shmserve.client.Unavailable, match="may use 1073741824 bytes"):
+        client.allocate({"x": ((1 << 31,), "UINT8")})
+    with client.allocate({"x": ((1,), "FP32")}) as region:
+        with pytest.raises(shmserve.client.InvalidArgument, match="neither an input nor"):
+            client.infer("rows", region)
+        with pytest.raises(shmserve.client.InvalidArgument, match="has room for"):
+            region.view("x", (2,))
+    with pytest.raises(shmserve.client.InvalidArgument, match="memory from `allocate`"):
+        client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": frames()})
+
+
+def test_torch_in_torch_out(client) -> None:
+    x = torch.rand(2, ROW)
+    y = client.infer("rows", INPUT0=x)["OUTPUT0"]
+    assert isinstance(y, torch.Tensor) and torch.equal(x, y)
+    small = client.infer("simple", INPUT0=torch.from_numpy(A), INPUT1=torch.from_numpy(B))
+    assert torch.equal(small["OUTPUT0"], torch.from_numpy(A + B))
+    grown = torch.rand(1, ROW, requires_grad=True)
+    assert torch.equal(client.infer("rows", INPUT0=grown)["OUTPUT0"], grown)
+
+
+def test_bfloat16(client) -> None:
+    x = torch.rand(20_000).to(torch.bfloat16)
+    for part in (x, x[:9]):
+        y = client.infer("halves", INPUT0=part)["OUTPUT0"]
+        assert y.dtype == torch.bfloat16 and torch.equal(part, y)
+
+
+def test_dlpack_in_and_out(client) -> None:
+    class Foreign:
+        def __init__(self, array: np.ndarray) -> None:
+            self._array = array
+
+        def __dlpack__(self, **options):
+            return self._array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+    x = frames()
+    y = client.infer("rows", INPUT0=Foreign(x))["OUTPUT0"]
+    assert torch.equal(torch.utils.dlpack.from_dlpack(y), torch.from_numpy(x))
+
+
+def test_strided_and_empty_inputs(client) -> None:
+    x = np.asfortranarray(frames(4))[::2]
+    assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+    assert client.infer("identity", INPUT0=np.empty(0, np.float32))["OUTPUT0"].shape == (0,)
+
+
+def test_many_in_flight_in_order(client) -> None:
+    given = [{"INPUT0": frames(seed=seed)} for seed in range(40)]
+    answers = client.map("rows", given, in_flight=8)
+    for inputs, result in zip(given, answers, strict=True):
+        assert (result["OUTPUT0"] == inputs["INPUT0"]).all()
+    small = ({"INPUT0": A * n, "INPUT1": B} for n in range(100))
+    for n, result in enumerate(client.map("simple", small)):
+        assert (result["OUTPUT1"] == A * n - B).all()
+
+
+def test_futures(client) -> None:
+    futures = [client.infer_async("simple", INPUT0=A * n, INPUT1=B) for n in range(50)]
+    done, _ = concurrent.futures.wait(futures, timeout=20)
+    assert len(done) == 50
+    assert all((f.result()["OUTPUT0"] == A * n + B).all() for n, f in enumerate(futures))
+
+
+def test_from_many_threads(client) -> None:
+    wrong: list[object] = []
+
+    def ask(seed: int) -> None:
+        x = frames(seed=seed)
+        answers = (client.infer("rows", INPUT0=x)["OUTPUT0"] for _ in range(10))
+        wrong.extend(seed for y in answers if not (y == x).all())
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_stream_of_one_response(client) -> None:
+    (only,) = client.stream("simple", INPUT0=A, INPUT1=B)
+    assert (only["OUTPUT0"] == A + B).all()
+
+
+def test_asyncio(rows: Server) -> None:
+    async def talk() -> None:
+        async with aio.connect(rows.run_dir) as server:
+            given = [frames(seed=seed) for seed in range(20)]
+            results = await asyncio.gather(*(server.infer("rows", INPUT0=x) for x in given))
+            assert all((r["OUTPUT0"] == x).all() for r, x in zip(results, given, strict=True))
+            assert ("rows", "1") in await server.models()
+            with await server.allocate({"INPUT0": ((1, ROW), "FP32")}) as region:
+                region["INPUT0"][:] = given[0]
+                assert (await server.infer("rows", region))["OUTPUT0"].shape == (1, ROW)
+            async for result in server.stream("simple", INPUT0=A, INPUT1=B):
+                assert (result["OUTPUT0"] == A + B).all()
+            with pytest.raises(shmserve.client.NotFound):
+                await server.infer("nobody", INPUT0=A)
+
+    asyncio.run(talk())
+
+
+def test_a_closed_client_says_so(rows: Server) -> None:
+    client = shmserve.client.connect(rows.run_dir)
+    y = client.infer("rows", INPUT0=frames())["OUTPUT0"]
+    client.close()
+    client.close()
+    assert (y == frames()).all()  # its memory is the program's
+    with pytest.raises(shmserve.client.Disconnected, match="closed"):
+        client.infer("simple", INPUT0=A, INPUT1=B)
+
+
+def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(shmserve.client.Disconnected, match="no run directory"):
+        shmserve.client.connect(tmp_path / "nothing")
+    monkeypatch.setenv("SHMSERVE_RUN_DIR", str(tmp_path))
+    with pytest.raises(shmserve.client.Disconnected, match="no server answers"):
+        shmserve.client.connect()

@@ -1,0 +1,244 @@
+"""shmserve.client when something ends: a request, a client, a scheduler, a model, the server."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import shmserve.client
+from shmserve.client import aio
+from tests import repositories
+from tests.servers import ROOT, Server, running
+from tests.waiting import until
+
+A = np.arange(16, dtype=np.int32).reshape(1, 16)
+ROW = 8192
+EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose model "gated" waits at a gate, and whose "rows" does not."""
+    repository = tmp_path_factory.mktemp("native") / "models"
+    repository.mkdir()
+    repositories.add(repository, "gated", "simple")
+    repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
+    repositories.add_identity(repository, "large", "FP32", [ROW], source="gated")
+    with running(repository, *EXPLICIT) as started:
+        yield started
+
+
+def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]:
+    spec = server._session.connection().models.resolve("gated", "").signature
+    (tensor,) = spec.inputs.values()
+    dtype = shmserve.client.arrays.dtype_of(tensor.datatype)
+    shape = [max(dim, 1) for dim in tensor.dims]
+    return {"INPUT0": np.full([1, *shape] if spec.max_batch_size else shape, number, dtype)}
+
+
+def test_a_timeout_cancels_the_request(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client:
+        blocker = client.infer_async("gated", _value(client, 1))
+        visit = gated.gate.next()
+        with pytest.raises(TimeoutError) as caught:
+            client.infer("gated", _value(client, 2), timeout=0.05)
+        assert isinstance(caught.value, shmserve.client.TimedOut)
+        visit.release()
+        assert blocker.result(20)["OUTPUT0"].flat[0] == 1
+        assert gated.gate.is_idle()
+
+
+def test_a_cancelled_future_is_cancelled_at_the_server(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client:
+        blocker = client.infer_async("gated", _value(client, 1))
+        visit = gated.gate.next()
+        waiting = client.infer_async("gated", _value(client, 2))
+        gated.wait_pending("gated", 1)
+        assert waiting.cancel()
+        gated.wait_pending("gated", 0)
+        visit.release()
+        assert blocker.result(20)
+        with pytest.raises(concurrent.futures.CancelledError):
+            waiting.result()
+
+
+def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
+    async def talk() -> None:
+        async with aio.connect(gated.run_dir) as server:
+            with shmserve.client.connect(gated.run_dir) as other:
+                given = _value(other, 1)
+            blocker = asyncio.create_task(server.infer("gated", given))
+            visit = await asyncio.to_thread(gated.gate.next)
+            waiting = asyncio.create_task(server.infer("gated", given))
+            await asyncio.to_thread(gated.wait_pending, "gated", 1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await asyncio.to_thread(gated.wait_pending, "gated", 0)
+            visit.release()
+            assert (await blocker)["OUTPUT0"].flat[0] == 1
+
+    asyncio.run(talk())
+
+
+CRASHING = """
+import sys, numpy as np, shmserve.client
+client = shmserve.client.connect(sys.argv[1])
+region = client.allocate({"INPUT0": ((1, 8192), "FP32")})
+client.infer("rows", region)
+for _ in range(4):
+    client.infer_async("large", INPUT0=np.ones(8192, np.float32))
+print("in flight", flush=True)
+sys.stdin.read()
+"""
+
+
+def _shared(process: psutil.Process) -> int:
+    """How many clients' memories a process has mapped, or holds."""
+    held = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
+    for name in os.listdir(f"/proc/{process.pid}/fd"):
+        try:
+            held += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
+        except OSError:
+            continue
+    return held
+
+
+def test_a_killed_client_leaves_nothing(gated: Server) -> None:
+    command = [sys.executable, "-c", CRASHING, str(gated.run_dir)]
+    program = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdin and program.stdout
+    try:
+        assert program.stdout.readline() == "in flight\n"
+        visit = gated.gate.next()
+        gated.wait_pending("large", 3)
+        processes = [p for p in gated.tree() if not p.cmdline()[0].endswith("zygote")]
+        assert sum(map(_shared, processes)) > 1
+    finally:
+        program.kill()
+        program.wait()
+        program.stdin.close()
+        program.stdout.close()
+    gated.wait_pending("large", 0)
+    visit.release()
+    until("all of it is forgotten", lambda: not sum(map(_shared, processes)))
+    with shmserve.client.connect(gated.run_dir) as client:
+        assert client.infer("simple", INPUT0=A, INPUT1=A)
+
+
+def test_a_scheduler_that_is_killed_costs_no_answer(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client:
+        futures = [client.infer_async("gated", _value(client, n)) for n in range(3)]
+        gated.gate.next().release()  # its answer is on its way, or lost with the scheduler
+        gated.one("scheduler gated").send_signal(signal.SIGKILL)
+        while not all(future.done() for future in futures):
+            try:
+                gated.gate.next(0.2).release()
+            except TimeoutError:
+                continue
+        assert [f.result(20)["OUTPUT0"].flat[0] for f in futures] == [0, 1, 2]
+        until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+
+
+def test_a_reload_under_load_fails_nobody(gated: Server) -> None:
+    over = threading.Event()
+    failed: list[BaseException] = []
+    asked = 0
+
+    def ask() -> None:
+        nonlocal asked
+        x = np.ones((1, ROW), np.float32)
+        try:
+            while not over.is_set():
+                assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
+                asked += 1
+        except BaseException as error:
+            failed.append(error)
+
+    with shmserve.client.connect(gated.run_dir) as client:
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        with gated.http() as http:
+            for _ in range(3):
+                enough = asked + 10
+                http.post("/v2/repository/models/rows/load").ok()
+                until("it is asked on", partial(lambda most: asked > most, enough))
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
+def test_an_unloaded_model_is_not_found(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client, gated.http() as http:
+        assert client.infer("simple", INPUT0=A, INPUT1=A)
+        http.post("/v2/repository/models/simple/unload").ok()
+        with pytest.raises(shmserve.client.NotFound, match="unknown model: 'simple'"):
+            client.infer("simple", INPUT0=A, INPUT1=A)
+        http.post("/v2/repository/models/simple/load").ok()
+        assert client.infer("simple", INPUT0=A, INPUT1=A)
+
+
+def test_a_restarted_server_is_found_again(repository: Path, serve) -> None:
+    repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
+    first = Server([repository]).wait_ready()
+    run_dir = first.run_dir
+    with shmserve.client.connect(run_dir) as client:
+        region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
+        region["INPUT0"][:] = 3
+        kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
+        assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
+        folder = first.folder
+        members = first.tree()
+        first.process.terminate()
+        assert first.wait_exit(30) == 0
+        until("the client has noticed", lambda: not client._session._connection.alive)
+        with pytest.raises(shmserve.client.Disconnected):
+            client.infer("rows", region)
+        first.assert_gone(members)
+        second = Server([repository], run_dir=run_dir).wait_ready()
+        try:
+            region["INPUT0"][:] = 4
+            assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
+            assert (kept == 1).all()
+            future = client.infer_async("rows", region)
+            assert future.result(20)["OUTPUT0"][0, 0] == 4
+            region.release()
+        finally:
+            second.stop()
+            first.discard()
+    assert not folder.exists()
+
+
+def test_a_program_pays_for_neither_torch_nor_aiohttp(gated: Server) -> None:
+    program = (
+        "import sys, numpy as np, shmserve.client, shmserve.client.aio\n"
+        f"with shmserve.client.connect({str(gated.run_dir)!r}) as client:\n"
+        "    client.infer('rows', INPUT0=np.ones((1, 8192), np.float32))\n"
+        "    client.infer_async('rows', INPUT0=np.ones((1, 8192), np.float32)).result()\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", program],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(done.stdout.split())
+    assert not done.stderr

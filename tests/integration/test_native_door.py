@@ -1,0 +1,320 @@
+"""Who may be a guest, and what guests cannot do: the sockets behind shmserve.client, by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+import shmserve.client
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.channels import Dealer
+from shmserve.ipc.tensors import (
+    Inference,
+    Memory,
+    Place,
+    RequestedOutput,
+    TensorRef,
+    pack_inference,
+)
+from tests import repositories
+from tests.servers import ROOT, Server, running
+from tests.waiting import until
+
+CLIENT = ROOT / "examples" / "c_client" / "infer.c"
+_SHRINK, _ADD_SEALS = 2, 1033
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of two small models."""
+    repository = tmp_path_factory.mktemp("door") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "identity")
+    with running(repository) as started:
+        yield started
+
+
+class Guest:
+    """A program that says what the test wants it to say."""
+
+    def __init__(self, server: Server) -> None:
+        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.door.settimeout(10)
+        self.door.connect(str(endpoints.door(server.run_dir)))
+        self.models: dict[str, str] = {}
+        self.number, self.token = 0, ""
+        self.links: list[Dealer] = []
+
+    def hello(self) -> Guest:
+        """Become a guest."""
+        self.tell(m.Hello(m.VERSION))
+        while True:
+            match self.next():
+                case m.Welcome(number, token):
+                    self.number, self.token = number, token
+                case m.ModelPublished(name=name, endpoint=endpoint):
+                    self.models[name] = endpoint
+                case m.HealthChanged():
+                    return self
+
+    def tell(self, message: Any, *fds: int) -> None:
+        socket.send_fds(self.door, [m.pack([message])], fds)
+
+    def next(self) -> Any:
+        (message,) = m.unpack(self.door.recv(1 << 20))
+        return message
+
+    def ask(self, message: Any, *fds: int) -> Any:
+        self.tell(message, *fds)
+        return self.next()
+
+    def link(self, model: str, identity: str = "") -> Dealer:
+        made = Dealer(self.models[model], identity or f"{self.number}.{self.token}.1")
+        self.links.append(made)
+        return made
+
+    def close(self) -> None:
+        self.door.close()
+        for link in self.links:
+            link.close()
+
+
+@pytest.fixture
+def guest(server: Server) -> Iterator[Guest]:
+    """A guest."""
+    with contextlib.closing(Guest(server).hello()) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def memfd(size: int = 4096, reserve: bool = True, seals: int = _SHRINK) -> Iterator[int]:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        if reserve:
+            os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, _ADD_SEALS, seals)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def submit(
+    inputs: tuple[TensorRef, ...], number: int = 1, outputs: tuple[RequestedOutput, ...] = ()
+) -> m.Submit:
+    work = pack_inference(Inference("", inputs, outputs))
+    return m.Submit(number, 0, b"", 0, 0, 0, 0, work, "")
+
+
+def answer(link: Dealer) -> Any:
+    while link.wait(10):
+        for message in link.receive():
+            return message
+    raise AssertionError("no answer")
+
+
+def small() -> TensorRef:
+    return TensorRef("INPUT0", "FP32", (4,), bytes(16))
+
+
+def test_memory_of_a_guest_is_checked(guest: Guest) -> None:
+    with memfd() as fd:
+        answered = guest.ask(m.ShareMemory(1, 4096), fd)
+        assert isinstance(answered, m.Answered)
+        assert len(answered.payload["memory"]) == 6
+    for options, size, text in (
+        ({"seals": 0}, 4096, "F_SEAL_SHRINK"),
+        ({"reserve": False}, 4096, "must be reserved"),
+        ({}, 4097, "from 1 to 4096"),
+        ({}, 0, "from 1 to 4096"),
+    ):
+        with memfd(**options) as fd:
+            refused = guest.ask(m.ShareMemory(2, size), fd)
+        assert isinstance(refused, m.Refused) and text in refused.message
+        assert refused.code == "INVALID_ARG"
+    assert "one descriptor" in guest.ask(m.ShareMemory(3, 1)).message
+    with memfd() as fd, open(f"/proc/self/fd/{fd}", "rb") as reader:
+        refused = guest.ask(m.ShareMemory(4, 4096), reader.fileno())
+    assert "reading and writing" in refused.message
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_memory_of_another_user_is_refused(guest: Guest) -> None:
+    with memfd() as fd:
+        os.fchown(fd, 12345, -1)
+        refused = guest.ask(m.ShareMemory(1, 4096), fd)
+    assert refused.code == "PERMISSION_DENIED"
+    assert "it belongs to uid 12345 (mode 0777), the client is uid 0" in refused.message
+
+
+def test_a_guest_uses_its_own_memory_and_no_other(guest: Guest, server: Server) -> None:
+    link = guest.link("identity")
+    with memfd() as fd:
+        memory = Memory(*guest.ask(m.ShareMemory(1, 4096), fd).payload["memory"])
+        os.pwrite(fd, b"\1\0\0\0" * 4, 0)
+        tensor = TensorRef("INPUT0", "FP32", (4,), Place(memory, 0, 16))
+        output = RequestedOutput("OUTPUT0", Place(memory, 64, 16))
+        link.send(submit((tensor,), 1, (output,)))
+        assert isinstance(answer(link), m.Finished)
+        assert os.pread(fd, 16, 64) == b"\1\0\0\0" * 4
+    with contextlib.closing(Guest(server).hello()) as other:
+        link = other.link("identity")
+        link.send(submit((tensor,)))
+        assert "has not shared" in answer(link).message
+        made_up = Memory(memory.id, memory.pid, memory.fd, memory.inode, 8192, True)
+        link.send(submit((TensorRef("INPUT0", "FP32", (4,), Place(made_up, 0, 16)),)))
+        assert "has not shared" in answer(link).message
+        link.send(submit((small(),), 1, (RequestedOutput("OUTPUT0", Place(memory, 0, 16)),)))
+        assert "has not shared" in answer(link).message
+
+
+def test_a_guest_s_word_is_not_taken(guest: Guest) -> None:
+    link = guest.link("simple")
+    a = TensorRef("INPUT0", "INT32", (2, 16), bytes(128))
+    b = TensorRef("INPUT1", "INT32", (2, 16), bytes(128))
+    lie = m.Submit(1, 7, b"other", 0, 0, 0, 0, submit((a, b)).work, "")
+    link.send(lie)
+    assert isinstance(answer(link), m.Finished)
+    for tensors, text in (
+        ((a,), "expected 2 inputs but got 1"),
+        ((a, TensorRef("INPUT1", "FP32", (2, 16), bytes(128))), "data-type is 'FP32'"),
+        ((a, TensorRef("INPUT1", "INT32", (1, 16), bytes(64))), "batch size does not match"),
+        ((a, TensorRef("INPUT1", "INT32", (2, 16), bytes(127))), "byte size mismatch"),
+    ):
+        link.send(submit(tensors, 2))
+        failed = answer(link)
+        assert isinstance(failed, m.Failed) and text in failed.message
+
+
+@pytest.mark.parametrize(
+    "work", [b"", b"\x90", b"\xc1", b"\x99" + b"\xc0" * 9, b"\x99\x01\x90\x90\x80" + b"\0" * 5]
+)
+def test_work_that_is_none_is_an_error_to_its_sender(guest: Guest, work: bytes) -> None:
+    link = guest.link("simple")
+    link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
+    failed = answer(link)
+    assert isinstance(failed, m.Failed) and failed.code == "INVALID_ARG"
+
+
+def test_a_made_up_identity_is_not_answered(guest: Guest) -> None:
+    for identity in (f"{os.getpid()}.abc", f"{guest.number}.{'0' * 32}.1", "100000999.x.1"):
+        link = guest.link("identity", identity)
+        link.send(submit((small(),)))
+    honest = guest.link("identity")
+    honest.send(submit((small(),)))
+    assert isinstance(answer(honest), m.Finished)
+    assert not any(link.receive() for link in guest.links if link is not honest)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"garbage",
+        b"",
+        m.pack([m.Hello(99)]),
+        m.pack([m.Stop()]),
+        m.pack([m.UnloadModel(1, "simple", False)]),
+        m.pack([m.UnregisterRegion(1, "", 0, [])]),
+        m.pack([m.ShareMemory(1, 1)]),
+        m.pack([m.Hello(m.VERSION), m.Hello(m.VERSION)]),
+        b"\x92\x01" + b"x" * 100_000,
+    ],
+)
+def test_what_a_guest_may_not_say_ends_its_connection(server: Server, data: bytes) -> None:
+    with contextlib.closing(Guest(server)) as guest:
+        guest.door.send(data)
+        with contextlib.suppress(ConnectionResetError):
+            while guest.door.recv(1 << 20):
+                pass
+    with shmserve.client.connect(server.run_dir) as client:
+        assert ("simple", "1") in client.models()
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(guest: Guest, server: Server) -> None:
+    supervisor = Path(f"/proc/{server.pid}/fd")
+    before = len(list(supervisor.iterdir()))
+    with memfd() as fd:
+        for _ in range(20):
+            assert isinstance(guest.ask(m.ShareMemory(1, 1), fd, fd), m.Refused)
+    until("they are closed", lambda: len(list(supervisor.iterdir())) <= before)
+
+
+ASK = """
+import os, sys
+import numpy as np, shmserve.client
+os.setgroups([int(sys.argv[2])] if sys.argv[2] else [])
+os.setgid(65534)
+os.setuid(65534)
+with shmserve.client.connect(sys.argv[1]) as client:
+    x = np.arange(16, dtype=np.int32)[None]
+    assert (client.infer("simple", INPUT0=x, INPUT1=x)["OUTPUT0"] == 2 * x).all()
+    x = np.ones((1, 8192), np.float32)
+    assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+    try:
+        client.infer("identity", INPUT0=x[0])
+    except shmserve.client.Unsupported:
+        print("answered")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_other_users_need_the_group(repository: Path) -> None:
+    """And their tensors are theirs: the memory of workers stays closed to them."""
+    repositories.add(repository, "simple", "identity")
+    repositories.add_identity(repository, "rows", "FP32", [8192], max_batch_size=8)
+    with running(repository, "--shm-group=4321") as server:
+        os.chmod(server.folder, 0o755)
+
+        def ask(group: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-c", ASK, str(server.run_dir), group],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+
+        stranger = ask("")
+        assert "Disconnected" in stranger.stderr, stranger.stderr
+        friend = ask("4321")
+        assert friend.stdout == "answered\n", friend.stderr
+        paths = {path.name: path.stat().st_mode & 0o777 for path in server.run_dir.iterdir()}
+        assert server.run_dir.stat().st_mode & 0o777 == 0o710 and paths["guests"] == 0o710
+
+
+def test_a_socket_of_a_zeromq_library(guest: Guest) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.identity = f"{guest.number}.{guest.token}.z".encode()
+        dealer.connect(guest.models["identity"])
+        dealer.send(m.pack([submit((small(),))]))
+        assert dealer.poll(10_000)
+        (message,) = m.unpack(dealer.recv())
+    assert isinstance(message, m.Finished)
+
+
+def test_the_client_in_c(server: Server, tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    program = tmp_path / "infer"
+    subprocess.run([compiler, "-Wall", "-Wextra", "-Werror", "-o", program, CLIENT], check=True)
+    done = subprocess.run(
+        [program, server.run_dir], capture_output=True, text=True, check=False, timeout=20
+    )
+    assert done.returncode == 0, done.stderr
+    sums, differences = (line.split() for line in done.stdout.splitlines())
+    assert sums == ["OUTPUT0", *map(str, range(1, 17))]
+    assert differences == ["OUTPUT1", *map(str, range(-1, 15))]

@@ -1,0 +1,102 @@
+"""The driver's interface as cuda-bindings has it: names and types are real, the driver is not."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import cuda.bindings.driver as real
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.cuda_ipc import CudaError, Driver
+
+HANDLE = bytes(range(64))
+OK = real.CUresult.CUDA_SUCCESS
+
+
+class Recorder:
+    """Stands for the module: the package's own types, and functions that note how they are called
+    and give what the package's would.
+    """
+
+    CUresult = real.CUresult
+    CUipcMemHandle = real.CUipcMemHandle
+    CUdeviceptr = real.CUdeviceptr
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.results: dict[str, tuple[Any, ...]] = {
+            "cuDeviceGet": (OK, "device"),
+            "cuDevicePrimaryCtxRetain": (OK, "context"),
+            "cuCtxPopCurrent": (OK, "context"),
+            "cuIpcOpenMemHandle": (OK, real.CUdeviceptr(0x7000)),
+            "cuMemGetAddressRange": (OK, real.CUdeviceptr(0x6000), 4096),
+            "cuDeviceGetUuid": (OK, SimpleNamespace(bytes=bytes(16))),
+        }
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        assert callable(getattr(real, name)), "cuda-bindings has no such function"
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *arguments))
+            return self.results.get(name, (OK,))
+
+        return call
+
+    def names(self) -> list[str]:
+        """What was called since the last time."""
+        called = [call[0] for call in self.calls]
+        self.calls.clear()
+        return called
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", made)
+    return made
+
+
+def test_open_and_close_are_done_in_the_devices_own_context(module: Recorder) -> None:
+    driver = Driver()
+    assert module.names() == ["cuInit"]
+    assert driver.open(HANDLE, 1) == 0x7000
+    retain, push, opened, pop = module.calls[1:]
+    assert module.calls[0] == ("cuDeviceGet", 1)
+    assert (retain, push, pop) == (
+        ("cuDevicePrimaryCtxRetain", "device"),
+        ("cuCtxPushCurrent", "context"),
+        ("cuCtxPopCurrent",),
+    )
+    assert ctypes.string_at(opened[1].getPtr(), 64) == HANDLE
+    assert opened[2] == real.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    module.names()
+    assert driver.extent(0x7000, 1) == (0x6000, 4096)
+    assert int(module.calls[1][1]) == 0x7000
+    assert module.names() == ["cuCtxPushCurrent", "cuMemGetAddressRange", "cuCtxPopCurrent"]
+    driver.close(0x7000, 1)
+    assert module.names() == [
+        *("cuCtxPushCurrent", "cuCtxSynchronize", "cuIpcCloseMemHandle", "cuCtxPopCurrent")
+    ]
+    assert driver.uuid(1) == bytes(16)
+    driver.synchronize(1)
+
+
+def test_what_the_driver_refuses(module: Recorder) -> None:
+    driver = Driver()
+    module.results["cuIpcOpenMemHandle"] = (
+        real.CUresult.CUDA_ERROR_INVALID_VALUE,
+        real.CUdeviceptr(0),
+    )
+    with pytest.raises(CudaError, match=r"cuIpcOpenMemHandle: .*CUDA_ERROR_INVALID_VALUE"):
+        driver.open(HANDLE, 0)
+    assert module.names()[-1] == "cuCtxPopCurrent"
+    module.results["cuInit"] = (real.CUresult.CUDA_ERROR_NO_DEVICE,)
+    with pytest.raises(Unavailable, match="needs a GPU, and this host has none"):
+        Driver()

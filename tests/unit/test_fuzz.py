@@ -1,0 +1,121 @@
+"""The fuzzer's targets on its corpus, and on what hypothesis makes of the protocols' words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shmserve.gateway.authorisation import Authorisation
+from shmserve.gateway.callers import Caller, Door, DoorKind
+from shmserve.ipc import messages as m
+from tests.fuzz import targets
+from tests.fuzz.__main__ import CORPUS
+
+FILES = sorted(path for path in CORPUS.rglob("*") if path.is_file())
+
+keys = st.sampled_from(
+    [
+        *("inputs", "outputs", "parameters", "id", "name", "datatype", "shape", "data"),
+        *("binary_data_size", "shared_memory_region", "shared_memory_offset"),
+        *("shared_memory_byte_size", "binary_data", "classification", "timeout", "priority"),
+        *("sequence_id", "sequence_start", "key", "offset", "byte_size", "lifetime", "triton_x"),
+    ]
+)
+words = st.sampled_from(
+    ["INPUT0", "INPUT1", "FP32", "BYTES", "INT8", "BF16", "BOOL", "r", "/k", "connection", "/../x"]
+)
+numbers = st.sampled_from([0, 1, 2, 4, -1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**64]) | (
+    st.floats(width=32)
+)
+scalars = st.none() | st.booleans() | numbers | words | st.text(max_size=5)
+tree = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=5),
+    max_leaves=20,
+)
+tensors = st.fixed_dictionaries(
+    {"name": words, "datatype": words, "shape": st.lists(numbers, max_size=3)},
+    optional={"data": tree, "parameters": st.dictionaries(keys, scalars, max_size=3)},
+)
+requests = st.fixed_dictionaries(
+    {"inputs": st.lists(tensors | tree, max_size=3)},
+    optional={"outputs": tree, "parameters": tree, "id": scalars},
+)
+
+
+def test_the_corpus_has_every_target() -> None:
+    assert {path.parent.name for path in FILES} == set(targets.TARGETS)
+    assert sum(path.stat().st_size for path in FILES) < 100_000
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_corpus(path: Path) -> None:
+    targets.TARGETS[path.parent.name](path.read_bytes())
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+@given(st.binary(max_size=300))
+def test_any_bytes(name: str, data: bytes) -> None:
+    """R2, R6, R8, R12: any bytes are refused in words for clients, or are what was sent."""
+    targets.TARGETS[name](data)
+
+
+@given(requests | tree, st.integers(0, 20))
+def test_any_request(request: Any, tail_size: int) -> None:
+    """R12, R14: any JSON of the protocol's words is refused or adds up."""
+    targets.http(b"\0" + bytes([tail_size]) + json.dumps(request).encode())
+
+
+@given(
+    st.text(max_size=10),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "key": scalars | st.text("/.a\0é", max_size=6),
+            **dict.fromkeys(("offset", "byte_size", "lifetime"), scalars),
+        },
+    ),
+)
+@example("..", {"key": "/..", "byte_size": 1})
+def test_any_registration(name: str, body: dict[str, Any]) -> None:
+    """R6: no registration names anything but a plain object."""
+    targets.register(name.encode() + b"\n" + json.dumps(body).encode())
+
+
+packed = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+    | st.sampled_from(["FP32", "BYTES", *m._BY_TAG]),
+    lambda inner: st.lists(inner, max_size=10) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=30,
+)
+
+
+@given(st.sampled_from([b"i", b"a", b"m"]), packed)
+def test_any_message(kind: bytes, value: Any) -> None:
+    """R2: what unpacks as MessagePack is one of our messages, whole, or malformed."""
+    if kind == b"m" and type(value) is list:
+        value = [m.VERSION, *value]
+    targets.wire(kind + msgpack.packb(value))
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_any_host_and_any_token(host: str, token: str) -> None:
+    """R18, R21: no header opens anything by being odd."""
+    rules = Authorisation({"ab" * 32: ("inference",)}, {})
+    for kind in (DoorKind.LOOPBACK, DoorKind.REMOTE):
+        refused = Caller(Door(kind, rules, None), None).refuse(
+            "inference", {"Host": host, "Authorization": f"Bearer {token}"}
+        )
+        assert refused is not None
+        assert refused.status in (401, 421)

@@ -1,0 +1,136 @@
+"""Requirements on a server for clients nobody trusts, where no other test holds them."""
+
+from __future__ import annotations
+
+import ast
+import io
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.http_parser import HttpRequestParser, HttpRequestParserPy
+
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.app import find_route
+from shmserve.gateway.codec import parse_request
+from shmserve.gateway.repository import check_model_name
+from shmserve.gateway.values import JsonFault
+from shmserve.ipc.signature import Signature
+from shmserve.ipc.tensors import TensorRef
+from shmserve.logs import LineFormatter
+from tests.gateway_rig import SIMPLE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def calls(folder: str) -> list[tuple[Path, ast.Call]]:
+    """Every call in the Python files of a folder at the root."""
+    return [
+        (Path(path, name), node)
+        for path, _, names in os.walk(ROOT / folder)
+        for name in names
+        if name.endswith(".py")
+        for node in ast.walk(ast.parse(Path(path, name).read_text()))
+        if isinstance(node, ast.Call)
+    ]
+
+
+@pytest.mark.parametrize("folder", ["shmserve", "workers", "ipc"])
+def test_weights_are_loaded_as_weights_only(folder: str) -> None:
+    """R19: torch.load reads nothing but tensors, in workers alone."""
+    for path, call in calls(folder):
+        if ast.unparse(call.func) == "torch.load":
+            assert folder == "workers", path
+            only = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert only.get("weights_only") == "True", path
+
+
+def test_the_server_fetches_nothing() -> None:
+    """R20: nothing but the command-line client speaks HTTP to anybody."""
+    for folder in ("shmserve", "workers", "ipc"):
+        for path, _, names in os.walk(ROOT / folder):
+            for name in names:
+                if name.endswith(".py") and name not in ("client_cli.py", "client_tensors.py"):
+                    text = Path(path, name).read_text()
+                    for module in ("urllib.request", "http.client", "requests", "ClientSession"):
+                        assert f"import {module}\n" not in text, (name, module)
+                        assert f"{module}(" not in text, (name, module)
+
+
+def test_requests_are_parsed_by_the_parser_that_smuggles_nothing() -> None:
+    """R12: the parser in C; most smuggling was in the one that replaces it where it is missing."""
+    assert HttpRequestParser is not HttpRequestParserPy
+
+
+def read(header: Any, tail_size: int = 0) -> None:
+    wire = parse_request(header, tail_size, "simple", 1 << 20)
+    tensors = [TensorRef(t.name, t.datatype, t.shape, bytes(64)) for t in wire.inputs]
+    Signature(SIMPLE, "1").admit(wire.id, tensors, [])
+
+
+def tensor(name: str, **members: Any) -> dict[str, Any]:
+    return {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [0] * 16, **members}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [tensor("INPUT0"), tensor("INPUT0")],
+        [tensor("INPUT0"), tensor("INPUT1"), tensor("INPUT0")],
+        *([tensor("INPUT0", shape=shape), tensor("INPUT1")] for shape in ([True, 16], [1.0, 16])),
+        *([tensor("INPUT0", shape=shape), tensor("INPUT1")] for shape in ([-1, 16], [2**64, 16])),
+        [tensor("INPUT0", shape=[2**40, 2**40]), tensor("INPUT1")],
+        [tensor("INPUT0", shape=[2**62]), tensor("INPUT1")],
+        [tensor("INPUT0", shape=[1 << 30, 16]), tensor("INPUT1")],
+        [tensor("INPUT0", parameters={"binary_data_size": 64}), tensor("INPUT1")],
+        [tensor("INPUT0", data="x", parameters=[]), {**tensor("INPUT1"), "name": 1}],
+        [tensor("INPUT0", datatype="FP99"), tensor("INPUT1")],
+    ],
+)
+def test_numbers_and_names_are_checked_before_memory_is_taken(inputs: list[Any]) -> None:
+    """R12: doubled names, booleans and floats for numbers, huge numbers, two sources."""
+    with pytest.raises((InvalidArgument, JsonFault)):
+        read({"inputs": inputs})
+
+
+@pytest.mark.parametrize(
+    "key", ["triton_enable_empty_final_response", "triton_final_response", "triton_x"]
+)
+def test_reserved_parameters_are_refused(key: str) -> None:
+    """R16: what the server says about a request is not said by its client."""
+    with pytest.raises(ShmserveError, match="reserved for Triton usage"):
+        read({"inputs": [tensor("INPUT0"), tensor("INPUT1")], "parameters": {key: True}})
+
+
+@pytest.mark.parametrize(
+    "spelled", ["..", "%2e%2e", "%2E.", "a%2Fb", "..%2Fetc", "%5c..%5c", "a%00b", "."]
+)
+def test_model_names_name_no_other_folder(spelled: str) -> None:
+    """R17: however a path is spelled, the repository is not left."""
+    found = find_route(f"/v2/repository/models/{spelled}/load")
+    if found is not None:
+        name = found[1][1]
+        assert name is not None
+        with pytest.raises(InvalidArgument, match="must not contain path traversal characters"):
+            check_model_name(name)
+
+
+def test_clients_cannot_write_log_lines() -> None:
+    """R23: what a client says is escaped and cut."""
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(LineFormatter("test"))
+    logger = logging.getLogger("requirements")
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        evil = "x\nE 2026 forged\x1b[31m\u2028" + "y" * (1 << 20)
+        logger.warning("refused: %s", evil, extra={"request_id": evil})
+    finally:
+        logger.removeHandler(handler)
+    shown = out.getvalue()
+    assert len(shown.splitlines()) == 1
+    assert shown.rstrip("\n").isprintable()
+    assert len(shown) < 40_000
