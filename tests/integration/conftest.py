@@ -59,8 +59,8 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
-    """Start servers that live as long as the test: `serve(repository, *flags, environment={...})`,
-    ready on return.
+    """Start servers that live as long as the test, ready on return:
+    `serve(repository, *flags, environment={...}, grpc=True)`.
     """
     with contextlib.ExitStack() as stack:
 

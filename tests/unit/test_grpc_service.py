@@ -4,10 +4,13 @@ a peer is.
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 
 from shmserve.gateway.authorisation import RESTRICTABLE
-from shmserve.gateway.grpc.callers import address_of
+from shmserve.gateway.grpc.callers import Users, address_of
 from shmserve.gateway.grpc.plans import split
 from shmserve.gateway.grpc.service import HEALTH_WATCH, MODEL_INFER, MODEL_STREAM_INFER, RPCS
 from shmserve.proto import grpc_service_pb2 as pb
@@ -49,6 +52,26 @@ def test_every_rpc_has_a_handler() -> None:
 )
 def test_a_peer_is_an_address(peer: str, address: tuple[str, int] | None) -> None:
     assert address_of(peer) == address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_user_is_known_as_long_as_the_connection_lasts(host: str) -> None:
+    users = Users()
+    # As gRPC binds: a socket of the newer family for both kinds of addresses.
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((f"::ffff:{host}" if "." in host else host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection((host, port)) as client:
+            name = client.getsockname()[:2]
+            assert users.at(name) is None
+            accepted, _ = listener.accept()
+            with accepted:
+                for _ in range(2):
+                    peer = users.at(name)
+                    assert peer is not None and peer.uid == os.geteuid()
+            assert users.at(name) is None
 
 
 def request(ident: str = "one") -> pb.ModelInferRequest:
