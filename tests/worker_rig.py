@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -206,12 +207,17 @@ class Rig:
 
 @contextmanager
 def rig(folder: Path) -> Iterator[Rig]:
-    """A rig for one test."""
+    """A rig for one test. What its models import is forgotten at the end: all are named alike."""
+    path, modules = list(sys.path), set(sys.modules)
     made = Rig(folder)
     try:
         yield made
     finally:
         made.close()
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            if name == "1" or name.startswith(("1.", "helper", "triton_python", "c_python")):
+                del sys.modules[name]
 
 
 class Calls(Backend):

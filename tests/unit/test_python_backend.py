@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,17 +91,12 @@ def x(values: Any, place: Place | None = None) -> TensorRef:
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    modules = dict(sys.modules)
+def model(tmp_path: Path) -> Iterator[Model]:
     with rig(tmp_path) as made:
         model = Model(made)
         yield model
         model.backend.unload()
     torch.set_warn_always(False)
-    for name in sys.modules.keys() - modules.keys():
-        if name == "1" or name.startswith(("1.", "helper", "triton_python", "c_python")):
-            del sys.modules[name]
 
 
 @pytest.fixture
