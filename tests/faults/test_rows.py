@@ -248,9 +248,15 @@ def shared_memory_is_full(stage: Stage) -> None:
     try:
         server.wait_ready()
         enter = ["nsenter", "-m", "-t", str(server.pid), sys.executable, "-c", CLIENT]
+        # The working directory is not kept on the way into another mount namespace.
         ran = subprocess.run(
-            [*enter, str(server.http_port)], cwd=ROOT, capture_output=True, text=True, check=False
+            [*enter, str(server.http_port)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
         )
+        assert ran.returncode == 0, ran.stderr
         told = json.loads(ran.stdout)
         assert told["sparse"][0] == 503
         assert "shared memory is full" in told["sparse"][1]
