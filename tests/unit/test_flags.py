@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve import cli, config, flags
 from shmserve.errors import InvalidArgument
+from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +93,23 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
     assert set(known.split()) <= set(flags.FLAGS)
 
 
+def test_log_flags_are_the_first_log_settings() -> None:
+    assert settings().log == LogSettings()
+    found = settings(
+        "--log-info=false",
+        "--log-warning",
+        "off",
+        "--log-error=0",
+        "--log-verbose=3",
+        "--log-format=ISO8601",
+        "--log-file=/tmp/x",
+    )
+    assert found.log == LogSettings("/tmp/x", False, False, False, 3, "ISO8601")
+    assert found.without_effect == ()
+    for text, level in (("true", 1), ("False", 0), ("4294967295", 2**32 - 1)):
+        assert settings(f"--log-verbose={text}").log.log_verbose_level == level
+
+
 def test_flags_without_effect_are_named_once() -> None:
     ports = ("--vertex-ai-port=8001", "--rate-limit", "off", "--vertex-ai-port", "9")
     found = settings(*ports, "--allow-vertex-ai")
@@ -148,6 +166,9 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ),
         ("--execution-timeout-secs=nan", "--execution-timeout-secs: 'nan' is not a number"),
         ("--strict-readiness=perhaps", "--strict-readiness: 'perhaps' is not a boolean"),
+        ("--log-verbose=4294967296", "--log-verbose: 4294967296 is out of range"),
+        ("--log-verbose=yes", "--log-verbose: 'yes' is not an integer"),
+        ("--log-format=iso8601", "--log-format: 'iso8601' is not one of default, ISO8601"),
         ("--model-control-mode=x", "'x' is not one of none, poll, explicit"),
         ("--load-model=m", "--load-model: needs --model-control-mode=explicit"),
         ("--backend-config=python", "--backend-config: 'python' is not BACKEND,SETTING=VALUE"),
