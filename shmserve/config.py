@@ -160,7 +160,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         exit_on_error=value["exit-on-error"],
         strict_readiness=value["strict-readiness"],
         log=LogSettings(
-            log_file=value["log-file"],
+            log_file=value["log-file"] or "",
             log_info=value["log-info"],
             log_warning=value["log-warning"],
             log_error=value["log-error"],

@@ -411,7 +411,7 @@ ACTED_ON: tuple[Flag, ...] = (
         help="how a line starts: level, time, process; ISO8601: time, level, pid, process",
         group="Log",
     ),
-    Flag("log-file", default="", help="append the log to this file, not to stderr", group="Log"),
+    Flag("log-file", help="append the log to this file, not to stderr", group="Log"),
 )
 
 # Flags of tritonserver that have no counterpart here.

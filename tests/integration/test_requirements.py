@@ -92,6 +92,17 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
     assert os.stat(server.run_dir).st_mode & 0o777 == 0o700
 
 
+def test_every_process_has_a_title(server: Server) -> None:
+    """What `ps` shows; a command line with its flags is nowhere."""
+    titles = server.titles()
+    assert {
+        *("supervisor", "front zygote", "worker zygote", "gateway http 0", "gateway grpc"),
+        *("scheduler constant", "worker constant.0 cpu"),
+        *("scheduler echo_request", "worker echo_request.0 cpu"),
+    } == set(titles), titles
+    assert set(titles.values()) == {1}
+
+
 # What a client must not say through a parameter, or what a header must not say for it.
 HEADERS = {
     "sequence_id": "7",
