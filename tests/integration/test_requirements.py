@@ -80,7 +80,7 @@ def refusal(ask: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
 def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
     """R3: what processes say to each other they say there, and in no name that has no owner."""
     names = {
-        connection.laddr
+        str(connection.laddr)
         for process in server.tree()
         for connection in process.net_connections("unix")
         if connection.laddr
