@@ -17,6 +17,7 @@ from shmserve.ipc.messages import Failed, Finished, Submit
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import ITEM_SIZE, Inference, TensorRef, element_count, pack_inference
+from shmserve.log_file import written_to
 from shmserve.progress import Progress
 from shmserve.run_directory import RunDirectory
 from shmserve.supervisor import Supervisor
@@ -27,7 +28,12 @@ _PATIENCE_S = 60.0
 def check(config: ServerConfig) -> int:
     """Check the repositories of `config`; prints a line a model; 0 when all is well, 2
     otherwise."""
-    logs.configure("check", config.log_verbose)
+    with written_to(config.log.log_file):
+        return _checked(config)
+
+
+def _checked(config: ServerConfig) -> int:
+    logs.configure("check", config.log)
     name_process("check")
     alone = dataclasses.replace(
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.composition_rules import ensemble_problems, sequence_problems
@@ -57,6 +57,7 @@ def _problems(
     else:
         yield from _instance_problems(config, gpu_count)
     yield from _cache_problems(config)
+    yield from _file_problems(config)
     if model_dir is not None:
         yield from _label_problems(config, model_dir)
 
@@ -154,6 +155,13 @@ def _cache_problems(config: ModelConfig) -> Iterator[str]:
                 f"Response Cache does not currently support model {config.name} with {reason}. "
                 "Please disable the response cache."
             )
+
+
+def _file_problems(config: ModelConfig) -> Iterator[str]:
+    for field in ("default_model_filename", "runtime"):
+        file = PurePath(getattr(config, field))
+        if file.is_absolute() or ".." in file.parts or "\0" in str(file):
+            yield f"'{field}' for {config.name} must be inside the version folder, got: {file}"
 
 
 def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, assert_never
 
-from shmserve import model_metrics
+from shmserve import logs, model_metrics
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import (
     Cancel,
@@ -28,6 +28,7 @@ from shmserve.ipc.messages import (
     ProcessExited,
     Release,
     ReportStatistics,
+    SetLogging,
     StatisticsKept,
     StatisticsReported,
     Stop,
@@ -190,6 +191,8 @@ class Scheduler:
                 self._process_exited(message.pid, now_ns)
             case PoolFailed():
                 self._pool.fail(message.reason)
+            case SetLogging():
+                logs.apply(logs.LogSettings(**message.settings))
             case Drain():
                 self._drain()
             case Stop():

@@ -241,6 +241,16 @@ def test_labels_lie_in_the_models_folder(tmp_path: Path) -> None:
     assert problems(text.format("a\\0b"), folder=folder).endswith("for m is not a valid path")
 
 
+@pytest.mark.parametrize("field", ["default_model_filename", "runtime"])
+@pytest.mark.parametrize("file", ["../2/model.py", "/etc/passwd", "a/../../x.py", "..", "a\\0b"])
+def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
+    """R17: nothing that a configuration names is outside of the model."""
+    found = problems(f'{PYTHON} {IO} {field}: "{file}"')
+    assert found.startswith(f"'{field}' for m must be inside the version folder, got: ")
+    for inside in ("model.py", "code/my..model.py"):
+        assert problems(f'{PYTHON} {IO} {field}: "{inside}"') == ""
+
+
 SEQUENCE = 'sequence_batching { control_input { name: "C" control { kind: CONTROL_SEQUENCE_%s } } }'
 STATE = 'sequence_batching { state { input_name: "s" data_type: TYPE_INT32 dims: [%s] %s } }'
 INITIAL = 'initial_state { name: "i" data_type: TYPE_INT32 dims: [%s] zero_data: true }'

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import os
+import pickle
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -220,6 +224,50 @@ def test_weights_lie_beside_the_class_and_cannot_run_code(worker: Rig) -> None:
     torch.save({"w": contextlib.suppress}, weights)
     with pytest.raises(Exception, match="Weights only load failed"):
         PytorchBackend(worker.context).load(config)
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("form", ["pickle.pt", "pickle.pt2", "script.pt", "exported.pt2"])
+def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) -> None:
+    """R19: whatever is in an archive, and whether all of it or a part is a pickle."""
+    sprung = tmp_path / "sprung"
+    name = "model" + Path(form).suffix
+    path = worker.context.version_dir / name
+    if form.startswith("pickle"):
+        torch.save({"w": Trap(sprung)}, path)
+    elif form.startswith("script"):
+        save_script(Affine(), worker, torch.zeros(2, 4))
+        spoil(path, "data.pkl", pickle.dumps(Trap(sprung)))
+    else:
+        save_exported(Affine(), worker, torch.zeros(2, 4))
+        trap = io.BytesIO()
+        torch.save(((Trap(sprung),), {}), trap)
+        spoil(path, "model.pt", trap.getvalue())
+    config = vectors({"image": 4}, {"y": 1}, default_model_filename=name)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - torch has many kinds
+        PytorchBackend(worker.context).load(config)
+    assert not sprung.exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def spoil(path: Path, ending: str, contents: bytes) -> None:
+    """Put other contents into each member of an archive whose name ends so."""
+    with zipfile.ZipFile(path) as archive:
+        members = {item.filename: archive.read(item) for item in archive.infolist()}
+    spoiled = [name for name in members if name.endswith(ending)]
+    assert spoiled, list(members)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, contents if name in spoiled else data)
 
 
 def test_the_class_called_model_is_served(worker: Rig) -> None:
