@@ -75,6 +75,8 @@ class GuestDoor:
 
     def _checked(self, number: int, submit: Submit) -> Submit:
         admission = self._admission(number, submit)
+        if (submit.batch_size, submit.shape_key) == (admission.batch_size, admission.shape_key):
+            return submit
         return Submit(
             submit.id,
             admission.batch_size,
