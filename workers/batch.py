@@ -9,7 +9,7 @@ Rows in clients' device memory become a batch there, unless the backend wants ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +18,14 @@ from shmserve.ipc.regions import Mappings
 from shmserve.ipc.signature import Signature, TensorSpec
 from shmserve.ipc.tensors import (
     ITEM_SIZE,
-    Inference,
     Place,
     RequestedOutput,
     TensorRef,
     element_count,
     unpack_inference,
 )
+from shmserve.workers.forms import Form, Forms
 from shmserve.workers.requests import Copied, Input, Request
-
-_MOST_KEPT = 256
-_LONGEST_KEPT = 1024  # bytes of a packed request
 
 
 def reshape(
@@ -43,17 +40,6 @@ def reshape(
         return shape
     sizes = iter([size for size, dim in zip(shape, dims, strict=True) if dim == -1])
     return tuple(next(sizes) if dim == -1 else dim for dim in target)
-
-
-class _Form(NamedTuple):
-    """A packed request that was read: its inputs with the shapes that the model sees, and what
-    answers to it were packed to (see `Request.bodies`)."""
-
-    inference: Inference
-    tensors: list[tuple[TensorRef, tuple[int, ...]]]
-    batch_size: int
-    requested: dict[str, RequestedOutput]
-    bodies: dict[Any, bytes]
 
 
 class Unpacker:
@@ -77,7 +63,7 @@ class Unpacker:
         self._copied = copied or Copied()
         self._device_inputs = device_inputs
         self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
-        self._forms: dict[bytes, _Form] = {}
+        self._forms = Forms()
 
     def request(self, key: int, client_pid: int, work: bytes) -> Request:
         """One request of a batch.
@@ -85,8 +71,21 @@ class Unpacker:
         Raises MalformedMessage for work that is none, InvalidArgument or Unavailable when a
         tensor's memory is not there.
         """
-        form = self._forms.get(work) or self._read(work)
-        inputs = {tensor.name: self._input(tensor, shape) for tensor, shape in form.tensors}
+        found = self._forms.find(work)
+        inputs: dict[str, Input] = {}
+        if found is None:
+            form = self._read(work)
+            self._forms.learn(work, form)
+            for tensor, shape in form.tensors:
+                inputs[tensor.name] = self._input(tensor, shape, tensor.data)
+        else:
+            form, inline = found
+            datas = iter(inline)
+            for tensor, shape in form.tensors:
+                data = tensor.data
+                inputs[tensor.name] = self._input(
+                    tensor, shape, next(datas) if type(data) is bytes else data
+                )
         return Request(
             key,
             client_pid,
@@ -98,9 +97,7 @@ class Unpacker:
             form.bodies,
         )
 
-    def _read(self, work: bytes) -> _Form:
-        """What is packed in `work`; kept where all inputs lie in memory, because a program that
-        uses its regions again sends the very same bytes."""
+    def _read(self, work: bytes) -> Form:
         inference = unpack_inference(work)
         tensors: list[tuple[TensorRef, tuple[int, ...]]] = []
         batch_size = 0
@@ -112,14 +109,7 @@ class Unpacker:
             requested = self._all_outputs
         else:
             requested = {output.name: output for output in inference.outputs}
-        form = _Form(inference, tensors, batch_size, requested, {})
-        if len(work) <= _LONGEST_KEPT and not any(
-            type(tensor.data) is bytes for tensor in inference.inputs
-        ):
-            if len(self._forms) >= _MOST_KEPT:
-                self._forms.clear()
-            self._forms[work] = form
-        return form
+        return Form(inference, tensors, batch_size, requested, {})
 
     def _checked_shape(self, tensor: TensorRef) -> tuple[int, ...]:
         """The shape that the model sees; raises InvalidArgument for what is no input of it."""
@@ -138,8 +128,7 @@ class Unpacker:
             )
         return shape if spec.reshape is None else self._model_shape(shape, spec)
 
-    def _input(self, tensor: TensorRef, shape: tuple[int, ...]) -> Input:
-        data = tensor.data
+    def _input(self, tensor: TensorRef, shape: tuple[int, ...], data: bytes | Place) -> Input:
         place: Place | None = None
         if isinstance(data, bytes):
             # A copy of a few bytes that the model may write into.

@@ -10,6 +10,7 @@ is already where it should go is left there: a runner may have had the model com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from shmserve.ipc.tensors import (
     NUMPY,
     TO_CONFIG,
     Inferred,
+    InferredTemplate,
     Place,
     TensorRef,
     encode_bytes,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 # An array that is smaller than this is copied sooner than it is found where it should go.
 _WORTH_A_LOOK = 16 * 1024
 _MOST_BODIES = 16
+_MOST_TEMPLATES = 256
 
 
 class _Ready(NamedTuple):
@@ -74,6 +77,7 @@ class Scatterer:
         self._device_memory = device_memory
         self._copied = copied or Copied()
         self._copier = Copier(threads)
+        self._templates: dict[Any, InferredTemplate | None] = {}  # None: a form seen once
 
     def write(self, request: Request, answer: Answer) -> bytes:
         """The packed `Inferred` of a successful answer, after its outputs have been written.
@@ -99,16 +103,43 @@ class Scatterer:
         except BaseException:
             self._memory.release(request.client_pid, taken)
             raise
-        if loose or answer.parameters:
-            return pack_inferred(Inferred(_refs(ready, data), answer.parameters))
-        # Everything is where the request says, so that shapes and sizes are all that is new.
+        return self._packed(ready, data, request, answer)
+
+    def _packed(
+        self, ready: list[_Ready], data: list[bytes | Place], request: Request, answer: Answer
+    ) -> bytes:
+        """The answer, packed; put together from what it was before where it is of the same form."""
         form = tuple([(*item[:3], item.byte_size) for item in ready])
-        body = request.bodies.get(form)
-        if body is None:
-            body = pack_inferred(Inferred(_refs(ready, data)))
-            if len(request.bodies) < _MOST_BODIES:
-                request.bodies[form] = body
-        return body
+        if not answer.parameters:
+            inline = [where for where in data if isinstance(where, bytes)]
+            if len(inline) == len(data):
+                return self._filled(form, inline, ready)
+            known = request.bodies.get(form)
+            if known is not None:
+                return known
+        packed = pack_inferred(Inferred(_refs(ready, data), answer.parameters))
+        wanted = request.requested
+        if (
+            not answer.parameters
+            and len(request.bodies) < _MOST_BODIES
+            and all(wanted[item.name].place is not None for item in ready)
+        ):
+            # All is where the request says: shapes and sizes are all that can be new next time.
+            request.bodies[form] = packed
+        return packed
+
+    def _filled(self, form: Any, inline: list[bytes], ready: list[_Ready]) -> bytes:
+        template = self._templates.get(form)
+        if template is not None:
+            return template.fill(inline)
+        answer = Inferred(_refs(ready, inline))
+        if form in self._templates:  # the second time: it was worth remembering
+            self._templates[form] = InferredTemplate(answer)
+        else:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            self._templates[form] = None
+        return pack_inferred(answer)
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> _Ready:
         place = request.requested[output.name].place
@@ -227,7 +258,7 @@ class Scatterer:
             self._device_memory.settle()
 
 
-def _refs(ready: list[_Ready], data: list[bytes | Place]) -> tuple[TensorRef, ...]:
+def _refs(ready: list[_Ready], data: Sequence[bytes | Place]) -> tuple[TensorRef, ...]:
     return tuple([TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)])
 
 

@@ -1,0 +1,146 @@
+"""Requests and answers that are packed alike are read, and packed, once: with the same result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc.tensors import (
+    Inference,
+    Inferred,
+    InferredTemplate,
+    Memory,
+    Place,
+    RequestedOutput,
+    TensorRef,
+    pack_inference,
+    pack_inferred,
+    unpack_inference,
+)
+from shmserve.workers.forms import Form, Forms
+
+MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
+OUTPUTS = (RequestedOutput("OUT", Place(MEMORY, 4096, 64)),)
+
+sizes = st.lists(st.integers(0, 300), min_size=1, max_size=4)
+
+
+def inference(datas: list[bytes | Place], **more: Any) -> Inference:
+    return Inference(
+        more.pop("request_id", ""),
+        tuple(
+            TensorRef(f"IN{n}", "UINT8", (len(d) if isinstance(d, bytes) else d.byte_size,), d)
+            for n, d in enumerate(datas)
+        ),
+        **more,
+    )
+
+
+def read(work: bytes) -> Form:
+    request = unpack_inference(work)
+    return Form(request, [(ref, ref.shape) for ref in request.inputs], 0, {}, {})
+
+
+def taught(*works: bytes) -> Forms:
+    forms = Forms()
+    for work in works:
+        if forms.find(work) is None:
+            forms.learn(work, read(work))
+    return forms
+
+
+@given(sizes, st.data())
+def test_inline_tensors_are_found_where_they_are(sizes: list[int], data: st.DataObject) -> None:
+    def drawn() -> list[bytes | Place]:
+        return [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
+
+    first, second, third = (pack_inference(inference(drawn())) for _ in range(3))
+    forms = taught(first, second)
+    found = forms.find(third)
+    assert found is not None
+    form, datas = found
+    assert datas == [tensor.data for tensor in unpack_inference(third).inputs]
+    assert [(ref.name, shape) for ref, shape in form.tensors] == [
+        (tensor.name, tensor.shape) for tensor in unpack_inference(third).inputs
+    ]
+
+
+@given(st.binary(max_size=400), st.binary(min_size=40, max_size=40))
+def test_what_is_not_alike_is_not_found(other: bytes, numbers: bytes) -> None:
+    work = pack_inference(inference([numbers], outputs=OUTPUTS))
+    forms = taught(work, work, work)
+    if found := forms.find(other):
+        assert [t.data for t in unpack_inference(other).inputs] == found[1]
+    moved = (RequestedOutput("OUT", Place(MEMORY, 8192, 64)),)
+    for changed in (
+        inference([numbers], outputs=moved),
+        inference([numbers], outputs=OUTPUTS, flags=1),
+        inference([numbers], outputs=OUTPUTS, priority=1),
+        inference([numbers], outputs=OUTPUTS, parameters={"a": 1}),
+    ):
+        assert forms.find(pack_inference(changed)) is None
+
+
+def test_what_lies_in_memory_is_known_by_its_bytes() -> None:
+    works = [pack_inference(inference([Place(MEMORY, at, 16)])) for at in range(0, 320, 16)]
+    forms = taught(*works)
+    for work in works:
+        found = forms.find(work)
+        assert found is not None and found[1] == []
+        assert found[0].inference == unpack_inference(work)
+
+
+def test_inline_and_in_memory_may_be_mixed() -> None:
+    place = Place(MEMORY, 0, 16)
+    works = [pack_inference(inference([place, b"%04d" % n, place])) for n in range(3)]
+    found = taught(*works[:2]).find(works[2])
+    assert found is not None and found[1] == [b"0002"]
+
+
+def test_what_differs_each_time_is_not_learnt() -> None:
+    for n, more in enumerate(({"deadline_ns": 5}, {"request_id": "a"})):
+        work = pack_inference(inference([b"1234" * n], **more))
+        assert taught(work, work, work).find(work) is None
+
+
+def test_a_form_is_learnt_when_it_comes_again() -> None:
+    one, two = (pack_inference(inference([numbers])) for numbers in (b"1", b"2"))
+    assert taught(one).find(two) is None
+    assert taught(one, two).find(one) is not None
+
+
+def test_what_was_packed_in_another_way_is_not_cut() -> None:
+    # MessagePack has longer forms for the same numbers: 0 as an uint64 at the end.
+    work = pack_inference(inference([b"1234"]))
+    odd = work[:-1] + b"\xcf" + bytes(8)
+    assert unpack_inference(odd) == unpack_inference(work)
+    assert taught(odd, odd, odd).find(odd) is None
+
+
+def test_memory_is_bounded() -> None:
+    forms = Forms()
+    for n in range(2000):
+        for work in (
+            pack_inference(inference([bytes(n)])),
+            pack_inference(inference([Place(MEMORY, n, 16)])),
+        ):
+            forms.learn(work, read(work))
+            forms.learn(work, read(work))
+    kept = (forms._whole, forms._cut, forms._seen)
+    assert all(0 < len(part) <= 256 for part in kept)
+
+
+@given(sizes, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
+def test_an_answer_is_filled_as_it_is_packed(
+    sizes: list[int], parameters: dict[str, int], data: st.DataObject
+) -> None:
+    def drawn() -> Inferred:
+        datas = [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
+        refs = (TensorRef(f"O{n}", "UINT8", (len(d),), d) for n, d in enumerate(datas))
+        return Inferred(tuple(refs), parameters)
+
+    first, second = drawn(), drawn()
+    datas = [ref.data for ref in second.outputs if isinstance(ref.data, bytes)]
+    assert InferredTemplate(first).fill(datas) == pack_inferred(second)
