@@ -348,21 +348,6 @@ def unpack_inference(work: bytes) -> Inference:
         raise MalformedMessage(f"not an inference: {error}") from error
 
 
-def form_of(work: bytes) -> tuple[Any, ...] | None:
-    """What of a packed `Inference` decides whether a model takes it, when that is no more than the
-    names, types, shapes and sizes of tensors inside the message; else None. May raise anything.
-    """
-    request_id, inputs, outputs, parameters, *rest = msgpack.unpackb(work)
-    if request_id or outputs or parameters or rest[0] != 0 or len(rest) != 5:
-        return None
-    return tuple(
-        [
-            (name, datatype, *shape, len(data) if type(data) is bytes else -1)
-            for name, datatype, shape, data in inputs
-        ]
-    )
-
-
 def pack_inferred(answer: Inferred) -> bytes:
     """An `Inferred` as bytes, for `RequestReply.body`."""
     packed: bytes = msgpack.packb(

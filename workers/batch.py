@@ -9,23 +9,26 @@ Rows in clients' device memory become a batch there, unless the backend wants ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.forms import LONGEST_KNOWN, Forms
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.signature import Signature, TensorSpec
 from shmserve.ipc.tensors import (
     ITEM_SIZE,
+    Inference,
     Place,
     RequestedOutput,
     TensorRef,
     element_count,
     unpack_inference,
 )
-from shmserve.workers.forms import Form, Forms
 from shmserve.workers.requests import Copied, Input, Request
+
+_MOST_IN_MEMORY = 256
 
 
 def reshape(
@@ -40,6 +43,17 @@ def reshape(
         return shape
     sizes = iter([size for size, dim in zip(shape, dims, strict=True) if dim == -1])
     return tuple(next(sizes) if dim == -1 else dim for dim in target)
+
+
+class _Form(NamedTuple):
+    """A packed request that was read: its inputs with the shapes that the model sees, and what
+    answers to such requests were packed to (see `Request.bodies`)."""
+
+    inference: Inference
+    tensors: list[tuple[TensorRef, tuple[int, ...]]]
+    batch_size: int
+    requested: dict[str, RequestedOutput]
+    bodies: dict[Any, bytes]
 
 
 class Unpacker:
@@ -63,7 +77,8 @@ class Unpacker:
         self._copied = copied or Copied()
         self._device_inputs = device_inputs
         self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
-        self._forms = Forms()
+        self._forms: Forms[_Form] = Forms()
+        self._in_memory: dict[bytes, _Form] = {}
 
     def request(self, key: int, client_pid: int, work: bytes) -> Request:
         """One request of a batch.
@@ -71,11 +86,10 @@ class Unpacker:
         Raises MalformedMessage for work that is none, InvalidArgument or Unavailable when a
         tensor's memory is not there.
         """
-        found = self._forms.find(work)
         inputs: dict[str, Input] = {}
+        found = self._forms.find(work)
         if found is None:
-            form = self._read(work)
-            self._forms.learn(work, form)
+            form = self._in_memory.get(work) or self._read(work)
             for tensor, shape in form.tensors:
                 inputs[tensor.name] = self._input(tensor, shape, tensor.data)
         else:
@@ -97,7 +111,7 @@ class Unpacker:
             form.bodies,
         )
 
-    def _read(self, work: bytes) -> Form:
+    def _read(self, work: bytes) -> _Form:
         inference = unpack_inference(work)
         tensors: list[tuple[TensorRef, tuple[int, ...]]] = []
         batch_size = 0
@@ -109,7 +123,15 @@ class Unpacker:
             requested = self._all_outputs
         else:
             requested = {output.name: output for output in inference.outputs}
-        return Form(inference, tensors, batch_size, requested, {})
+        form = _Form(inference, tensors, batch_size, requested, {})
+        if any(type(tensor.data) is bytes for tensor in inference.inputs):
+            self._forms.learn(work, inference, form)
+        elif len(work) <= LONGEST_KNOWN:
+            # A program that uses its regions again sends the very same bytes.
+            if len(self._in_memory) >= _MOST_IN_MEMORY:
+                self._in_memory.clear()
+            self._in_memory[work] = form
+        return form
 
     def _checked_shape(self, tensor: TensorRef) -> tuple[int, ...]:
         """The shape that the model sees; raises InvalidArgument for what is no input of it."""
