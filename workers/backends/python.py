@@ -244,7 +244,9 @@ def _check_complaints(requests: Sequence[Request], answers: Sequence[Answer]) ->
     The server then runs the requests again with inputs that the model may write into.
     """
     for request, answer in zip(requests, answers, strict=True):
-        text = answer.error.message if answer.error is not None else ""
+        if answer.error is None:
+            continue
+        text = answer.error.message
         if ("read-only" in text or "not writable" in text) and any(
             source.shared for source in request.inputs.values()
         ):
