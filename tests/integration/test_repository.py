@@ -366,7 +366,7 @@ def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(
         assert (reply.status, reply.error) == (
             400,
             "load failed for model 'constant': version 1 is at UNAVAILABLE state: Invalid "
-            "argument: instance group constant_0 of model constant has kind KIND_GPU but no GPUs "
+            "argument: instance group constant_1 of model constant has kind KIND_GPU but no GPUs "
             "are available;\n",
         )
         with (repository / "constant" / "config.pbtxt").open("a") as file:
@@ -384,14 +384,21 @@ def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(repository: Pat
     repositories.add(repository, "constant", "identity")
     rewrite(repository, BROKEN)
     (repository / "identity" / "config.pbtxt").write_text("nonsense: 7")
-    flags = ("--exit-on-error=false", "--model-control-mode=poll", "--repository-poll-secs=0.2")
+    flags = ("--exit-on-error=false", "--model-control-mode=poll", "--repository-poll-secs=1")
     server = Server([repository], flags)
     try:
         server.wait_ready("/v2/health/live")
-        until("it has failed", lambda: server.answers("/v2/health/ready", 400))
+        failed = {("constant", "1"): "UNAVAILABLE", ("identity", ""): "UNAVAILABLE"}
+        with server.http() as http:
+            until(
+                "both have failed",
+                lambda: {key: state for key, (state, _) in index(http).items()} == failed,
+                within_s=30,
+            )
+        assert not server.answers("/v2/health/ready")
         shutil.rmtree(repository / "constant")
         shutil.rmtree(repository / "identity")
-        until("the server is ready", lambda: server.answers("/v2/health/ready"))
+        until("the server is ready", lambda: server.answers("/v2/health/ready"), within_s=30)
     finally:
         server.stop()
 
