@@ -10,6 +10,8 @@ import importlib
 import inspect
 import json
 import logging
+import os
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from shmserve.workers.user_code import import_file
 
 logger = logging.getLogger(__name__)
 
+_TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 COMPILE_KEY = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 
 
@@ -63,8 +66,8 @@ def load_script(path: Path, device: Device) -> Program:
 
 
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
-    """An archive of `torch.export.save`."""
-    exported = torch.export.load(path)
+    """An archive of `torch.export.save`; raises InvalidArgument when it holds pickled objects."""
+    exported = _load_archive(path)
     if device.remote:
         from torch.export.passes import move_to_device_pass
 
@@ -89,6 +92,18 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
     plain = flat and len(tensors) == len(leaves) and not in_spec.children()[1].children()
     arguments = [Argument(str(leaves[at])) for at in tensors]
     return Program(module if plain else call, arguments, None), exported
+
+
+def _load_archive(path: Path) -> torch.export.ExportedProgram:
+    # What torch cannot read as tensors, of the weights or of the inputs that the program was
+    # exported with, it would unpickle, whatever that runs.
+    os.environ[_TENSORS_ONLY] = "1"
+    try:
+        return torch.export.load(path)
+    except pickle.UnpicklingError as error:
+        raise InvalidArgument(f"'{path.name}' holds objects that are no tensors") from error
+    finally:
+        del os.environ[_TENSORS_ONLY]
 
 
 def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:
@@ -158,7 +173,13 @@ def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
-        found.append(Argument(parameter.name, parameter.default is parameter.empty))
+        found.append(
+            Argument(
+                parameter.name,
+                parameter.default is parameter.empty,
+                by_name=parameter.kind is parameter.KEYWORD_ONLY,
+            )
+        )
     return found
 
 
