@@ -60,15 +60,19 @@ async def _check(supervisor: Supervisor) -> int:
                 failure, seconds = await asyncio.to_thread(_run_one_batch, where)
             bad += bool(failure)
             name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
-            text = (
-                f"FAILED  {failure}" if failure else f"ok      one batch in {seconds * 1e3:.1f} ms"
-            )
-            print(f"{name:<32} {text}", flush=True)
+            print(f"{name:<32} {_verdict(failure, seconds)}", flush=True)
         if not rows:
             print("no model found", flush=True)
         return 2 if bad or not rows else 0
     finally:
         await supervisor.end(0)
+
+
+def _verdict(failure: str, seconds: float) -> str:
+    """What stands beside a model's name; of several lines the others are indented."""
+    if not failure:
+        return f"ok      one batch in {seconds * 1e3:.1f} ms"
+    return "FAILED  " + failure.rstrip("; \n").replace("\n", "\n" + " " * 8)
 
 
 def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:

@@ -213,6 +213,8 @@ def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
         else:
             repositories.append(Path(word))
     for path in repositories:
+        if path.suffix == ".py" and path.is_file():
+            raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
         if not path.is_dir():
             raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
     if not repositories and not files:

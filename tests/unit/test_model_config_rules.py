@@ -8,6 +8,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import (
+    LoadProblem,
     normalise,
     parse_pbtxt,
     validate,
@@ -156,11 +157,11 @@ def test_every_broken_rule_is_named() -> None:
     )
     assert found.splitlines() == [
         "'max_batch_size' must be non-negative value for m",
+        "dynamic batching preferred size must be <= max batch size for m",
         "model input 'I' must specify 'data_type' for m",
         f"model input 'I' {DIM_TEXT}",
         "model output 'O' must specify 'data_type' for m",
         "model output 'O' must specify 'dims' for m",
-        "dynamic batching preferred size must be <= max batch size for m",
         "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
     ]
 
@@ -388,3 +389,21 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
 )
 def test_ensembles_are_checked_though_not_served(text: str, expected: str) -> None:
     assert problems(ENSEMBLE + text.replace("%s", STEP)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "late"),
+    [
+        ("instance_group { kind: KIND_GPU }", True),
+        ('input { name: "I" dims: 0 }', True),
+        ('input { name: "I" dims: 0 } max_batch_size: -1', False),
+        ("dynamic_batching { preferred_batch_size: 5 }", False),
+    ],
+)
+def test_what_is_wrong_with_a_version_is_told_from_what_is_wrong_with_the_file(
+    text: str, late: bool
+) -> None:
+    config = normalise(parse_pbtxt(PYTHON + text), "m", 0)
+    with pytest.raises(InvalidArgument) as caught:
+        validate(config, gpu_count=0, complete=False)
+    assert isinstance(caught.value, LoadProblem) is late

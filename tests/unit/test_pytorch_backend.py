@@ -270,6 +270,48 @@ def spoil(path: Path, ending: str, contents: bytes) -> None:
             archive.writestr(name, contents if name in spoiled else data)
 
 
+class Bomb:
+    """Leaves a file where it was unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_what_an_exported_program_comes_with_cannot_run_code(worker: Rig) -> None:
+    save_exported(Affine(), worker, torch.zeros(2, 3))
+    archive = worker.context.version_dir / "model.pt2"
+    with zipfile.ZipFile(archive) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    (samples,) = (name for name in members if name.endswith("sample_inputs/model.pt"))
+    exploded = worker.context.version_dir / "exploded"
+    bomb = io.BytesIO()
+    torch.save(Bomb(exploded), bomb)
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, content in {**members, samples: bomb.getvalue()}.items():
+            file.writestr(name, content)
+    with pytest.raises(InvalidArgument, match=r"'model\.pt2' holds objects that are no tensors"):
+        PytorchBackend(worker.context).complete_config(model_config([], []))
+    assert not exploded.exists()
+
+
+def test_arguments_that_are_given_by_name_only(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n"
+        "    def forward(self, *, a, b=1):\n        return a + b\n",
+    )
+    config = vectors({"a": 1, "b": 1}, {"y": 1})
+    config["input"][1]["optional"] = True
+    serve(worker, config)
+    one = np.ones((1, 1), F32)
+    for names in ("a", "ab"):
+        (reply,) = worker.batch(inference(*(tensor(name, one) for name in names)))
+        assert reply.array("y").item() == 2
+
+
 def test_the_class_called_model_is_served(worker: Rig) -> None:
     write_class(
         worker,

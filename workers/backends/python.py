@@ -100,6 +100,7 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
+        self._server.alone = _instances(config) == 1
         self._server.running = True
 
     def execute(self, requests: list[Request]) -> list[Answer]:
@@ -263,6 +264,11 @@ def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -
         for name in tensors:
             if kept or sys.getrefcount(tensors[name]) > _LISTED:
                 tensors[name].own()
+
+
+def _instances(config: dict[str, Any]) -> int:
+    groups = config.get("instance_group") or [{}]
+    return sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
 
 
 def _file_name(config: dict[str, Any]) -> str:

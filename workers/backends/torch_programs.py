@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,9 +66,8 @@ def load_script(path: Path, device: Device) -> Program:
 
 
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
-    """An archive of `torch.export.save`."""
-    with _tensors_only():
-        exported = torch.export.load(path)
+    """An archive of `torch.export.save`; raises InvalidArgument when it holds pickled objects."""
+    exported = _load_archive(path)
     if device.remote:
         from torch.export.passes import move_to_device_pass
 
@@ -106,6 +106,14 @@ def _tensors_only() -> Iterator[None]:
     finally:
         del os.environ[names[0]]
         os.environ.update(before)
+
+
+def _load_archive(path: Path) -> torch.export.ExportedProgram:
+    with _tensors_only():
+        try:
+            return torch.export.load(path)
+        except pickle.UnpicklingError as error:
+            raise InvalidArgument(f"'{path.name}' holds objects that are no tensors") from error
 
 
 def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:
@@ -175,7 +183,13 @@ def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
-        found.append(Argument(parameter.name, parameter.default is parameter.empty))
+        found.append(
+            Argument(
+                parameter.name,
+                parameter.default is parameter.empty,
+                by_name=parameter.kind is parameter.KEYWORD_ONLY,
+            )
+        )
     return found
 
 
