@@ -73,7 +73,9 @@ class Unpacker:
         inputs: dict[str, Input] = {}
         batch_size = 0
         for tensor in inference.inputs:
-            inputs[tensor.name] = self._input(tensor)
+            made = inputs[tensor.name] = self._input(tensor)
+            if tensor.datatype == "BYTES":
+                _check_elements(made, inference.request_id)
             if self._batched:
                 batch_size = tensor.shape[0]
         if not inference.outputs:
@@ -110,10 +112,7 @@ class Unpacker:
             )
         if spec.reshape is not None:
             shape = self._model_shape(shape, spec)
-        made = Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
-        if tensor.datatype == "BYTES":
-            made.numpy()  # now, so that wrong lengths fail this request and not its batch
-        return made
+        return Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
 
     def _stays(self, datatype: str) -> bool:
         return self._device_inputs and datatype != "BYTES"
@@ -218,6 +217,15 @@ class Gatherer:
         # larger.
         rows = max(1, rows)
         return (byte_size + rows - 1) // rows * max(self._most_rows, rows)
+
+
+def _check_elements(tensor: Input, request_id: str) -> None:
+    # Now, so that wrong lengths fail this request and not its batch.
+    try:
+        tensor.numpy()
+    except InvalidArgument as error:
+        prefix = f"[request id: {request_id or '<id_unknown>'}] "
+        raise InvalidArgument(prefix + error.message) from None
 
 
 def gather_strings(name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
