@@ -20,6 +20,7 @@ from shmserve.gateway.requests import (
     Request,
 )
 from shmserve.gateway.settings import Settings
+from shmserve.ipc.ranges import LARGEST
 
 JSON_TOO_LARGE = (
     "request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
@@ -58,7 +59,12 @@ class Body:
         self.declared = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
     def here(self) -> bytes | None:
-        """The whole body if it has arrived already, as small ones have."""
+        """The whole body if it has arrived already, as small ones have.
+
+        Raises BrokenBody for a size that the parser does not count with.
+        """
+        if self.declared > LARGEST:
+            raise BrokenBody("malformed HTTP request body")
         return self._content.read_nowait() if self._content.is_eof() else None
 
     async def next(self) -> bytes:
