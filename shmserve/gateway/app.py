@@ -64,6 +64,7 @@ ROUTES = (
     ),
 )
 
+_HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
 _PATTERNS = [(route, re.compile(route.path)) for route in ROUTES]
 
 
@@ -72,9 +73,9 @@ def find_route(raw_path: str) -> tuple[Route, tuple[str | None, ...]] | None:
     """The route of a request's target and the parts of the path it takes; None for no route.
 
     The path is matched as it was sent, so that an escaped slash separates nothing; its parts are
-    then unescaped.
+    then unescaped. A target may name a host before the path, as those sent to proxies do.
     """
-    path = raw_path.partition("?")[0]
+    path = _HOST.sub("", raw_path.partition("?")[0])
     for route, pattern in _PATTERNS:
         match = pattern.fullmatch(path)
         if match is not None:
