@@ -197,7 +197,8 @@ class InstanceReady:
 @_message
 class BatchFinished:
     """A batch ended. Times are monotonic ns. `replies` holds [key, code, message, body] of each
-    request; code "" is success. `copied_in`, `copied_out`: bytes of tensors that were copied."""
+    request; code "" is success. `copied_in`, `copied_out`: bytes of tensors that were copied.
+    `executed`: whether the model was asked at all."""
 
     batch: int
     compute_start_ns: int
@@ -207,6 +208,7 @@ class BatchFinished:
     replies: list[list[Any]]
     copied_in: int = 0
     copied_out: int = 0
+    executed: bool = True
 
 
 @_message

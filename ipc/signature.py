@@ -113,7 +113,7 @@ class Signature:
             asked.add(output.name)
         if len(seen) != len(self.inputs) or self.any_optional:
             self._check_count(seen)
-        batch_size = -1
+        batch_size = self._batch_size(inputs) if self.max_batch_size > 0 else 0
         key: list[object] = [sorted(seen)] if self.any_optional else []
         for tensor in inputs:
             spec = self.inputs.get(tensor.name)
@@ -128,31 +128,38 @@ class Signature:
                     f"but model '{self.name}' expects '{spec.datatype}'"
                 )
             if self.max_batch_size > 0:
-                if not shape:
-                    raise InvalidArgument(
-                        f"input '{tensor.name}' has no shape but model requires batch dimension "
-                        f"for '{self.name}'"
-                    )
-                if batch_size == -1:
-                    batch_size = shape[0]
-                elif shape[0] != batch_size:
-                    raise InvalidArgument(
-                        f"input '{tensor.name}' batch size does not match other inputs for "
-                        f"'{self.name}'"
-                    )
                 shape = shape[1:]
             if shape != spec.dims:
                 self._check_dims(tensor, spec, shape)
                 if not spec.ragged:
                     key.append((tensor.name, shape))
             _check_size(tensor, self.name)
-        if batch_size > self.max_batch_size > 0:
+        # Order of inputs is the client's: equal requests must have equal keys.
+        shape_key = repr(sorted(key, key=repr)).encode() if key else b""
+        return Admission(batch_size, shape_key)
+
+    def _batch_size(self, inputs: Sequence[TensorRef]) -> int:
+        # Before any shape is looked at: a batch dimension that is too large, or forgotten, is told.
+        batch_size = -1
+        for tensor in inputs:
+            shape = tensor.shape
+            if not shape:
+                raise InvalidArgument(
+                    f"input '{tensor.name}' has no shape but model requires batch dimension "
+                    f"for '{self.name}'"
+                )
+            if batch_size == -1:
+                batch_size = shape[0]
+            elif shape[0] != batch_size:
+                raise InvalidArgument(
+                    f"input '{tensor.name}' batch size does not match other inputs for "
+                    f"'{self.name}'"
+                )
+        if batch_size > self.max_batch_size:
             raise InvalidArgument(
                 f"inference request batch-size must be <= {self.max_batch_size} for '{self.name}'"
             )
-        # Order of inputs is the client's: equal requests must have equal keys.
-        shape_key = repr(sorted(key, key=repr)).encode() if key else b""
-        return Admission(max(batch_size, 0), shape_key)
+        return max(batch_size, 0)
 
     def _check_count(self, seen: set[str]) -> None:
         missing = [name for name in self.inputs if name in self.required and name not in seen]

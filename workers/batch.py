@@ -90,16 +90,18 @@ class Unpacker:
         found = self._forms.find(work)
         if found is None:
             form = self._in_memory.get(work) or self._read(work)
+            request_id = form.inference.request_id
             for tensor, shape in form.tensors:
-                inputs[tensor.name] = self._input(tensor, shape, tensor.data)
+                inputs[tensor.name] = self._input(tensor, shape, tensor.data, request_id)
         else:
             form, inline = found
+            request_id = form.inference.request_id
             datas = iter(inline)
             for tensor, shape in form.tensors:
                 data = tensor.data
-                inputs[tensor.name] = self._input(
-                    tensor, shape, next(datas) if type(data) is bytes else data
-                )
+                if type(data) is bytes:
+                    data = next(datas)
+                inputs[tensor.name] = self._input(tensor, shape, data, request_id)
         return Request(
             key,
             client_pid,
@@ -150,7 +152,9 @@ class Unpacker:
             )
         return shape if spec.reshape is None else self._model_shape(shape, spec)
 
-    def _input(self, tensor: TensorRef, shape: tuple[int, ...], data: bytes | Place) -> Input:
+    def _input(
+        self, tensor: TensorRef, shape: tuple[int, ...], data: bytes | Place, request_id: str
+    ) -> Input:
         place: Place | None = None
         if isinstance(data, bytes):
             # A copy of a few bytes that the model may write into.
@@ -166,7 +170,7 @@ class Unpacker:
                 raw, place = self._fetched(raw), None
         made = Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
         if tensor.datatype == "BYTES":
-            made.numpy()  # now, so that wrong lengths fail this request and not its batch
+            _check_elements(made, request_id)
         return made
 
     def _stays(self, datatype: str) -> bool:
@@ -272,6 +276,15 @@ class Gatherer:
         # larger.
         rows = max(1, rows)
         return (byte_size + rows - 1) // rows * max(self._most_rows, rows)
+
+
+def _check_elements(tensor: Input, request_id: str) -> None:
+    # Now, so that wrong lengths fail this request and not its batch.
+    try:
+        tensor.numpy()
+    except InvalidArgument as error:
+        prefix = f"[request id: {request_id or '<id_unknown>'}] "
+        raise InvalidArgument(prefix + error.message) from None
 
 
 def gather_strings(name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:

@@ -169,7 +169,7 @@ class Instance:
         input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)
         output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
         times = (start_ns, input_end_ns, output_start_ns, end_ns)
-        return BatchFinished(batch.batch, *times, replies, *self._copied.take())
+        return BatchFinished(batch.batch, *times, replies, *self._copied.take(), bool(requests))
 
     def _unpack(self, key: int) -> Request | ShmserveError:
         client_pid, work = self._work[key]

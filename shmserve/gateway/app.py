@@ -66,6 +66,7 @@ ROUTES = (
     ),
 )
 
+_HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
 _PATTERNS = [(route, re.compile(route.path)) for route in ROUTES]
 
 
@@ -75,9 +76,9 @@ def find_route(raw_path: str, method: str = "") -> tuple[Route, tuple[str | None
     several have the path it is the one for `method`, if there is one.
 
     The path is matched as it was sent, so that an escaped slash separates nothing; its parts are
-    then unescaped.
+    then unescaped. A target may name a host before the path, as those sent to proxies do.
     """
-    path = raw_path.partition("?")[0]
+    path = _HOST.sub("", raw_path.partition("?")[0])
     found = None
     for route, pattern in _PATTERNS:
         match = pattern.fullmatch(path)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestPayloadError
 
 from shmserve.errors import InvalidArgument, ShmserveError
@@ -20,12 +21,14 @@ from shmserve.gateway.requests import (
     Request,
 )
 from shmserve.gateway.settings import Settings
+from shmserve.ipc.ranges import LARGEST
 
 JSON_TOO_LARGE = (
     "request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes. "
     "Use --http-max-input-size to increase the limit."
 )
 _MOST_CHUNKS = 65536
+_TOGETHER = 1024
 # A body may take `body_timeout_s` and a second more for each of these bytes that came.
 _SLOWEST_RATE = 64 * 1024
 
@@ -58,7 +61,12 @@ class Body:
         self.declared = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
     def here(self) -> bytes | None:
-        """The whole body if it has arrived already, as small ones have."""
+        """The whole body if it has arrived already, as small ones have.
+
+        Raises BrokenBody for a size that the parser does not count with.
+        """
+        if self.declared > LARGEST:
+            raise BrokenBody("malformed HTTP request body")
         return self._content.read_nowait() if self._content.is_eof() else None
 
     async def next(self) -> bytes:
@@ -68,7 +76,7 @@ class Body:
         limit = self._began + self._settings.body_timeout_s + self._received / _SLOWEST_RATE
         try:
             async with asyncio.timeout(limit - time.monotonic()):
-                data = await self._next_chunk() if self._chunked else await self._content.readany()
+                data = await self._next_chunks() if self._chunked else await self._content.readany()
         except TimeoutError:
             raise BodyTimeout("the request body did not arrive in time") from None
         except (RequestPayloadError, HttpProcessingError):
@@ -76,17 +84,25 @@ class Body:
         self._received += len(data)
         return data
 
-    async def _next_chunk(self) -> bytes:
+    async def _next_chunks(self) -> bytes:
+        # Those that are here go together: one by one, tiny ones keep everybody else waiting.
+        content = self._content
+        assert isinstance(content, StreamReader)  # one that came whole was not in chunks
+        pieces: list[bytes] = []
+        size = 0
         while True:
-            data, ends = await self._content.readchunk()
+            data, ends = await content.readchunk()
             self._chunks += ends and bool(data)
             if self._chunks > _MOST_CHUNKS:
                 raise BrokenBody(
                     f"Chunked request body exceeds maximum of {_MOST_CHUNKS} non-empty chunks. "
                     "Send fewer or larger HTTP chunks."
                 )
-            if data or not ends:
-                return data
+            pieces.append(data)
+            size += len(data)
+            all_here = content.total_bytes <= self._received + size or len(pieces) >= _TOGETHER
+            if (size and all_here) or not (data or ends):
+                return b"".join(pieces)
 
     def _invite(self) -> None:
         if self._request.headers.get(EXPECT, "").lower() == "100-continue":

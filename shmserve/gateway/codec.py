@@ -24,6 +24,7 @@ from shmserve.ipc.signature import shape_text
 from shmserve.ipc.tensors import ITEM_SIZE
 
 SEQUENCE_START, SEQUENCE_END = 1, 2
+LONGEST_CORRELATION_ID = 128
 
 _SOURCES = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
@@ -213,6 +214,10 @@ def _output(raw: Any) -> WireOutput:
         for other, set_too in (("classification", classes), ("binary_data", binary)):
             if set_too:
                 raise InvalidArgument(f"Output can't set both 'shared_memory_region' and '{other}'")
+    else:
+        for word in ("shared_memory_offset", "shared_memory_byte_size"):
+            if word in given:
+                unsigned(given[word], word)
     if classes:
         raise Unsupported(f"the 'classification' parameter of output '{name}' is not supported")
     return WireOutput(name, binary, place)
@@ -228,7 +233,7 @@ def _take_parameters(request: WireRequest, raw: Any) -> None:
                     type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED
                 ):
                     raise mistyped(key, "string")
-                request.correlation_id = value
+                request.correlation_id = correlation_id(value)
             case "sequence_start":
                 request.flags |= SEQUENCE_START * boolean(value, key)
             case "sequence_end":
@@ -243,6 +248,15 @@ def _take_parameters(request: WireRequest, raw: Any) -> None:
                 request.parameters[key] = _custom(key, value)
 
 
+def correlation_id(value: int | str) -> int | str:
+    """A sequence's id; raises Unsupported for a text that is too long."""
+    if isinstance(value, str) and len(value) > LONGEST_CORRELATION_ID:
+        raise Unsupported(
+            f"string correlation ID cannot be longer than {LONGEST_CORRELATION_ID} characters"
+        )
+    return value
+
+
 def _custom(key: str, value: Any) -> str | int | float | bool:
     if key.startswith("triton_"):
         raise InvalidArgument(_RESERVED)
@@ -250,5 +264,7 @@ def _custom(key: str, value: Any) -> str | int | float | bool:
         raise InvalidArgument(
             f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
         )
+    if type(value) is int and value > LARGEST:
+        return float(value)  # models are given int64, and a double for what is more
     checked: str | int | float | bool = value
     return checked

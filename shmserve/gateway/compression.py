@@ -88,7 +88,7 @@ def accepted_encoding(header: str) -> str:
         name = name.strip()
         weight = 1.0
         if parameter:
-            key, _, value = parameter.partition("=")
+            key, _, value = parameter.partition(";")[0].partition("=")
             try:
                 weight = float(value) if key.strip() == "q" else 0.0
             except ValueError:

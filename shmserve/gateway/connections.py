@@ -58,11 +58,6 @@ class WholeBody:
         """All that is left; b"" at the end."""
         return self.read_nowait()
 
-    async def readchunk(self) -> tuple[bytes, bool]:
-        """All that is left, which ends a chunk; (b"", False) at the end."""
-        data = self.read_nowait()
-        return data, bool(data)
-
 
 class Connection(web.RequestHandler):
     """One client's connection. `answer` gives the reply to each request, and raises nothing.

@@ -8,7 +8,7 @@ from typing import Any
 
 import shmserve
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
-from shmserve.gateway.models import Model, describe
+from shmserve.gateway.models import Model, describe, whole_version
 from shmserve.gateway.replies import JSON, Reply, error_reply, json_reply
 from shmserve.gateway.requests import Request
 from shmserve.gateway.state import Gateway
@@ -101,6 +101,7 @@ async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, 
     """
     if not name:
         return await collect(gateway, gateway.models.all())
+    version = whole_version(version) if version else ""
     versions = gateway.models.versions(name)
     if not versions:
         raise InvalidArgument(f"requested model '{name}' is not available")

@@ -89,7 +89,7 @@ async def metrics(gateway: Gateway, request: Request) -> Reply:
     if refusal is not None:
         headers = b"WWW-Authenticate: Bearer\r\n" if isinstance(refusal, Unauthenticated) else b""
         return error_reply(refusal.status, refusal.message, headers=headers)
-    if request.target.partition("?")[0] != "/metrics":
+    if request.target.partition("?")[0] not in ("/metrics", "/metrics/"):
         return Reply()
     if request.method != "GET":
         return error_reply(405, "Method Not Allowed")
@@ -133,6 +133,14 @@ class _Families(Collector):
             ({"model": str(report["name"]), "version": str(report["version"])}, report)
             for report in reports
         ]
+        self._tagged = [
+            ({**labels, **self._tags(labels["model"], labels["version"])}, report)
+            for labels, report in self._reports
+        ]
+
+    def _tags(self, name: str, version: str) -> dict[str, str]:
+        model = self._gateway.models.find(name, version)
+        return {} if model is None else model.tags
 
     def collect(self) -> Iterator[Metric]:
         """Every family."""
@@ -143,7 +151,7 @@ class _Families(Collector):
     def _tritons(self) -> Iterator[Metric]:
         for name, text, path in _COUNTERS:
             family = Metric(f"nv_inference_{name}", text, "counter")
-            for labels, report in self._reports:
+            for labels, report in self._tagged:
                 value: Any = report
                 for key in path:
                     value = value[key]
@@ -151,7 +159,7 @@ class _Families(Collector):
                 family.add_sample(family.name, labels, value)
             yield family
         family = Metric("nv_inference_request_failure", f"Number of failed {_ALL}", "counter")
-        for labels, report in self._reports:
+        for labels, report in self._tagged:
             failures = report["shmserve"]["failures"]
             for reason in _REASONS:
                 family.add_sample(
@@ -163,12 +171,12 @@ class _Families(Collector):
             "Instantaneous number of pending requests awaiting execution per-model.",
             "gauge",
         )
-        for labels, report in self._reports:
+        for labels, report in self._tagged:
             pending.add_sample(pending.name, labels, report["shmserve"]["pending"])
         yield pending
         loading = Metric("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
         for model in self._gateway.models.all():
-            labels = {"model": model.name, "version": model.version}
+            labels = {"model": model.name, "version": model.version, **model.tags}
             loading.add_sample(loading.name, labels, model.load_seconds)
         yield loading
 

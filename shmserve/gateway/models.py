@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any, Never
 
 import orjson
@@ -15,11 +16,14 @@ from shmserve.ipc.signature import Signature
 
 logger = logging.getLogger(__name__)
 
+_NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
+
 
 class Model:
     """One version of a model.
 
-    `ready` is for health: a model that is starting again still takes requests, which wait.
+    `ready` is for health: a model that is starting again still takes requests, which wait. `tags`
+    are further labels of its nv_* metrics.
     """
 
     __slots__ = (
@@ -32,6 +36,7 @@ class Model:
         "plans",
         "ready",
         "signature",
+        "tags",
         "version",
     )
 
@@ -45,8 +50,15 @@ class Model:
         self.peer = peer
         self.plans: dict[Any, Any] = {}  # what intake remembers of headers it has seen
         self.signature = Signature(published.config, published.version)
+        self.tags = _tags(published.config)
         policy = published.config.get("model_transaction_policy") or {}
         self.decoupled = bool(policy.get("decoupled", False))
+
+
+def _tags(config: dict[str, Any]) -> dict[str, str]:
+    # A key that is no label would make all of the metrics unreadable.
+    tags = config.get("metric_tags") or {}
+    return {"_" + _NO_LABEL.sub("_", key): str(value) for key, value in tags.items()}
 
 
 class ModelTable:

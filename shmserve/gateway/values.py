@@ -10,9 +10,13 @@ import numpy as np
 import orjson
 
 from shmserve.errors import Internal, InvalidArgument
+from shmserve.gateway.jsonfaults import explain
 
 MOST_DEEP = 100
 LARGEST_UNSIGNED = 2**64 - 1
+
+# A second, slow reading finds the words for what is wrong: milliseconds at most.
+_LONGEST_EXPLAINED = 16 * 1024
 
 _TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEEP})"
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -46,8 +50,7 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         return loads(raw[3:])
     if _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
-    reason = strict.msg.partition(": line")[0] if raw else "The document is empty"
-    fault = JsonFault(f"failed to parse the request JSON buffer: {reason}. at {strict.pos}")
+    fault = JsonFault(f"failed to parse the request JSON buffer: {_reason(raw, strict)}")
     if b"NaN" not in raw and b"Inf" not in raw:
         raise fault
     spelled = _STRING_OR_INF.sub(lambda m: b"Infinity" if m[0] == b"Inf" else m[0], raw)
@@ -57,6 +60,11 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
     except (ValueError, TypeError, RecursionError):
         raise fault from None
     return value
+
+
+def _reason(raw: bytes, strict: orjson.JSONDecodeError) -> str:
+    found = explain(raw) if len(raw) <= _LONGEST_EXPLAINED else None
+    return found or f"{strict.msg.partition(': line')[0]}. at {strict.pos}"
 
 
 def _finite(text: str) -> float:
@@ -72,7 +80,8 @@ def _whole(text: str) -> int | float:
 
 
 def _too_deep(raw: bytes) -> bool:
-    return _depth(raw) > MOST_DEEP and _depth(_STRING.sub(b"", raw)) > MOST_DEEP
+    # Brackets in strings are no nesting, and must not hide any.
+    return _depth(_STRING.sub(b"", raw)) > MOST_DEEP
 
 
 def _depth(raw: bytes) -> int:

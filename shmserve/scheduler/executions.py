@@ -107,10 +107,11 @@ class Executions:
         worker = Worker(slot.peer, slot.pid)
         self.pool.finish(slot, now_ns)
         timing = Timing.of(message, execution.started_ns, now_ns)
-        units = sum([request.units for request in requests])
-        self._statistics.executed(execution.reason, units, timing, now_ns)
+        if message.executed:
+            units = sum([request.units for request in requests])
+            self._statistics.executed(execution.reason, units, timing, now_ns)
+            self.pace.observe(now_ns - execution.started_ns, timing.total_ns, len(requests))
         self._statistics.copied(message)
-        self.pace.observe(now_ns - execution.started_ns, timing.total_ns, len(requests))
         replies = matched(requests, message.replies)
         if replies is None:
             self.misplaced += 1

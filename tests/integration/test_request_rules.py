@@ -87,6 +87,19 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         400,
         "inference request batch-size must be <= 8 for 'simple'",
     ),
+    "a batch dimension forgotten": (
+        two(shape=[9], data=[0] * 9),
+        400,
+        NO_ID + "input 'INPUT1' batch size does not match other inputs for 'simple'",
+    ),
+    "batch dimensions forgotten": (
+        simple(
+            json_input("INPUT0", np.zeros(16, np.int32)),
+            json_input("INPUT1", np.zeros(16, np.int32)),
+        ),
+        400,
+        NO_ID + "inference request batch-size must be <= 8 for 'simple'",
+    ),
     "batches that differ": (
         simple(json_input("INPUT0", np.zeros((2, 16), np.int32)), SECOND),
         400,
@@ -276,7 +289,10 @@ def test_wrong_header_length(http: Http, value: str, error: str) -> None:
 def test_wrong_bytes(http: Http, data: bytes, error: str) -> None:
     reply = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)])
     assert reply.status == 400
+    assert reply.error.startswith("[request id: <id_unknown>] ")
     assert error in reply.error
+    named = http.infer_binary("text", [("INPUT0", "BYTES", [1, 2], data)], id="my id")
+    assert named.error == reply.error.replace("<id_unknown>", "my id")
 
 
 def test_nesting(http: Http) -> None:

@@ -61,6 +61,52 @@ def test_what_is_not_json_is_a_fault(text: bytes) -> None:
         loads(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "The document is empty. at 0"),
+        ("  ", "The document is empty. at 2"),
+        ("\0", "The document is empty. at 0"),
+        ("{", "Missing a name for object member. at 1"),
+        ("{'a':1}", "Missing a name for object member. at 1"),
+        ('{"inputs":[],}', "Missing a name for object member. at 13"),
+        ('{"a" 1}', "Missing a colon after a name of object member. at 5"),
+        ('{"a":1 "b":2}', "Missing a comma or '}' after an object member. at 7"),
+        ('{"a":01}', "Missing a comma or '}' after an object member. at 6"),
+        ("[1,2", "Missing a comma or ']' after an array element. at 4"),
+        ("[1 2]", "Missing a comma or ']' after an array element. at 3"),
+        ('{"a":1}}', "The document root must not be followed by other values. at 7"),
+        ("}", "Invalid value. at 0"),
+        ("[", "Invalid value. at 1"),
+        ("[1,]", "Invalid value. at 3"),
+        ("nan", "Invalid value. at 1"),
+        ('{"a":tru}', "Invalid value. at 8"),
+        ('{"a":+1}', "Invalid value. at 5"),
+        ('{"a":-}', "Invalid value. at 6"),
+        ('{"a":1.}', "Miss fraction part in number. at 7"),
+        ('{"a":1e+}', "Miss exponent in number. at 8"),
+        ('{"a":-1e999}', "Number too big to be stored in double. at 5"),
+        ('{"a":"b', "Missing a closing quotation mark in string. at 7"),
+        ('{"a":"tab\there"}', "Invalid escape character in string. at 9"),
+        (r'{"a":"\q"}', "Invalid escape character in string. at 6"),
+        (r'{"a":"\ud800"}', "The surrogate pair in string is invalid. at 6"),
+        (r'{"a":"\ud800\u0041"}', "The surrogate pair in string is invalid. at 6"),
+        (r'{"a":"\u12"}', "Incorrect hex digit after \\u escape in string. at 6"),
+        (r'["\ud83d\ude00", NaN, -Inf, 1.5E-3, true, {"": null}, false, "\"", x]', "at 67"),
+    ],
+)
+def test_what_is_not_json_is_explained_as_triton_does(text: str, reason: str) -> None:
+    with pytest.raises(JsonFault) as caught:
+        loads(text.encode())
+    assert caught.value.message.startswith("failed to parse the request JSON buffer: ")
+    assert caught.value.message.endswith(reason)
+
+
+def test_a_long_text_is_not_read_a_second_time() -> None:
+    with pytest.raises(JsonFault, match=r"failed to parse the request JSON buffer: .* at [0-9]+"):
+        loads(b"[" + b"1," * 20_000)
+
+
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"[":', "}]")])
 def test_nesting_has_a_limit(opening: str, closing: str) -> None:
     levels = 50 if opening.startswith("[{") else 100
@@ -68,6 +114,14 @@ def test_nesting_has_a_limit(opening: str, closing: str) -> None:
     for depth in (levels + 1, 1500, 100_000):
         with pytest.raises(InvalidArgument, match=r"maximum allowed limit \(100\)"):
             loads(f"{opening * depth}1{closing * depth}".encode())
+
+
+@pytest.mark.parametrize("depth", [100, 500, 5000])
+@pytest.mark.parametrize("end", ["", "x", "NaN"])
+def test_brackets_in_strings_hide_no_nesting(depth: int, end: str) -> None:
+    text = f'["{"]" * depth}", {"[" * depth}1{"]" * depth}{end}]'
+    with pytest.raises(InvalidArgument, match=r"maximum allowed limit \(100\)"):
+        loads(text.encode())
 
 
 def test_brackets_in_strings_are_not_nesting() -> None:
@@ -171,10 +225,46 @@ def test_parameters_go_where_they_belong() -> None:
     ]
 
 
+def test_a_sequence_has_an_id_of_bounded_length() -> None:
+    def taken(value: Any) -> Any:
+        header = one_input() | {"parameters": {"sequence_id": value}}
+        return parse_request(header, 0, "m", LIMIT).correlation_id
+
+    assert [taken(value) for value in (0, 2**64 - 1, "", "x" * 128)] == [
+        0,
+        2**64 - 1,
+        "",
+        "x" * 128,
+    ]
+    with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 chara"):
+        taken("x" * 129)
+
+
+def test_integers_beyond_int64_are_doubles_to_a_model() -> None:
+    def taken(value: Any) -> Any:
+        header = one_input() | {"parameters": {"x": value}}
+        return repr(parse_request(header, 0, "m", LIMIT).parameters["x"])
+
+    assert taken(2**63 - 1) == "9223372036854775807"
+    assert taken(-(2**63)) == "-9223372036854775808"
+    assert taken(2**63) == "9.223372036854776e+18"
+    assert taken(True) == "True"
+
+
 @pytest.mark.parametrize("key", ["triton_x", "triton_enable_empty_final_response"])
 def test_reserved_parameters_are_refused(key: str) -> None:
     with pytest.raises(InvalidArgument, match="reserved for Triton usage"):
         parse_request(one_input() | {"parameters": {key: 1}}, 0, "m", LIMIT)
+
+
+@pytest.mark.parametrize("field", ["shared_memory_offset", "shared_memory_byte_size"])
+def test_a_place_without_a_region_is_checked_all_the_same(field: str) -> None:
+    for value in ("8", -1, 1.5, None, True, 2**64):
+        header = one_input() | {"outputs": [{"name": "Y", "parameters": {field: value}}]}
+        with pytest.raises(JsonFault, match=f"'{field}': attempt to access JSON non-unsigned"):
+            parse_request(header, 0, "m", LIMIT)
+    fine = one_input() | {"outputs": [{"name": "Y", "parameters": {field: 8}}]}
+    assert parse_request(fine, 0, "m", LIMIT).outputs
 
 
 def test_classification_says_that_it_is_not_there() -> None:
@@ -447,6 +537,7 @@ def test_an_output_must_have_room_in_its_region() -> None:
             ("deflate", "deflate"),
             ("gzip, deflate", "gzip"),
             ("deflate,gzip", "deflate"),
+            ("gzip;q=0.5;x=1, deflate;q=0.2", "gzip"),
         ),
         *(
             ("identity, gzip", "identity"),

@@ -129,6 +129,10 @@ def test_every_route_has_a_scope() -> None:
         ("/v2/models/m/infer", ("m", None)),
         ("/v2/models/m/versions/12/infer?x=/y", ("m", "12")),
         ("/v2/models/a%2Fb%20c/infer", ("a/b c", None)),
+        ("http://localhost:8000/v2/models/m/infer", ("m", None)),
+        ("HTTPS://h/v2/models/m/infer?x", ("m", None)),
+        ("ftp://h/v2/models/m/infer", None),
+        ("http:///v2/models/m/x?http://h/v2/models/m/infer", None),
         ("/v2/models/m/versions/x/infer", None),
         ("/v2/models/m/versions/-1/infer", None),
         ("/v2/models/m/versions//infer", None),
@@ -390,6 +394,10 @@ def test_statistics_are_the_schedulers(http: Http) -> None:
     assert (missing.status, missing.error) == (400, "requested model 'nope' is not available")
     text = "requested model version is not available for model 'simple'"
     assert http.get("/v2/models/simple/versions/2/stats").error == text
+    for name in ("simple", "nope"):
+        beyond = http.get(f"/v2/models/{name}/versions/9223372036854775808/stats")
+        assert beyond.status == 400
+        assert "version should be an integral value > 0" in beyond.error
 
 
 def test_a_silent_scheduler_does_not_hold_statistics_up(gateway: Rig, http: Http) -> None:
@@ -448,6 +456,30 @@ def test_metrics_are_tritons_and_ours(gateway: Rig, http: Http) -> None:
     assert scraper.get("/v2").ok().body == b""
     assert scraper.post("/metrics").status == 405
     assert http.get("/metrics").status == 404
+    scraper.close()
+
+
+def test_a_models_tags_are_labels_of_its_metrics(
+    gateway: Rig, simple: Scheduler, http: Http
+) -> None:
+    scraper = Http(gateway.metrics_port)
+    gateway.publish({**SIMPLE, "metric_tags": {"team": 'bl"ue', "not-a label": "x"}}, simple)
+    try:
+        text = scraper.get("/metrics/").ok().body.decode()
+    finally:
+        gateway.publish(SIMPLE, simple)
+    tagged = {"model": "simple", "version": "1", "_team": 'bl"ue', "_not_a_label": "x"}
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name in (
+        "nv_inference_count",
+        "nv_inference_queue_duration_us",
+        "nv_model_load_duration_secs",
+    ):
+        assert [sample.labels for sample in families[name].samples] == [tagged], name
+    reasons = [sample.labels for sample in families["nv_inference_request_failure"].samples]
+    assert all(tagged.items() <= labels.items() for labels in reasons)
+    (instances, *_) = families["shmserve_instances"].samples
+    assert instances.labels.keys() == {"model", "version", "state"}
     scraper.close()
 
 

@@ -120,6 +120,16 @@ def test_what_is_not_http_is_refused_briefly(gateway: Rig, raw: bytes) -> None:
         assert is_closed(connection)
 
 
+@pytest.mark.parametrize("size", [2**63, 2**64 - 1])
+def test_a_length_beyond_counting_smuggles_nothing(gateway: Rig, size: int) -> None:
+    """R12: what follows is neither taken for no body nor for another request."""
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(size) + head(0))
+        reply = read_reply(connection)
+        assert (reply.status, reply.headers["Connection"]) == (400, "close")
+        assert is_closed(connection)
+
+
 def test_a_request_may_come_byte_by_byte(gateway: Rig) -> None:
     body = simple_body()
     raw = head(len(body)) + body

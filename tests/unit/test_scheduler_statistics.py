@@ -79,6 +79,22 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
     assert ours["instances"]["idle"] == 1
 
 
+def test_what_the_model_was_not_asked_is_no_execution() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    rig.submit()
+    _, batch = rig.execute()
+    ((key, *_),) = batch.requests
+    replies = [[key, "INVALID_ARG", "incomplete string", b""]]
+    now = rig.now
+    rig.worker(peer, m.BatchFinished(batch.batch, now, now, now, now, replies, executed=False))
+    report = rig.report()
+    assert (report["execution_count"], report["last_inference"]) == (0, 0)
+    assert report["batch_stats"] == []
+    assert report["inference_stats"]["fail"]["count"] == 1
+    assert report["shmserve"]["histograms"]["compute_seconds"]["count"] == 0
+
+
 def test_failures_by_reason() -> None:
     rig = Rig({"default_queue_policy": {"max_queue_size": 2}}, max_batch_size=1)
     rig.start()

@@ -19,6 +19,7 @@ from shmserve.gateway.codec import (
     WireInput,
     WireOutput,
     WireRequest,
+    correlation_id,
 )
 from shmserve.gateway.values import LARGEST_UNSIGNED
 from shmserve.ipc.signature import shape_text
@@ -177,7 +178,9 @@ def _take_parameters(request: WireRequest, parameters: _Parameters) -> None:
         match key:
             case "sequence_id":
                 _expect(key, kind, "int64_param", "string_param")
-                request.correlation_id = value if kind == "string_param" else value % 2**64
+                request.correlation_id = (
+                    correlation_id(value) if kind == "string_param" else value % 2**64
+                )
             case "sequence_start":
                 _expect(key, kind, "bool_param")
                 request.flags |= SEQUENCE_START * value
