@@ -9,8 +9,9 @@ unload:  withdraw from the gateways -> drain -> stop
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ class _Model:
     status: dict[str, _Status] = field(default_factory=dict)
     fingerprint: str = ""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changes: int = 0  # that have their turn, or wait for it
 
     @property
     def latest(self) -> str:
@@ -100,7 +102,7 @@ class Models:
         """POST /v2/repository/models/NAME/load."""
         self._require_explicit()
         repository.check_model_name(name)
-        await self._load(name, config, files)
+        await self._load(name, config, files, asked=True)
 
     async def unload_on_request(self, name: str, dependents: bool) -> None:
         """POST /v2/repository/models/NAME/unload; an unknown model is fine."""
@@ -170,15 +172,34 @@ class Models:
 
     # --- load and unload
 
-    async def _load(
-        self, name: str, config: str = "", files: dict[str, bytes] | None = None
-    ) -> None:
+    @contextlib.asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[_Model]:
+        """One change of a model after the other; of a name that is none's nothing stays."""
         model = self._models.setdefault(name, _Model(name))
-        async with model.turn:
+        model.changes += 1
+        try:
+            async with model.turn:
+                yield model
+        finally:
+            model.changes -= 1
+            if not (model.changes or model.status or model.serving):
+                del self._models[name]
+
+    async def _load(
+        self,
+        name: str,
+        config: str = "",
+        files: dict[str, bytes] | None = None,
+        *,
+        asked: bool = False,
+    ) -> None:
+        async with self._turn(name) as model:
             try:
                 plans = await asyncio.to_thread(self._planner.plan, name, config, files or {})
             except ShmserveError as error:
-                if not model.serving:
+                # A client's slip of the pen is no model that should serve and does not.
+                slip = asked and not await asyncio.to_thread(self._planner.holds, name)
+                if not model.serving and not slip:
                     model.status = {"": _Status(ModelState.UNAVAILABLE, error.message)}
                     self._on_change()
                 raise
@@ -235,10 +256,9 @@ class Models:
             self._host.background(self._retire(model, version, deployment))
 
     async def _unload(self, name: str) -> None:
-        model = self._models.get(name)
-        if model is None:
+        if name not in self._models:
             return
-        async with model.turn:
+        async with self._turn(name) as model:
             old, model.serving = model.serving, {}
             model.status.pop("", None)
             for version in model.status:

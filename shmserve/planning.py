@@ -43,6 +43,10 @@ class Planner:
         folder = self._find(name)
         return repository.fingerprint(folder) if folder is not None else ""
 
+    def holds(self, name: str) -> bool:
+        """Whether the repositories hold a model of this name now."""
+        return self._find(name) is not None
+
     def _find(self, name: str) -> ModelFolder | None:
         return self._inline.get(name) or repository.find(self._config.model_repositories, name)
 

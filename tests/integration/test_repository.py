@@ -214,6 +214,9 @@ def test_loading_what_is_not_there(repository: Path, serve: Serve, name: str) ->
             assert reply.error.startswith(
                 "failed to load 'nothing', failed to poll from model repository"
             )
+        # The server is as ready as before, and the name is not kept.
+        assert http.get("/v2/health/ready").status == 200
+        assert [model for model, _ in index(http)] == ["constant"]
 
 
 def test_load_rules(repository: Path, serve: Serve) -> None:
