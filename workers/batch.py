@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.regions import Mappings
-from shmserve.ipc.signature import Signature, TensorSpec
+from shmserve.ipc.signature import Signature, TensorSpec, id_prefix
 from shmserve.ipc.tensors import (
     ITEM_SIZE,
     Place,
@@ -73,7 +73,11 @@ class Unpacker:
         inputs: dict[str, Input] = {}
         batch_size = 0
         for tensor in inference.inputs:
-            inputs[tensor.name] = self._input(tensor)
+            try:
+                inputs[tensor.name] = self._input(tensor)
+            except InvalidArgument as error:
+                text = id_prefix(inference.request_id) + error.message
+                raise InvalidArgument(text) from None
             if self._batched:
                 batch_size = tensor.shape[0]
         if not inference.outputs:

@@ -428,7 +428,9 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
     first, second = worker.batch(inference(good), inference(bad))
     assert first.code == ""
     assert second.code == "INVALID_ARG"
-    assert "incomplete string data for inference input 'X' for model 'm'" in second.message
+    assert second.message.startswith(
+        "[request id: id-1] incomplete string data for inference input 'X' for model 'm'"
+    )
 
 
 def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> None:
