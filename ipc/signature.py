@@ -93,8 +93,7 @@ class Signature:
         except _Unexpected as error:
             raise InvalidArgument(error.message) from None
         except InvalidArgument as error:
-            prefix = f"[request id: {request_id or '<id_unknown>'}] "
-            raise InvalidArgument(prefix + error.message) from None
+            raise InvalidArgument(id_prefix(request_id) + error.message) from None
 
     def _admit(self, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]) -> Admission:
         seen: set[str] = set()
@@ -190,6 +189,11 @@ class Signature:
             f"{shape_text(expected)}, got "
             f"{shape_text(tensor.shape)}.{_BATCH_NOTE if batched else ' '}"
         )
+
+
+def id_prefix(request_id: str) -> str:
+    """How Triton begins the texts that name the request."""
+    return f"[request id: {request_id or '<id_unknown>'}] "
 
 
 def shape_text(shape: Sequence[int]) -> str:

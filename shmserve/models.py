@@ -9,8 +9,9 @@ unload:  withdraw from the gateways -> drain -> stop
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,6 +52,7 @@ class _Model:
     status: dict[str, _Status] = field(default_factory=dict)
     fingerprint: str = ""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changes: int = 0  # that have their turn, or wait for it
 
     @property
     def failed(self) -> bool:
@@ -110,8 +112,9 @@ class Models:
             await self._load(name)
         except ShmserveError as error:
             progress.phase(name, f"failed: {error.message}")
-            if not self._models[name].status:  # not even there: the server is not ready either
-                self._models[name].status[""] = _Status(ModelState.UNAVAILABLE, error.message)
+            model = self._models.setdefault(name, _Model(name))
+            if not model.status:  # not even there: the server is not ready either
+                model.status[""] = _Status(ModelState.UNAVAILABLE, error.message)
             return False
         progress.phase(name, "ready")
         return True
@@ -192,11 +195,23 @@ class Models:
 
     # --- load and unload
 
+    @contextlib.asynccontextmanager
+    async def _turn(self, name: str) -> AsyncIterator[_Model]:
+        """One change of a model after the other; of a name that is none's nothing stays."""
+        model = self._models.setdefault(name, _Model(name))
+        model.changes += 1
+        try:
+            async with model.turn:
+                yield model
+        finally:
+            model.changes -= 1
+            if not (model.changes or model.status or model.serving):
+                del self._models[name]
+
     async def _load(
         self, name: str, config: str = "", files: dict[str, bytes] | None = None
     ) -> None:
-        model = self._models.setdefault(name, _Model(name))
-        async with model.turn:
+        async with self._turn(name) as model:
             try:
                 plans = await asyncio.to_thread(self._planner.plan, name, config, files or {})
             except ShmserveError as error:
@@ -252,10 +267,11 @@ class Models:
             # What failed and is not wanted any more is nobody's concern.
             if version in old or not status.failed
         }
-        for version in new:
-            model.status[version] = _Status(ModelState.READY)
-        for deployment in new.values():
+        for version, deployment in new.items():
             await self._doors.publish_model(partial(self._publication, model, deployment))
+            # Only now may anybody be told; it may have broken meanwhile.
+            if version not in old and model.status[version].state is ModelState.LOADING:
+                model.status[version] = _Status(ModelState.READY)
         for version in old.keys() - new.keys():
             model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
             await self._withdraw(model, version)
@@ -264,10 +280,9 @@ class Models:
             self._host.background(self._retire(model, version, deployment))
 
     async def _unload(self, name: str) -> None:
-        model = self._models.get(name)
-        if model is None:
+        if name not in self._models:
             return
-        async with model.turn:
+        async with self._turn(name) as model:
             old, model.serving = model.serving, {}
             model.status.pop("", None)
             for version, status in model.status.items():

@@ -16,7 +16,7 @@ import numpy as np
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.forms import LONGEST_KNOWN, Forms
 from shmserve.ipc.regions import Mappings
-from shmserve.ipc.signature import Signature, TensorSpec
+from shmserve.ipc.signature import Signature, TensorSpec, id_prefix
 from shmserve.ipc.tensors import (
     ITEM_SIZE,
     Inference,
@@ -283,8 +283,7 @@ def _check_elements(tensor: Input, request_id: str) -> None:
     try:
         tensor.numpy()
     except InvalidArgument as error:
-        prefix = f"[request id: {request_id or '<id_unknown>'}] "
-        raise InvalidArgument(prefix + error.message) from None
+        raise InvalidArgument(id_prefix(request_id) + error.message) from None
 
 
 def gather_strings(name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages import Submit
+from shmserve.ipc.signature import id_prefix
 from shmserve.scheduler.requests import NEVER, Client, Event, Request, State
 from shmserve.scheduler.settings import Settings
 
@@ -57,7 +58,7 @@ class Backlog:
         settings = self._settings
         if not 0 <= message.batch_size <= settings.max_batch_size:
             raise InvalidArgument(
-                f"{prefix(message.request_id)}inference request batch-size must be <= "
+                f"{id_prefix(message.request_id)}inference request batch-size must be <= "
                 f"{settings.max_batch_size} for '{settings.name}'"
             )
         deadline = max(message.deadline_ns, 0)
@@ -65,7 +66,7 @@ class Backlog:
             raise Unavailable(EXPIRED)
         policy = settings.policy
         if self.full:
-            raise QueueFull(f"{prefix(message.request_id)}Exceeds maximum queue size")
+            raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         own = policy.own_timeout_ns(message.timeout_us)
         timeout = own or policy.timeout_ns
         request = Request(
@@ -174,11 +175,6 @@ class Backlog:
         if len(self._timers) > 2 * live + _STALE_TIMERS:
             self._timers = [entry for entry in self._timers if entry[2].state is not State.DONE]
             heapq.heapify(self._timers)
-
-
-def prefix(request_id: str) -> str:
-    """How Triton begins the texts that name the request."""
-    return f"[request id: {request_id or '<id_unknown>'}] "
 
 
 def believable(arrived_ns: int, now_ns: int) -> int:

@@ -36,9 +36,10 @@ from shmserve.ipc.messages import (
     SupervisorToScheduler,
     WorkerToScheduler,
 )
+from shmserve.ipc.signature import id_prefix
 from shmserve.model_metrics import ModelMetrics
 from shmserve.scheduler.answers import Answers, Peers
-from shmserve.scheduler.backlog import EXPIRED, Backlog, believable, prefix
+from shmserve.scheduler.backlog import EXPIRED, Backlog, believable
 from shmserve.scheduler.dynamic import Batch, Closed, WaitUntil, decide
 from shmserve.scheduler.executions import Executions, Superior
 from shmserve.scheduler.requests import NEVER, Client, Event, Request, State
@@ -118,7 +119,7 @@ class Scheduler:
             return
         try:
             if self._draining:
-                raise Unavailable(prefix(message.request_id) + _STOPPING)
+                raise Unavailable(id_prefix(message.request_id) + _STOPPING)
             if self._pool.failure:
                 raise Unavailable(self._pool.failure)
             if self._pool.free and self._backlog.full:
@@ -224,7 +225,7 @@ class Scheduler:
                 if request.state is State.ANSWERED:
                     self._answers.close(request, now_ns)
                 else:
-                    text = prefix(request.request_id) + _STOPPING
+                    text = id_prefix(request.request_id) + _STOPPING
                     self._answers.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
 
     # --- time -------------------------------------------------------------------------------------

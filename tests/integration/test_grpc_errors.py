@@ -65,6 +65,11 @@ def typed(field: str, values: list) -> Callable[[Any], None]:
     return change
 
 
+def typed_twice(request: Any) -> None:
+    typed("int_contents", [1] * 16)(request)
+    request.inputs[0].contents.fp32_contents.append(1.0)
+
+
 def both(request: Any) -> None:
     request.inputs[0].contents.int_contents.append(1)
 
@@ -153,6 +158,12 @@ CASES: dict[str, tuple[Callable[[Any], object], str, str]] = {
         BAD,
         "unexpected explicit tensor data for input tensor 'INPUT0' for model 'simple' of type "
         "'FP32', expected datatype 'INT32'",
+    ),
+    "contents of two kinds": (
+        typed_twice,
+        BAD,
+        "unexpected explicit tensor data for input tensor 'INPUT0' for model 'simple', binary data "
+        "was already supplied.",
     ),
     "short contents": (
         typed("int_contents", [1] * 15),

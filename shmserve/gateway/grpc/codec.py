@@ -152,11 +152,16 @@ def _of_kind(tensor: str, parameters: _Parameters, key: str, kind: str) -> Any:
 def _typed(tensor: ModelInferRequest.InferInputTensor, model: str) -> bytes:
     """The bytes of an input that was given as typed contents."""
     datatype = tensor.datatype
-    data = b""
+    data: bytes | None = None
     for field, plain, narrow in _CONTENTS:
         values = getattr(tensor.contents, field)
         if not values:
             continue
+        if data is not None:
+            raise InvalidArgument(
+                f"unexpected explicit tensor data for input tensor '{tensor.name}' for model "
+                f"'{model}', binary data was already supplied."
+            )
         if datatype != plain and datatype not in narrow:
             raise InvalidArgument(
                 f"unexpected explicit tensor data for input tensor '{tensor.name}' for model "
@@ -168,7 +173,7 @@ def _typed(tensor: ModelInferRequest.InferInputTensor, model: str) -> bytes:
             )
         else:
             data = np.array(values, NUMPY[plain]).astype(NUMPY[datatype], copy=False).tobytes()
-    return data
+    return data or b""
 
 
 def _take_parameters(request: WireRequest, parameters: _Parameters) -> None:

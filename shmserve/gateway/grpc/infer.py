@@ -53,10 +53,24 @@ class Submitted:
         Cancelled, it is abandoned.
         """
         try:
-            message = await self._pending.future
+            await self._pending.future
         except asyncio.CancelledError:
             self.abandon()
             raise
+        return self.response()
+
+    def when_answered(self, action: Callable[[Submitted], None]) -> None:
+        """Call this once there is an answer, to take with `response`; never if it is abandoned."""
+
+        def done(future: asyncio.Future[m.Finished | m.Failed]) -> None:
+            if not future.cancelled():
+                action(self)
+
+        self._pending.future.add_done_callback(done)
+
+    def response(self) -> bytes:
+        """The answer that is there, as `answer` gives it."""
+        message = self._pending.future.result()
         self._inferences.left()
         try:
             if isinstance(message, m.Failed):
@@ -93,6 +107,7 @@ class Submitted:
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more."""
+        self._pending.future.cancel()
         self._inferences.left()
         self._gateway.dispatcher.cancel(self._pending)
 

@@ -21,8 +21,9 @@ from shmserve.gateway.callers import Door, DoorKind
 from shmserve.gateway.grpc import loop
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.responses import LARGEST_MESSAGE
-from shmserve.gateway.grpc.service import Service
+from shmserve.gateway.grpc.service import MODEL_INFER, Service
 from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.gateway.grpc.unary import acceptor
 from shmserve.gateway.peers import is_loopback
 from shmserve.gateway.settings import Settings
 from shmserve.gateway.state import Gateway
@@ -77,8 +78,12 @@ class GrpcFront(process.Front):
                 server.add_insecure_port(address)
             else:
                 server.add_secure_port(address, credentials)
+        service = self._service
+        frequent = acceptor(server, MODEL_INFER, service.infer_handler, service.infer)
         await server.start()
         self._server = server
+        if frequent is not None:
+            frequent.open()
 
     def health_changed(self) -> None:
         """Those who watch hear of it."""

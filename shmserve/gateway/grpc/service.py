@@ -15,8 +15,9 @@ from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.callers import Caller, Door
 from shmserve.gateway.grpc import control, log_and_trace, memory
 from shmserve.gateway.grpc.callers import CallCaller, Users
-from shmserve.gateway.grpc.infer import Inferences, Refused
+from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.stream import stream_infer
+from shmserve.gateway.grpc.unary import Call
 from shmserve.gateway.state import Gateway
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
@@ -118,9 +119,20 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         handler = self._handlers.get(call.method)
         if handler is None:
             return None
-        given = {key: value for key, value in call.invocation_metadata if type(value) is str}
-        error = self._door.authorisation.authorise(RPCS[call.method].scope, given)
+        error = self._refuse(call.method, lambda: call.invocation_metadata)
         return handler if error is None else _refusal(error)
+
+    def _refuse(self, path: str, metadata: Callable[[], Any]) -> ShmserveError | None:
+        rules = self._door.authorisation
+        if not (rules.asks_for_tokens or rules.restrictions):
+            return None
+        given = {key: value for key, value in metadata() if type(value) is str}
+        return rules.authorise(RPCS[path].scope, given)
+
+    @property
+    def infer_handler(self) -> Any:
+        """grpc.aio's own way for ModelInfer."""
+        return self._handlers[MODEL_INFER]
 
     def health_changed(self) -> None:
         """Tell those who watch."""
@@ -153,21 +165,35 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _infer(self, raw: bytes, context: Any) -> bytes:
         try:
-            submitted = self._inferences.submit(
-                raw, self._caller(context), context.time_remaining()
-            )
-            return await submitted.answer()
-        except Refused as refused:
-            await _abort(context, refused.error)
-        except ShmserveError as error:
-            if (left_s := context.time_remaining()) is not None and left_s < _OVER_S:
-                # The scheduler kept the call's own deadline, and was faster than the client.
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-            await _abort(context, error)
-        except Exception:
-            logger.exception("an inference failed")
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+            return await self._submitted(raw, context).answer()
+        except Exception as error:
+            await context.abort(*_status_of_inference(error, context))
         raise AssertionError("abort raises")
+
+    def infer(self, raw: bytes, call: Call) -> None:
+        """ModelInfer, for a call that no task waits for."""
+
+        def answered(submitted: Submitted) -> None:
+            try:
+                response = submitted.response()
+            except Exception as error:
+                call.fail(*_status_of_inference(error, call))
+            else:
+                call.finish(response)
+
+        try:
+            submitted = self._submitted(raw, call)
+        except Exception as error:
+            call.fail(*_status_of_inference(error, call))
+            return
+        call.on_gone = submitted.abandon
+        submitted.when_answered(answered)
+
+    def _submitted(self, raw: bytes, call: Any) -> Submitted:
+        error = self._refuse(MODEL_INFER, call.invocation_metadata)
+        if error is not None:
+            raise error
+        return self._inferences.submit(raw, self._caller(call), call.time_remaining())
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         try:
@@ -196,8 +222,28 @@ def _refusal(error: ShmserveError) -> Any:
 
 
 async def _abort(context: Any, error: ShmserveError) -> None:
+    await context.abort(*_status(error))
+
+
+_Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
+
+
+def _status(error: ShmserveError) -> _Status:
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFull):
         # gRPC's own word for Retry-After.
         metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
-    await context.abort(_STATUS[error.code], error.message, metadata)
+    return _STATUS[error.code], error.message, metadata
+
+
+def _status_of_inference(error: Exception, call: Any) -> _Status:
+    """What a call ends with whose inference failed with this."""
+    if isinstance(error, Refused):
+        return _status(error.error)
+    if not isinstance(error, ShmserveError):
+        logger.error("an inference failed", exc_info=error)
+        return grpc.StatusCode.INTERNAL, "internal error", ()
+    if (left_s := call.time_remaining()) is not None and left_s < _OVER_S:
+        # The scheduler kept the call's own deadline, and was faster than the client.
+        return grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ()
+    return _status(error)
