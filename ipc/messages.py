@@ -623,11 +623,26 @@ class ShareMemory:
     """Let requests of this guest use the first `byte_size` bytes of the attached descriptor: a
     sealed memfd.
 
-    Answered with {"memory": [id, pid, fd, inode, byte_size, sealed]}, as places have it.
+    Answered with {"memory": [id, pid, fd, inode, byte_size, sealed, copied]}, as places have it.
     """
 
     id: int
     byte_size: int
+
+
+@_message
+class ShareDeviceMemory:
+    """Let requests of this guest use the first `byte_size` bytes of what `handle` opens on the
+    server's device `device_id`.
+
+    Answered with {"memory": [id, byte_size, device_id, handle, device_uuid]}, as places have it.
+    """
+
+    id: int
+    byte_size: int
+    handle: bytes
+    device_id: int
+    device_uuid: bytes
 
 
 @_message
@@ -706,7 +721,7 @@ SupervisorToGuest = (
     | Answered
     | Refused
 )
-GuestToSupervisor = Hello | Acknowledged | ShareMemory | WithdrawMemory
+GuestToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
 GuestToScheduler = Submit | Cancel | Release
 
 

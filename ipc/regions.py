@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.ranges import fits
 from shmserve.ipc.tensors import Memory, Place
+
+_REMEMBERED = 1024  # of the memories that were dropped last
 
 
 def _truncated() -> InvalidArgument:
@@ -76,6 +79,7 @@ class Mappings:
     def __init__(self, open_device: Callable[[Memory], Mapping] | None = None) -> None:
         self._known: dict[int, Any] = {}
         self._open_device = open_device
+        self._dropped: deque[int] = deque(maxlen=_REMEMBERED)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -130,11 +134,15 @@ class Mappings:
             return _HostMapping(memory)
         if self._open_device is None:
             raise Unavailable("the memory of a tensor is on a device, which is not used here")
+        if memory.id in self._dropped:
+            # A request of a client that left came after the news of it: nobody would drop it again.
+            raise Unavailable("the memory of a tensor is gone")
         return self._open_device(memory)
 
     def drop(self, memory_id: int) -> None:
         """Forget a memory. Its pages go when the last view of it does (a model may still hold
         one)."""
+        self._dropped.append(memory_id)
         mapping = self._known.pop(memory_id, None)
         if mapping is not None:
             mapping.close()

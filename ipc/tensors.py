@@ -186,8 +186,8 @@ def _pack_place(place: Place) -> tuple[Any, ...]:
     if memory.cuda is not None:
         handle = memory.cuda
         return (
-            *(memory.id, memory.byte_size, place.offset, place.byte_size),
-            *(handle.device, handle.raw, handle.uuid),
+            *(memory.id, memory.byte_size, handle.device, handle.raw, handle.uuid),
+            *(place.offset, place.byte_size),
         )
     return (
         memory.id,
@@ -216,7 +216,7 @@ def _unpack_place(raw: Any) -> Place:
 
 
 def _unpack_device_place(raw: Any) -> Place:
-    ident, size, offset, byte_size, device, handle, uuid = raw
+    ident, size, device, handle, uuid, offset, byte_size = raw
     for value in (ident, size, offset, byte_size, device):
         if type(value) is not int:
             raise MalformedMessage("a place holds something that is not an integer")

@@ -336,6 +336,28 @@ class Registrar:
             "", "", memory_id, shared, 0, byte_size, owner, set(), 0, guest
         )
 
+    async def lend_cuda(self, memory: Memory, peer: Peer, guest: int) -> None:
+        """Keep a guest's device memory until `give_back`. A guest that leaves meanwhile is the
+        caller's to look after.
+
+        Raises Unsupported, InvalidArgument or Unavailable.
+        """
+        if self._policy.allow is False:
+            raise Unsupported(SHM_DISABLED)
+        if self._handles is None:
+            raise InvalidArgument("the server has no CUDA device whose memory could be shared")
+        size = memory.byte_size
+        self._ledger.enter(peer.uid, size)
+        try:
+            await self._handles.check(memory)
+        except BaseException:
+            self._ledger.leave(peer.uid, size)
+            raise
+        owner = Ownership(peer.uid, NO_GROUP, copied=False)
+        self._lent[memory.id] = Region(
+            "", "", memory.id, None, 0, size, owner, set(), 0, guest, memory.cuda
+        )
+
     def give_back(self, guest: int, memory_id: int = 0) -> None:
         """A guest needs a memory no more, or (without `memory_id`) is gone."""
         for region in list(self._lent.values()):

@@ -67,7 +67,7 @@ class FakeCuda:
 
     def forget(self, exported: Exported) -> None:
         """The exporter dies: nobody can open the handle any more."""
-        del self._exported[exported.raw]
+        self._exported.pop(exported.raw, None)
 
     @property
     def opened(self) -> int:
@@ -111,9 +111,51 @@ class FakeCuda:
         if self.broken:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
+    def exporting(self) -> FakeExporting:
+        """CUDA as another process has it, which allocates."""
+        return FakeExporting(self)
+
     def device_memory(self) -> DeviceMemory:
         """A worker's device memory on this."""
         return DeviceMemory(lambda: self, _as_tensor)
+
+
+class FakeExporting:
+    """Implements `shmserve.ipc.cuda_ipc.Exporting`: what it allocates, `cuda` opens."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.allocated: dict[int, Exported] = {}
+        self.most = 1 << 30
+
+    def allocate(self, byte_size: int, device: int) -> int:
+        """As in `Exporting`."""
+        if byte_size > self.most:
+            raise CudaError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+        made = self._cuda.export(byte_size, device)
+        pointer = ctypes.addressof(made.buffer)
+        self.allocated[pointer] = made
+        return pointer
+
+    def free(self, pointer: int, device: int) -> None:
+        """As in `Exporting`."""
+        self._cuda.forget(self.allocated.pop(pointer))
+
+    def export(self, pointer: int, device: int) -> bytes:
+        """As in `Exporting`."""
+        return self.allocated[pointer].raw
+
+    def uuid(self, device: int) -> bytes:
+        """As in `Exporting`."""
+        return self._cuda.uuid(device)
+
+    def read(self, pointer: int, target: memoryview, device: int) -> None:
+        """As in `Exporting`."""
+        target[:] = ctypes.string_at(pointer, target.nbytes)
+
+    def write(self, pointer: int, source: memoryview, device: int) -> None:
+        """As in `Exporting`."""
+        ctypes.memmove(pointer, bytes(source), source.nbytes)
 
 
 def _as_tensor(allocation: Allocation) -> torch.Tensor:

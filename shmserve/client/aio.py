@@ -113,9 +113,11 @@ class Server:
         """The responses to one request as they come; today a model gives exactly one."""
         yield await self.infer(model, inputs, **options)
 
-    async def allocate(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Region:
+    async def allocate(
+        self, tensors: Mapping[str, tuple[Sequence[int], str]], *, device: str = "cpu"
+    ) -> Region:
         """As `shmserve.client.Server.allocate`."""
-        return await asyncio.to_thread(self._session.allocate, tensors)
+        return await asyncio.to_thread(self._session.allocate, tensors, device)
 
     async def models(self) -> list[tuple[str, str]]:
         """Name and version of every model that may be called now."""

@@ -19,13 +19,13 @@ from typing import Any
 
 from shmserve.client.errors import Disconnected
 from shmserve.client.exchange import Exchange
-from shmserve.client.memory import Segment
+from shmserve.client.memory import AnySegment
 from shmserve.client.models import Models
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.regions import Mappings
-from shmserve.ipc.tensors import MalformedMessage, Memory, Place
+from shmserve.ipc.tensors import MalformedMessage, Place
 
 _MESSAGE = 4 * 1024 * 1024
 _GONE = "there is no server any more"
@@ -127,7 +127,7 @@ class Connection:
 
     # --- memory
 
-    def share(self, segment: Segment) -> None:
+    def share(self, segment: AnySegment) -> None:
         """Make a segment known to the server; returns when it is."""
         answer = _Answer()
         number = next(self._numbers)
@@ -135,13 +135,13 @@ class Connection:
             if not self.alive:
                 raise Disconnected(_GONE)
             self._answers[number] = answer
-        self._tell(m.ShareMemory(number, segment.size), (segment.fd,))
+        self._tell(*segment.sharing(number))
         answer.done.wait()
         if isinstance(answer.payload, ShmserveError):
             raise answer.payload
-        segment.memory = Memory(*answer.payload["memory"])
+        segment.shared(answer.payload["memory"])
 
-    def withdraw(self, segment: Segment) -> None:
+    def withdraw(self, segment: AnySegment) -> None:
         """Make it unknown."""
         if segment.memory is not None and self.alive:
             with contextlib.suppress(Disconnected):

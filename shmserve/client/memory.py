@@ -1,4 +1,5 @@
-"""The client's own memory: sealed memfds that the server's workers map.
+"""The client's own memory: sealed memfds that the server's workers map. What lies on a device
+(device.py) is kept in the same list.
 
     Segment    |## region ##|### slot ###|### slot ###|......... free .........|
                              inputs, each on 64 bytes | outputs
@@ -15,10 +16,15 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from shmserve.client.arrays import dtype_of
+from shmserve.client.device import DeviceSegment
+from shmserve.client.views import Lease, View
 from shmserve.errors import Unavailable
+from shmserve.ipc import messages as m
 from shmserve.ipc.arena import FreeList
 from shmserve.ipc.tensors import Memory, Place
 
@@ -55,6 +61,18 @@ class Segment:
         self.free = FreeList(self.size)
         self.memory: Memory | None = None
 
+    def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
+        """What makes it known to a server: a message, and the descriptors that go with it."""
+        return m.ShareMemory(number, self.size), (self.fd,)
+
+    def shared(self, memory: list[Any]) -> None:
+        """The server knows it, as this."""
+        self.memory = Memory(*memory)
+
+    def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: Lease) -> View:
+        """The tensor at `offset`."""
+        return View.over(self.bytes, offset, shape, dtype_of(datatype), lease)
+
     def place(self, offset: int, byte_size: int) -> Place:
         """Where these bytes are, for the server."""
         assert self.memory is not None
@@ -65,13 +83,16 @@ class Segment:
         os.close(self.fd)
 
 
+AnySegment = Segment | DeviceSegment
+
+
 class Block:
     """Bytes [offset, offset + size) of a segment."""
 
     __slots__ = ("offset", "segment", "size")
 
-    def __init__(self, segment: Segment, offset: int, size: int) -> None:
-        self.segment = segment
+    def __init__(self, segment: Any, offset: int, size: int) -> None:
+        self.segment = segment  # most are a Segment, with `bytes`
         self.offset = offset
         self.size = size
 
@@ -81,13 +102,16 @@ class Memories:
     unknown; for any thread."""
 
     def __init__(
-        self, limit: int, share: Callable[[Segment], None], withdraw: Callable[[Segment], None]
+        self,
+        limit: int,
+        share: Callable[[AnySegment], None],
+        withdraw: Callable[[AnySegment], None],
     ) -> None:
         self._limit = limit
         self._share = share
         self._withdraw = withdraw
         self._lock = threading.RLock()
-        self._segments: list[Segment] = []
+        self._segments: list[AnySegment] = []
         self._returned: deque[Block] = deque()
 
     def allocate(self, byte_size: int, *, alone: bool = False) -> Block:
@@ -102,7 +126,7 @@ class Memories:
                     offset = segment.free.allocate(byte_size)
                     if offset is not None:
                         return Block(segment, offset, byte_size)
-            used = sum(segment.size for segment in self._segments)
+            used = sum(segment.size for segment in self._segments if type(segment) is Segment)
             size = byte_size if alone else max(byte_size, _SMALLEST, min(used, _LARGEST_SHARED))
             if used + size > self._limit:
                 raise Unavailable(
@@ -110,16 +134,25 @@ class Memories:
                     f"{byte_size} more are needed (release results and regions, or connect with a "
                     "larger memory_limit)"
                 )
-            segment = Segment(size)
-            try:
-                self._share(segment)
-            except BaseException:
-                segment.close()
-                raise
-            self._segments.append(segment)
-            offset = segment.free.allocate(segment.size if alone else byte_size)
-            assert offset is not None
-            return Block(segment, offset, byte_size)
+            made = Segment(size)
+            return self._first_block(made, made.size if alone else byte_size)
+
+    def add(self, segment: AnySegment) -> Block:
+        """All of a segment that was made elsewhere, as one block."""
+        with self._lock:
+            self.settle()
+            return self._first_block(segment, segment.size)
+
+    def _first_block(self, segment: AnySegment, byte_size: int) -> Block:
+        try:
+            self._share(segment)
+        except BaseException:
+            segment.close()
+            raise
+        self._segments.append(segment)
+        offset = segment.free.allocate(byte_size)
+        assert offset is not None
+        return Block(segment, offset, byte_size)
 
     def give_back(self, block: Block) -> None:
         """Nothing uses the block any more. It is free from the next `settle` on, so this may run at
@@ -138,7 +171,7 @@ class Memories:
                     self._withdraw(segment)
                     segment.close()
 
-    def find(self, address: int, byte_size: int) -> tuple[Segment, int] | None:
+    def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
         """The segment, and the offset in it, of memory at an address of this process."""
         for segment in tuple(self._segments):
             offset = address - segment.address

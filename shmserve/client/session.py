@@ -11,12 +11,14 @@ from typing import Any
 
 from shmserve.client import discovery
 from shmserve.client.connection import Connection
+from shmserve.client.device import DeviceSegment, device_number, exporting
 from shmserve.client.errors import Disconnected
-from shmserve.client.memory import Memories, Segment
+from shmserve.client.memory import AnySegment, Memories
 from shmserve.client.plans import PLAIN, Options
 from shmserve.client.region import Region
 from shmserve.client.requests import Prepared, prepare
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.cuda_ipc import Exporting
 
 Tensors = Mapping[str, Any]
 # Where outputs go: just names, or arrays in a region by name, or a region.
@@ -34,6 +36,7 @@ class Session:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._closed = False
+        self._cuda: Exporting | None = None
         self.memories = Memories(memory_limit, lambda s: self.connection().share(s), self._withdraw)
         self._connection = Connection(discovery.find(run_dir), timeout_s)
 
@@ -57,7 +60,7 @@ class Session:
                 self.memories.share_again()
             return self._connection
 
-    def _withdraw(self, segment: Segment) -> None:
+    def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)
 
     def prepared(
@@ -77,10 +80,19 @@ class Session:
             raise InvalidArgument("inputs are given as a mapping or by keyword, not both")
         return prepare(self.memories, found, inputs, outputs, options)
 
-    def allocate(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Region:
+    def allocate(
+        self, tensors: Mapping[str, tuple[Sequence[int], str]], device: str = "cpu"
+    ) -> Region:
         """A region."""
         self.connection()
-        return Region(self.memories, tensors)
+        number = device_number(device)
+        if number is None:
+            return Region(self.memories, tensors)
+        with self._lock:
+            if self._cuda is None:
+                self._cuda = exporting()
+            cuda = self._cuda
+        return Region(self.memories, tensors, lambda size: DeviceSegment(cuda, number, size))
 
     def close(self) -> None:
         """End the connection; arrays keep their memory."""

@@ -153,9 +153,15 @@ class Server:
         self._session.connection().call(lambda exchange: _submit(exchange, prepared, future))
         return future
 
-    def allocate(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Region:
-        """Memory for tensors, {name: (shape, datatype)}, that the server uses in place."""
-        return self._session.allocate(tensors)
+    def allocate(
+        self, tensors: Mapping[str, tuple[Sequence[int], str]], *, device: str = "cpu"
+    ) -> Region:
+        """Memory for tensors, {name: (shape, datatype)}, that the server uses in place.
+
+        `device`: "cuda:0" for memory on the server's device 0, which this program must see by the
+        same number. Raises InvalidArgument, or Unavailable where there is none.
+        """
+        return self._session.allocate(tensors, device)
 
     def models(self) -> list[tuple[str, str]]:
         """Name and version of every model that may be called now."""

@@ -133,7 +133,7 @@ def test_memory_of_a_guest_is_checked(guest: Guest) -> None:
     with memfd() as fd:
         answered = guest.ask(m.ShareMemory(1, 4096), fd)
         assert isinstance(answered, m.Answered)
-        assert len(answered.payload["memory"]) == 6
+        assert len(answered.payload["memory"]) == 7
     for options, size, text in (
         ({"seals": 0}, 4096, "F_SEAL_SHRINK"),
         ({"reserve": False}, 4096, "must be reserved"),

@@ -12,7 +12,7 @@ import torch
 
 from shmserve.client.arrays import from_program
 from shmserve.client.errors import Released
-from shmserve.client.memory import Memories, Segment
+from shmserve.client.memory import AnySegment, Memories, Segment
 from shmserve.client.models import Model, Models
 from shmserve.client.plans import PLAIN, Form, Plan, Reader, cut
 from shmserve.client.requests import prepare
@@ -42,7 +42,8 @@ def memories() -> Iterator[Memories]:
     """Memory that a server has been told of."""
     numbers = iter(range(1, 100))
 
-    def share(segment: Segment) -> None:
+    def share(segment: AnySegment) -> None:
+        assert isinstance(segment, Segment)
         inode = os.fstat(segment.fd).st_ino
         segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
 
