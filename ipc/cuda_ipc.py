@@ -33,6 +33,7 @@ from shmserve.errors import Unavailable
 logger = logging.getLogger(__name__)
 
 HANDLE_SIZE = 64
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every device of the process
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
@@ -57,6 +58,12 @@ class Cuda(Protocol):
 
     def synchronize(self, device: int) -> None:
         """Wait until the device has done all that this process asked of it."""
+
+    def pin(self, address: int, byte_size: int, device: int) -> None:
+        """Lock pages of host memory, so that the device copies from and to them directly."""
+
+    def unpin(self, address: int, device: int) -> None:
+        """Undo `pin`, before the pages are unmapped."""
 
 
 class Exporting(Protocol):
@@ -132,6 +139,17 @@ class Driver:
         with self._current(device):
             self._call("cuCtxSynchronize")
 
+    def pin(self, address: int, byte_size: int, device: int) -> None:
+        """As `Cuda` says."""
+        with self._current(device):
+            self._call("cuMemHostRegister", address, byte_size, _PORTABLE)
+
+    def unpin(self, address: int, device: int) -> None:
+        """As `Cuda` says."""
+        with self._current(device):
+            self._call("cuCtxSynchronize")
+            self._call("cuMemHostUnregister", address)
+
     # --- for programs that export
 
     def allocate(self, byte_size: int, device: int) -> int:
@@ -158,14 +176,14 @@ class Driver:
         with self._current(device):
             self._call("cuCtxSynchronize")
             source = self._driver.CUdeviceptr(pointer)
-            self._call("cuMemcpyDtoH", _address(target), source, target.nbytes)
+            self._call("cuMemcpyDtoH", address_of(target), source, target.nbytes)
 
     def write(self, pointer: int, source: memoryview, device: int) -> None:
         """As `Exporting` says."""
         with self._current(device):
             self._call("cuCtxSynchronize")
             target = self._driver.CUdeviceptr(pointer)
-            self._call("cuMemcpyHtoD", target, _address(source), source.nbytes)
+            self._call("cuMemcpyHtoD", target, address_of(source), source.nbytes)
             self._call("cuCtxSynchronize")
 
     # --- calls
@@ -192,5 +210,6 @@ class Driver:
         return values[0] if len(values) == 1 else values
 
 
-def _address(view: memoryview) -> int:
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a view are in this process."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)

@@ -50,10 +50,17 @@ class Seals:
         return int(number) if true else 0
 
     def memory_id(
-        self, number: int, pid: int, fd: int, inode: int, byte_size: int, sealed: bool
+        self,
+        number: int,
+        pid: int,
+        fd: int,
+        inode: int,
+        byte_size: int,
+        sealed: bool,
+        pinned: bool = False,
     ) -> int:
         """The id of a memory of guest `number`: 62 bits that cannot be guessed."""
-        text = f"memory {number} {pid} {fd} {inode} {byte_size} {sealed}"
+        text = f"memory {number} {pid} {fd} {inode} {byte_size} {sealed} {pinned}"
         return int.from_bytes(self._mac(text, 8), "little") >> 2
 
     def device_memory_id(self, number: int, serial: int, byte_size: int, handle: CudaHandle) -> int:
@@ -73,5 +80,11 @@ class Seals:
             serial = memory.id >> _MAC_BITS
             return memory.id == self.device_memory_id(number, serial, memory.byte_size, memory.cuda)
         return not memory.copied and memory.id == self.memory_id(
-            number, memory.pid, memory.fd, memory.inode, memory.byte_size, memory.sealed
+            number,
+            memory.pid,
+            memory.fd,
+            memory.inode,
+            memory.byte_size,
+            memory.sealed,
+            memory.pinned,
         )

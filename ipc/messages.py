@@ -322,7 +322,8 @@ class SchedulerLost:
 class RegionPublished:
     """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
 
-    `uid` and `group` say whose it is; `copied`: it is not to be mapped (see shmserve/trust.py).
+    `uid` and `group` say whose it is; `copied`: it is not to be mapped (see shmserve/trust.py);
+    `pinned`: workers on CUDA devices lock its pages.
     With a `handle` (64 bytes) it is CUDA memory on `device_id`, and `key`, `pid`, `fd` and `inode`
     mean nothing; `device_uuid` is empty where the client gave none.
     """
@@ -343,6 +344,7 @@ class RegionPublished:
     handle: bytes = b""
     device_id: int = 0
     device_uuid: bytes = b""
+    pinned: bool = False
 
 
 @_message
@@ -382,7 +384,8 @@ class RegionReleased:
 class RegisterRegion:
     """Register a client's POSIX shared memory object, for the user `uid`, who is in `groups`.
 
-    The answer is {"memory_id"}. `leased`: until `RegionAbandoned`, or until the sender ends.
+    The answer is {"memory_id"}. `leased`: until `RegionAbandoned`, or until the sender ends. `pin`:
+    have workers on CUDA devices lock its pages.
     """
 
     id: int
@@ -393,6 +396,7 @@ class RegisterRegion:
     uid: int
     groups: list[int]
     leased: bool
+    pin: bool
 
 
 @_message
@@ -621,13 +625,15 @@ class Welcome:
 @_message
 class ShareMemory:
     """Let requests of this guest use the first `byte_size` bytes of the attached descriptor: a
-    sealed memfd.
+    sealed memfd. `pin`: have workers on CUDA devices lock its pages.
 
-    Answered with {"memory": [id, pid, fd, inode, byte_size, sealed, copied]}, as places have it.
+    Answered with {"memory": [id, pid, fd, inode, byte_size, sealed, copied, pinned]}, as places
+    have it.
     """
 
     id: int
     byte_size: int
+    pin: bool
 
 
 @_message

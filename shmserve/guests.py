@@ -220,10 +220,10 @@ class Guests:
                     self._send(guest, m.pack([_for_guests(item)]))
             case m.Acknowledged(number=number) if guest.welcomed:
                 self._acknowledgements.acknowledged(guest.number, number)
-            case m.ShareMemory(id=number, byte_size=size) if guest.welcomed:
+            case m.ShareMemory(number, size, pin) if guest.welcomed:
                 answer: Any
                 try:
-                    answer = m.Answered(number, {"memory": self._share(guest, size, fds)})
+                    answer = m.Answered(number, {"memory": self._share(guest, size, pin, fds)})
                 except ShmserveError as error:
                     answer = m.Refused(number, error.code, error.message)
                 self._send(guest, m.pack([answer]))
@@ -236,16 +236,16 @@ class Guests:
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
-    def _share(self, guest: _Guest, byte_size: int, fds: list[int]) -> list[Any]:
+    def _share(self, guest: _Guest, byte_size: int, pin: bool, fds: list[int]) -> list[Any]:
         if len(fds) != 1:
             raise InvalidArgument("one descriptor must come with the memory to share")
         (fd,) = fds
-        shared = check_memory(fd, byte_size)
+        shared = check_memory(fd, byte_size, trusted=guest.uid in (0, os.geteuid()))
         rest = (os.getpid(), fd, shared.inode, byte_size, True)
-        memory_id = self._seals.memory_id(guest.number, *rest)
-        self._regions.lend(memory_id, shared, byte_size, Peer(guest.uid), guest.number)
+        memory_id = self._seals.memory_id(guest.number, *rest, pin)
+        self._regions.lend(memory_id, shared, byte_size, Peer(guest.uid), guest.number, pin)
         fds.clear()
-        return [memory_id, *rest, False]
+        return [memory_id, *rest, False, pin]
 
     async def _answer_device(self, guest: _Guest, asked: m.ShareDeviceMemory) -> None:
         answer: Any
@@ -272,11 +272,12 @@ class Guests:
         return [memory_id, size, handle.device, handle.raw, handle.uuid]
 
 
-def check_memory(fd: int, byte_size: int) -> SharedObject:
+def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     """The memfd `fd`, for workers to map the first `byte_size` bytes of.
 
     Raises InvalidArgument when they could die of touching it: when it can shrink, is smaller, has
-    no memory behind it yet, or is of huge pages, of which the host may have none left.
+    no memory behind it yet, or is of huge pages and of who is not `trusted` to leave them in place:
+    the host may have no others.
     """
     shared = described(fd)
     status = os.fstat(fd)
@@ -286,8 +287,12 @@ def check_memory(fd: int, byte_size: int) -> SharedObject:
         seals = 0
     if not stat.S_ISREG(status.st_mode) or not seals & _F_SEAL_SHRINK:
         raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
-    if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
-        raise InvalidArgument("shared memory must be of ordinary pages")
+    page = os.fstatvfs(fd).f_bsize
+    if page != mmap.PAGESIZE and (not trusted or byte_size % page):
+        raise InvalidArgument(
+            "shared memory must be of ordinary pages, or, from the server's own user, of whole "
+            "huge pages"
+        )
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise InvalidArgument("shared memory must be open for reading and writing")
     if not byte_size > 0 or not fits(0, byte_size, shared.size):

@@ -58,6 +58,7 @@ class FakeCuda:
         self._open: Counter[int] = Counter()
         self.asked: list[tuple[str, int]] = []
         self.broken = False
+        self.pinned: dict[int, int] = {}  # address -> byte size
 
     def export(self, byte_size: int, device: int = 0, inside: int = 0) -> Exported:
         """Allocate in another process, and export."""
@@ -110,6 +111,19 @@ class FakeCuda:
         self.asked.append(("synchronize", device))
         if self.broken:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def pin(self, address: int, byte_size: int, device: int) -> None:
+        """As in `Cuda`; nothing of no size, which poisons the driver's next call."""
+        assert byte_size and address not in self.pinned
+        if self.broken:
+            raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
+        self.pinned[address] = byte_size
+        self.asked.append(("pin", device))
+
+    def unpin(self, address: int, device: int) -> None:
+        """As in `Cuda`; the pages are still there."""
+        ctypes.string_at(address, self.pinned.pop(address))
+        self.asked.append(("unpin", device))
 
     def exporting(self) -> FakeExporting:
         """CUDA as another process has it, which allocates."""

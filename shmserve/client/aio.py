@@ -114,10 +114,15 @@ class Server:
         yield await self.infer(model, inputs, **options)
 
     async def allocate(
-        self, tensors: Mapping[str, tuple[Sequence[int], str]], *, device: str = "cpu"
+        self,
+        tensors: Mapping[str, tuple[Sequence[int], str]],
+        *,
+        device: str = "cpu",
+        pin: bool = False,
+        huge_pages: bool = False,
     ) -> Region:
         """As `shmserve.client.Server.allocate`."""
-        return await asyncio.to_thread(self._session.allocate, tensors, device)
+        return await asyncio.to_thread(self._session.allocate, tensors, device, pin, huge_pages)
 
     async def models(self) -> list[tuple[str, str]]:
         """Name and version of every model that may be called now."""

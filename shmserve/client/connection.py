@@ -21,6 +21,7 @@ from shmserve.client.errors import Disconnected
 from shmserve.client.exchange import Exchange
 from shmserve.client.memory import AnySegment
 from shmserve.client.models import Models
+from shmserve.client.region import nothing
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
@@ -51,7 +52,10 @@ class Connection:
         self._numbers = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
         self._exchanges: set[Exchange] = set()
-        self._lock = threading.Lock()  # of the door's sending end, and of the two above
+        # Of the door's sending end, and of the two above; again in one thread, because `nudge` may
+        # come from where an object is collected.
+        self._lock = threading.RLock()
+        self.on_nudge: Callable[[], None] = nothing
         self._tasks: deque[Callable[[], None]] = deque()
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -136,10 +140,19 @@ class Connection:
                 raise Disconnected(_GONE)
             self._answers[number] = answer
         self._tell(*segment.sharing(number))
+        if threading.current_thread() is self._thread:  # a future's callback wants memory
+            self._read_until(answer)
         answer.done.wait()
         if isinstance(answer.payload, ShmserveError):
             raise answer.payload
         segment.shared(answer.payload["memory"])
+
+    def _read_until(self, answer: _Answer) -> None:
+        try:
+            while not answer.done.is_set():
+                self._informed(self._receive())
+        except (OSError, MalformedMessage) as error:
+            raise Disconnected(_GONE) from error
 
     def withdraw(self, segment: AnySegment) -> None:
         """Make it unknown."""
@@ -192,6 +205,13 @@ class Connection:
             self._tasks.append(lambda: task(self._own))
             self._own.wake()
 
+    def nudge(self) -> None:
+        """Have `on_nudge` called in the connection's thread; at any moment, in any thread."""
+        if self.pid == os.getpid():
+            with self._lock:
+                if self.alive:
+                    self._own.wake()
+
     # --- its thread
 
     def _run(self) -> None:
@@ -203,6 +223,8 @@ class Connection:
                     self._informed(self._receive())
                 while self._tasks:
                     self._tasks.popleft()()
+                if own.waker in events:
+                    self.on_nudge()
                 own.flush()
                 own.take(events)
         except (OSError, MalformedMessage):
@@ -225,9 +247,12 @@ class Connection:
 
     def close(self) -> None:
         """End it: the server forgets this client. Owners of exchanges are woken, to close them."""
+        if self.pid != os.getpid():
+            return  # a forked child: all of it is its parent's
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         self._door.close()
 
 

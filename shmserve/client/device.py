@@ -97,8 +97,9 @@ class DeviceSegment:
         return Place(self.memory, offset, byte_size)
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: Lease) -> DeviceView:
-        """The tensor at `offset`."""
-        assert self._allocation is not None
+        """The tensor at `offset`. Raises Released."""
+        if self._allocation is None:
+            raise Released("this client is closed")
         return DeviceView(self, self._allocation, offset, shape, datatype, lease)
 
     def close(self) -> None:

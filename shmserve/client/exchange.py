@@ -52,10 +52,15 @@ class Pending:
 
     def result(self) -> Result:
         """The result; raises the error that it ended with."""
-        if isinstance(self.outcome, Result):
-            return self.outcome
-        assert self.outcome is not None
-        raise self.outcome
+        outcome = self.outcome
+        if isinstance(outcome, Result):
+            return outcome
+        assert outcome is not None
+        self.outcome = None
+        try:
+            raise outcome
+        finally:
+            del outcome  # no cycle of it and its traceback, which would keep the request's memory
 
 
 class Exchange:
@@ -217,8 +222,9 @@ class Exchange:
         if pending.abandoned:
             return
         pending.outcome = outcome
-        if pending.on_done is not None:
-            pending.on_done(pending)
+        on_done, pending.on_done = pending.on_done, None  # it may refer to this: no cycle stays
+        if on_done is not None:
+            on_done(pending)
 
     # --- ends
 

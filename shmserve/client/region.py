@@ -46,7 +46,7 @@ class Region(Mapping[str, Any]):
             self._block = block = memories.allocate(max(1, total), alone=True)
         else:
             self._block = block = memories.add(make(max(1, total)))
-        self.lease = Lease(lambda: memories.give_back(block))
+        self.lease = Lease(lambda: memories.part_with(block))
         self._memories = memories
         self._offsets: dict[str, int] = {}
         at = block.offset

@@ -12,7 +12,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from shmserve.client.connection import Connection
-from shmserve.client.errors import TimedOut
+from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.exchange import Exchange, Pending
 from shmserve.client.region import Region
 from shmserve.client.requests import Prepared
@@ -154,14 +154,21 @@ class Server:
         return future
 
     def allocate(
-        self, tensors: Mapping[str, tuple[Sequence[int], str]], *, device: str = "cpu"
+        self,
+        tensors: Mapping[str, tuple[Sequence[int], str]],
+        *,
+        device: str = "cpu",
+        pin: bool = False,
+        huge_pages: bool = False,
     ) -> Region:
         """Memory for tensors, {name: (shape, datatype)}, that the server uses in place.
 
         `device`: "cuda:0" for memory on the server's device 0, which this program must see by the
-        same number. Raises InvalidArgument, or Unavailable where there is none.
+        same number. For host memory, `pin` has workers on CUDA devices lock it, for faster copies,
+        and `huge_pages` takes it from the pages that the host has reserved. Raises InvalidArgument,
+        or Unavailable where there is none.
         """
-        return self._session.allocate(tensors, device)
+        return self._session.allocate(tensors, device, pin, huge_pages)
 
     def models(self) -> list[tuple[str, str]]:
         """Name and version of every model that may be called now."""
@@ -184,7 +191,8 @@ class Server:
 
     def close(self) -> None:
         """Leave the server, which frees all that this client had there. A second time is fine."""
-        self._session.close()
+        if not self._session.close():
+            return
         with self._lock:
             for waiter in self._waiters.values():
                 waiter.close()
@@ -212,10 +220,15 @@ def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> N
     if future.cancelled():
         prepared.end()
         return
-    pending = exchange.submit(prepared, lambda done: _resolve(future, done))
+    try:
+        pending = exchange.submit(prepared, lambda done: _resolve(future, done))
+    except Disconnected as error:
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(error)
+        return
 
-    def over(_: Future[Result]) -> None:
-        if future.cancelled() and pending.outcome is None:
+    def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
+        if ended.cancelled() and pending.outcome is None:
             exchange.connection.call(lambda own: own.cancel(pending))
 
     future.add_done_callback(over)

@@ -153,7 +153,9 @@ def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[Host]:
     with rig(folder) as worker:
         memory = cuda.device_memory()
         worker.context = dataclasses.replace(
-            worker.context, mappings=Mappings(memory.open), device_memory=memory
+            worker.context,
+            mappings=Mappings(memory.open, partial(memory.pin, device=0)),
+            device_memory=memory,
         )
         text = "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n"
         (worker.context.version_dir / "model.py").write_text(text + "        return x * 2\n")
@@ -276,15 +278,18 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     work = pack_inference(
         inference(tensor("x", ROW, region.place("x")), outputs=(RequestedOutput("y"),))
     )
+    view = region["y"]
     client.close()
+    with pytest.raises(shmserve.client.Released, match="closed"):
+        region.view("x")
     until("workers are told", lambda: bool(host.dropped))
     host.drop()
     assert cuda.opened == 0
     # A request that a worker had not begun by then is not run: nobody would close the handle.
     (reply,) = host.worker.raw_batch([work])
     assert reply.code == "UNAVAILABLE" and cuda.opened == 0
-    assert len(exporting.allocated) == 1, "the program's tensors keep it"
-    del region
+    assert len(exporting.allocated) == 1 and (view.numpy() == 0).all(), "it is the program's"
+    del region, view
     gc.collect()
     assert not exporting.allocated
 
@@ -307,6 +312,30 @@ def test_a_dead_exporter_fails_its_own_requests_only(
     with pytest.raises(InvalidArgument, match="cannot be opened: its owner is gone"):
         ask(host, client, dead)
     ask(host, client, alive)
+
+
+def test_pinned_host_memory(
+    host: Host, client: Server, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.allocate(TENSORS, pin=True) as region:
+        region["x"][:] = ROW
+        ask(host, client, region)
+        assert (region["y"] == ROW * 2).all()
+        assert list(cuda.pinned.values()) == [4096]
+        limits = (8191, 8191)
+        monkeypatch.setattr("resource.getrlimit", lambda kind: limits)
+        with pytest.raises(InvalidArgument, match="RLIMIT_MEMLOCK"):
+            client.allocate(TENSORS, pin=True)
+        forged = dataclasses.replace(region.place("x").memory, pinned=False)
+        with pytest.raises(InvalidArgument, match="has not shared"):
+            host.door._check_owner(FIRST, Place(forged, 0, 16))
+    until("workers are told", lambda: bool(host.dropped))
+    host.drop()
+    assert not cuda.pinned
+    client.allocate(TENSORS, pin=True)
+    for wrong in ({"pin": True}, {"huge_pages": True}):
+        with pytest.raises(InvalidArgument, match="only host memory"):
+            client.allocate(TENSORS, device="cuda:0", **wrong)
 
 
 # --- what is refused
