@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import zmq
 
 import shmserve.client
+from shmserve.devices import cuda_devices
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Dealer
@@ -178,6 +180,30 @@ def test_a_guest_uses_its_own_memory_and_no_other(guest: Guest, server: Server) 
         assert "has not shared" in answer(link).message
         link.send(submit((small(),), 1, (RequestedOutput("OUTPUT0", Place(memory, 0, 16)),)))
         assert "has not shared" in answer(link).message
+
+
+def test_places_are_as_the_page_says(guest: Guest) -> None:
+    """Put together by hand from `PROTOCOL.md`, as another language does."""
+    link = guest.link("identity")
+    with memfd() as fd:
+        memory = guest.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
+        os.pwrite(fd, b"\2\0\0\0" * 4, 64)
+        inputs = [["INPUT0", "FP32", [4], [*memory, 64, 16]]]
+        outputs = [["OUTPUT0", [*memory, 128, 16]]]
+        work = msgpack.packb(["", inputs, outputs, {}, 0, 0, 0, 0, 0])
+        link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
+        finished = answer(link)
+        assert isinstance(finished, m.Finished)
+        ((name, datatype, shape, place),), parameters = msgpack.unpackb(finished.body)
+        assert (name, datatype, shape, parameters) == ("OUTPUT0", "FP32", [4], {})
+        assert place == [*memory, 128, 16]
+        assert os.pread(fd, 16, 128) == b"\2\0\0\0" * 4
+
+
+def test_device_memory_of_a_server_without_one(guest: Guest) -> None:
+    refused = guest.ask(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
+    assert isinstance(refused, m.Refused) and refused.id == 1
+    assert cuda_devices() or "the server has no CUDA device" in refused.message
 
 
 def test_a_guest_s_word_is_not_taken(guest: Guest) -> None:
