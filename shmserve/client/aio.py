@@ -14,12 +14,10 @@ from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.exchange import Exchange, Pending
+from shmserve.client.exchange import LATE, Exchange, Pending
 from shmserve.client.region import Region
 from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors, options_of
-
-_LATE = "nobody answered within the timeout"
 
 
 class _Turns:
@@ -96,7 +94,7 @@ class Server:
                 await future
         except TimeoutError:
             self._cancel(turns, pending)
-            raise TimedOut(_LATE) from None
+            raise TimedOut(LATE) from None
         except asyncio.CancelledError:
             self._cancel(turns, pending)
             raise

@@ -7,11 +7,13 @@ exchange too, for requests whose answers nobody waits for in a loop (`infer_asyn
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +59,7 @@ class Connection:
         self._lock = threading.RLock()
         self.on_nudge: Callable[[], None] = nothing
         self._tasks: deque[Callable[[], None]] = deque()
+        self._timed: list[tuple[int, int, Callable[[], None]]] = []
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._door.settimeout(timeout_s)
@@ -205,6 +208,18 @@ class Connection:
             self._tasks.append(lambda: task(self._own))
             self._own.wake()
 
+    def at(self, time_ns: int, task: Callable[[], None]) -> None:
+        """Run something at a (monotonic) time; only in the connection's own thread."""
+        heapq.heappush(self._timed, (time_ns, next(self._names), task))
+
+    def _timeout_s(self) -> float | None:
+        while self._timed:
+            left_ns = self._timed[0][0] - time.monotonic_ns()
+            if left_ns > 0:
+                return left_ns / 1e9
+            heapq.heappop(self._timed)[2]()
+        return None
+
     def nudge(self) -> None:
         """Have `on_nudge` called in the connection's thread; at any moment, in any thread."""
         if self.pid == os.getpid():
@@ -218,7 +233,9 @@ class Connection:
         door, own = self._door.fileno(), self._own
         try:
             while self.alive:
-                events = dict(self._poll.poll())
+                timeout_s = self._timeout_s()
+                own.flush()
+                events = dict(self._poll.poll(timeout_s))
                 if door in events:
                     self._informed(self._receive())
                 while self._tasks:

@@ -29,6 +29,7 @@ from shmserve.ipc.tensors import MalformedMessage
 if TYPE_CHECKING:
     from shmserve.client.connection import Connection
 
+LATE = "nobody answered within the timeout"
 ENDED = "the server ended before it answered"
 
 
@@ -123,6 +124,13 @@ class Exchange:
         pending.abandoned = True
         if pending.submit.id in self._pending:
             self._post(pending.endpoint, Cancel(pending.submit.id))
+
+    def expire(self, number: int) -> None:
+        """The time of a request is over: it fails, unless it was answered."""
+        pending = self._pending.get(number)
+        if pending is not None and not pending.abandoned:
+            self._done(pending, TimedOut(LATE))
+            self.cancel(pending)
 
     def flush(self) -> None:
         """Send what is queued."""

@@ -13,13 +13,11 @@ from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.exchange import Exchange, Pending
+from shmserve.client.exchange import LATE, Exchange, Pending
 from shmserve.client.region import Region
 from shmserve.client.requests import Prepared
 from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors, options_of
-
-_LATE = "nobody answered within the timeout"
 
 
 class _Waiter:
@@ -46,7 +44,7 @@ class _Waiter:
             if deadline_ns:
                 timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
                 if timeout_s <= 0:
-                    raise TimedOut(_LATE)
+                    raise TimedOut(LATE)
             exchange.take([fd for fd, _ in self._poll.poll(timeout_s)])
 
     def close(self) -> None:
@@ -226,6 +224,11 @@ def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> N
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
         return
+
+    deadline_ns = prepared.options.deadline_ns
+    if deadline_ns:
+        number = pending.submit.id  # and not the request, which would be kept until then
+        exchange.connection.at(deadline_ns, lambda: exchange.expire(number))
 
     def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
         if ended.cancelled() and pending.outcome is None:

@@ -61,6 +61,21 @@ def test_a_timeout_cancels_the_request(gated: Server) -> None:
         assert gated.gate.is_idle()
 
 
+def test_a_future_ends_in_time_though_nobody_answers(gated: Server) -> None:
+    scheduler = gated.one("scheduler simple")
+    with shmserve.client.connect(gated.run_dir) as client:
+        assert client.infer("simple", INPUT0=A, INPUT1=A)
+        scheduler.suspend()
+        try:
+            late = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
+            patient = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
+            with pytest.raises(shmserve.client.TimedOut):
+                late.result(20)
+        finally:
+            scheduler.resume()
+        assert (patient.result(20)["OUTPUT0"] == 2 * A).all()
+
+
 def test_a_cancelled_future_is_cancelled_at_the_server(gated: Server) -> None:
     with shmserve.client.connect(gated.run_dir) as client:
         blocker = client.infer_async("gated", _value(client, 1))
