@@ -251,6 +251,13 @@ class MemoryDropped:
 
 
 @_message
+class SetLogging:
+    """Log like this from now on; `settings` are shmserve.logs.LogSettings, by name."""
+
+    settings: dict[str, Any]
+
+
+@_message
 class Answered:
     """The answer to the sender's numbered request."""
 
@@ -467,6 +474,15 @@ class IndexRepository:
     ready: bool
 
 
+@_message
+class ChangeLogging:
+    """Change these log settings, in every process; answer with all of them, as `SetLogging` has
+    them."""
+
+    id: int
+    changes: dict[str, Any]
+
+
 # --- supervisor and scheduler
 # ------------------------------------------------------------------------------------
 
@@ -670,6 +686,7 @@ SupervisorToGateway = (
     | RegionWithdrawn
     | HealthChanged
     | ProcessExited
+    | SetLogging
     | Answered
     | Refused
     | Drain
@@ -686,10 +703,11 @@ GatewayToSupervisor = (
     | LoadModel
     | UnloadModel
     | IndexRepository
+    | ChangeLogging
     | Drained
 )
 SupervisorToScheduler = (
-    InstanceExpected | InstanceExited | PoolFailed | ProcessExited | Drain | Stop
+    InstanceExpected | InstanceExited | PoolFailed | ProcessExited | SetLogging | Drain | Stop
 )
 SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
 SupervisorToWorker = (
@@ -701,6 +719,7 @@ SupervisorToWorker = (
     | ProcessExited
     | ModelWithdrawn
     | SchedulerLost
+    | SetLogging
     | Answered
     | Refused
     | Stop

@@ -312,6 +312,10 @@ class InferenceTemplate:
         pieces += (self._pieces[-1], msgpack.packb(deadline_ns))
         return b"".join(pieces)
 
+    def pieces(self, deadline_ns: int) -> list[bytes]:
+        """What is around the inline tensors' bytes, in order."""
+        return [*self._pieces[:-1], self._pieces[-1] + msgpack.packb(deadline_ns)]
+
 
 def unpack_inference(work: bytes) -> Inference:
     """The `Inference` in `work`; raises MalformedMessage."""
@@ -347,27 +351,41 @@ def unpack_inference(work: bytes) -> Inference:
         raise MalformedMessage(f"not an inference: {error}") from error
 
 
-def form_of(work: bytes) -> tuple[Any, ...] | None:
-    """What of a packed `Inference` decides whether a model takes it, when that is no more than the
-    names, types, shapes and sizes of tensors inside the message; else None. May raise anything.
-    """
-    request_id, inputs, outputs, parameters, *rest = msgpack.unpackb(work)
-    if request_id or outputs or parameters or rest[0] != 0 or len(rest) != 5:
-        return None
-    return tuple(
-        [
-            (name, datatype, *shape, len(data) if type(data) is bytes else -1)
-            for name, datatype, shape, data in inputs
-        ]
-    )
-
-
 def pack_inferred(answer: Inferred) -> bytes:
     """An `Inferred` as bytes, for `RequestReply.body`."""
     packed: bytes = msgpack.packb(
         ([_pack_tensor(tensor) for tensor in answer.outputs], answer.parameters)
     )
     return packed
+
+
+class InferredTemplate:
+    """A packed `Inferred` but for the bytes of its tensors, which are all inline."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, answer: Inferred) -> None:
+        packer = msgpack.Packer(autoreset=False)
+        packer.pack_array_header(2)
+        packer.pack_array_header(len(answer.outputs))
+        self._pieces: list[bytes] = []  # what comes before each tensor's bytes
+        for tensor in answer.outputs:
+            assert isinstance(tensor.data, bytes)
+            packer.pack_array_header(4)
+            for value in (tensor.name, tensor.datatype, tensor.shape, tensor.data):
+                packer.pack(value)
+            self._pieces.append(packer.bytes().removesuffix(tensor.data))
+            packer.reset()
+        packer.pack(answer.parameters)
+        self._pieces.append(packer.bytes())
+
+    def fill(self, datas: list[bytes]) -> bytes:
+        """What `pack_inferred` gives for tensors of the same sizes with these bytes."""
+        pieces: list[bytes] = []
+        for piece, data in zip(self._pieces, datas, strict=False):
+            pieces += (piece, data)
+        pieces.append(self._pieces[-1])
+        return b"".join(pieces)
 
 
 def unpack_inferred(body: bytes) -> Inferred:

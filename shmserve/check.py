@@ -17,6 +17,7 @@ from shmserve.ipc.messages import Failed, Finished, Submit
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import ITEM_SIZE, Inference, TensorRef, element_count, pack_inference
+from shmserve.log_file import written_to
 from shmserve.progress import Progress
 from shmserve.run_directory import RunDirectory
 from shmserve.supervisor import Supervisor
@@ -27,7 +28,12 @@ _PATIENCE_S = 60.0
 def check(config: ServerConfig) -> int:
     """Check the repositories of `config`; prints a line a model; 0 when all is well, 2
     otherwise."""
-    logs.configure("check", config.log_verbose)
+    with written_to(config.log.log_file):
+        return _checked(config)
+
+
+def _checked(config: ServerConfig) -> int:
+    logs.configure("check", config.log)
     name_process("check")
     alone = dataclasses.replace(
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
@@ -54,15 +60,19 @@ async def _check(supervisor: Supervisor) -> int:
                 failure, seconds = await asyncio.to_thread(_run_one_batch, where)
             bad += bool(failure)
             name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
-            text = (
-                f"FAILED  {failure}" if failure else f"ok      one batch in {seconds * 1e3:.1f} ms"
-            )
-            print(f"{name:<32} {text}", flush=True)
+            print(f"{name:<32} {_verdict(failure, seconds)}", flush=True)
         if not rows:
             print("no model found", flush=True)
         return 2 if bad or not rows else 0
     finally:
         await supervisor.end(0)
+
+
+def _verdict(failure: str, seconds: float) -> str:
+    """What stands beside a model's name; of several lines the others are indented."""
+    if not failure:
+        return f"ok      one batch in {seconds * 1e3:.1f} ms"
+    return "FAILED  " + failure.rstrip("; \n").replace("\n", "\n" + " " * 8)
 
 
 def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:

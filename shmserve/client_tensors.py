@@ -14,6 +14,8 @@ from shmserve.ipc.tensors import ITEM_SIZE, NUMPY, encode_bytes
 
 _Array = np.ndarray[Any, Any]
 
+_MOST_DIMENSIONS = 32  # of numpy's arrays
+
 # What JSON elements of a datatype must be, and how a message calls them.
 _INTEGER = (int, "integers")
 _NUMBER = ((int, float), "numbers")
@@ -40,14 +42,24 @@ class ModelTensor:
 def load(name: str, text: str) -> Any:
     """The value in `text`: JSON, or the array in a file if it starts with @; raises WrongInput."""
     if text.startswith("@"):
-        try:
-            return np.load(Path(text[1:]), allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise WrongInput(f"input '{name}': cannot read {text[1:]}: {error}") from error
+        return _load_array(name, Path(text[1:]))
     try:
         return json.loads(text)
+    except RecursionError as error:
+        raise WrongInput(f"input '{name}': the lists are nested too deeply") from error
     except ValueError as error:
         raise WrongInput(f"input '{name}': not JSON: {error}") from error
+
+
+def _load_array(name: str, path: Path) -> _Array:
+    try:
+        with path.open("rb") as file:
+            array = np.load(file, allow_pickle=False)
+    except Exception as error:  # whatever numpy makes of a file that is none of its own
+        raise WrongInput(f"input '{name}': cannot read {path}: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise WrongInput(f"input '{name}': {path} holds several arrays, not one")
+    return array
 
 
 def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
@@ -91,6 +103,8 @@ def _texts(raw: memoryview) -> Iterator[str]:
 
 def _from_json(tensor: ModelTensor, value: Any) -> _Array:
     shape = _shape(value)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise WrongInput(f"input '{tensor.name}': the lists are nested too deeply")
     kind, called = _ELEMENTS.get(tensor.datatype, _INTEGER)
     elements: list[Any] = []
     for element in _leaves(tensor, value, shape):

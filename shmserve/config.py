@@ -22,6 +22,7 @@ from shmserve.gateway.authorisation import (
     read_tokens,
 )
 from shmserve.grpc_config import GrpcConfig
+from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 from shmserve.repository import is_inline
 from shmserve.trust import NO_GROUP, ShmPolicy
@@ -67,7 +68,7 @@ class ServerConfig:
     exit_timeout_s: int
     exit_on_error: bool
     strict_readiness: bool
-    log_verbose: int
+    log: LogSettings
     delay_scheduler: int
     visible_devices: str | None
     without_effect: tuple[str, ...]
@@ -88,7 +89,6 @@ class ServerConfig:
             "request_timeout_us": self.request_timeout_us,
             "arena_byte_size": self.arena_byte_size,
             "body_timeout_s": self.http_body_timeout_s,
-            "verbose": self.log_verbose,
             "http_address": self.http_address,
             "tokens": dict(self.tokens),
             "http_restricted": encode_restrictions(self.http_restricted),
@@ -159,7 +159,14 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         exit_timeout_s=value["exit-timeout-secs"],
         exit_on_error=value["exit-on-error"],
         strict_readiness=value["strict-readiness"],
-        log_verbose=value["log-verbose"],
+        log=LogSettings(
+            log_file=value["log-file"] or "",
+            log_info=value["log-info"],
+            log_warning=value["log-warning"],
+            log_error=value["log-error"],
+            log_verbose_level=value["log-verbose"],
+            log_format=value["log-format"],
+        ),
         delay_scheduler=_count(environment, "TRITONSERVER_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
@@ -206,6 +213,8 @@ def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
         else:
             repositories.append(Path(word))
     for path in repositories:
+        if path.suffix == ".py" and path.is_file():
+            raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
         if not path.is_dir():
             raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
     if not repositories and not files:

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,7 @@ class Deployment:
             "instance_name": instance.name,
             "backend_config": config.backend_settings(self.config["backend"]),
             "arena_byte_size": config.arena_byte_size,
-            "verbose": config.log_verbose,
+            "log": asdict(self.host.log),
             "auto_complete": True,
             "threads": config.worker_threads(len(self.instances)),
         }
@@ -271,12 +271,12 @@ class Deployment:
                 "run_dir": str(self.host.run_dir),
                 "kept": self._kept,
                 "alive": self.pids(),
+                "log": asdict(self.host.log),
                 "guests": {"key": self.host.seals.key, "group": config.shm.group},
                 "settings": {
                     "execution_timeout_s": config.execution_timeout_s,
                     "max_queue_size": config.max_queue_size,
                     "delay_scheduler": config.delay_scheduler,
-                    "verbose": config.log_verbose,
                 },
             },
         )

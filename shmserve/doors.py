@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,11 @@ class Doors:
     async def _start(self, name: str) -> None:
         entry, own, sockets = self._grpc_entry() if name == _GRPC else self._http_entry(name)
         config = self._host.config
-        common = {"run_dir": str(self._host.run_dir), "settings": config.gateway_settings()}
+        common = {
+            "run_dir": str(self._host.run_dir),
+            "settings": config.gateway_settings(),
+            "log": asdict(self._host.log),
+        }
         child = await self._host.front.spawn(
             f"gateway {name}", entry, {**common, **own}, [sock.fileno() for sock in sockets]
         )

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shmserve import logs
 from shmserve.errors import InvalidArgument
 
 _TRUE = ("true", "1", "on", "yes")
@@ -29,7 +30,8 @@ Value = str | int | float | bool
 class Flag:
     """One flag. `kind` is str, int, float or bool; `effect` False: accepted, named in a warning.
 
-    Numbers lie in [`low`, `high`]; `choices` are all the values allowed, if given.
+    Numbers lie in [`low`, `high`]; with `words`, true and false mean 1 and 0. `choices` are all the
+    values allowed, if given.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     repeat: bool = False
     effect: bool = True
+    words: bool = False
 
     def parse(self, text: str) -> Value:
         """The value that `text` gives; raises InvalidArgument naming the flag."""
@@ -54,6 +57,8 @@ class Flag:
                 allowed = ", ".join(self.choices)
                 raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}")
             return text
+        if self.words and text.lower() in ("true", "false"):
+            return int(text.lower() == "true")
         if not _NUMBER[self.kind].fullmatch(text):
             kind = "an integer" if self.kind is int else "a number"
             raise InvalidArgument(f"--{self.name}: '{text}' is not {kind}")
@@ -382,13 +387,37 @@ ACTED_ON: tuple[Flag, ...] = (
         help="ready only when every model is, and has a live process",
         group="Server",
     ),
-    Flag("log-verbose", kind=int, default=0, help="1 and more: debug messages", group="Server"),
+    *(
+        Flag(f"log-{name}", kind=bool, default=True, help=f"log {what}", group="Log")
+        for name, what in (
+            ("info", "what is worth knowing"),
+            ("warning", "what may be wrong"),
+            ("error", "what is wrong"),
+        )
+    ),
+    Flag(
+        "log-verbose",
+        kind=int,
+        default=0,
+        high=logs.MOST_VERBOSE,
+        help="1 and more (or true): log for who looks closely, too",
+        group="Log",
+        words=True,
+    ),
+    Flag(
+        "log-format",
+        default=logs.DEFAULT,
+        choices=logs.FORMATS,
+        help="how a line starts: level, time, process; ISO8601: time, level, pid, process",
+        group="Log",
+    ),
+    Flag("log-file", help="append the log to this file, not to stderr", group="Log"),
 )
 
 # Flags of tritonserver that have no counterpart here.
 _WITHOUT_EFFECT = """
-log-info:bool log-warning:bool log-error:bool log-format log-file model-config-name
-model-load-thread-count model-load-retry-count model-namespacing:bool enable-peer-access:bool
+model-config-name model-load-thread-count model-load-retry-count model-namespacing:bool
+enable-peer-access:bool
 reuse-http-port:bool http-header-forward-pattern http-thread-count
 reuse-grpc-port:bool grpc-header-forward-pattern grpc-infer-allocation-pool-size
 grpc-max-response-pool-size grpc-infer-thread-count grpc-infer-max-completion-queue-thread-count

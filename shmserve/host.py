@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shmserve import logs
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Acknowledgements, Control
 from shmserve.guests import Guests
+from shmserve.ipc import messages as m
 from shmserve.ipc.guests import Seals
+from shmserve.logs import LogSettings
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WORDS = m.GatewayReady | m.SchedulerReady | m.WorkerStarted
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +35,7 @@ class Host:
     front: Zygote
     makers: Zygote
     seals: Seals
+    log: LogSettings
     guests: Guests | None = None
     acknowledgements: Acknowledgements = field(default_factory=Acknowledgements)
     _handlers: dict[int, tuple[str, Callable[[Any], None]]] = field(default_factory=dict)
@@ -51,8 +60,11 @@ class Host:
     def dispatch(self, pid: int, message: Any) -> None:
         """Hand a message to whoever looks after its sender."""
         entry = self._handlers.get(pid)
-        if entry is not None:
-            entry[1](message)
+        if entry is None:
+            return
+        if isinstance(message, _FIRST_WORDS):  # what it was started with may have been changed
+            self.control.send(pid, m.SetLogging(asdict(self.log)))
+        entry[1](message)
 
     def role_pids(self, *roles: str) -> list[int]:
         """The processes with one of these roles that have made contact."""
@@ -69,6 +81,17 @@ class Host:
             self.guests.tell(message)
         for pid in self.role_pids(*roles):
             self.control.send(pid, message)
+
+    def change_logging(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Log in another way, in every process that there is and will be; the settings, by
+        name."""
+        settings = replace(self.log, **changes)
+        if settings != self.log:
+            logger.info("log settings: %s", changes)
+            self.log = settings
+            logs.apply(settings)
+            self.broadcast(m.SetLogging(asdict(settings)), "gateway", "scheduler", "worker")
+        return asdict(settings)
 
     def background(self, coroutine: Any) -> asyncio.Task[None]:
         """Run a coroutine; its task is kept until it ends."""

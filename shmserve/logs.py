@@ -1,61 +1,137 @@
 """How every process logs: one line a record, with the process's role and, where there is one, the
-request id."""
+request id.
+
+    flags ──> LogSettings, the supervisor's ──> arguments of a process that starts ──> configure
+                       └── SetLogging, when a client has changed them ──────────────> apply
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+from dataclasses import dataclass
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
+
+DEFAULT, ISO8601 = FORMATS = ("default", "ISO8601")
+MOST_VERBOSE = 2**32 - 1
 
 _LETTERS = {"DEBUG": "D", "INFO": "I", "WARNING": "W", "ERROR": "E", "CRITICAL": "C"}
+_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 _MAX_LINE = 8192
+_MOST_ROWS = 100  # of a traceback, in whose text there may be a client's words
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """What is logged and how, by Triton's names and in its order; a client may change all but
+    `log_file`, which is empty for stderr."""
+
+    log_file: str = ""
+    log_info: bool = True
+    log_warning: bool = True
+    log_error: bool = True
+    log_verbose_level: int = 0
+    log_format: str = DEFAULT
+
+    def shows(self, level: int) -> bool:
+        """Whether a record of this level is written; from `log_verbose_level` 1 on DEBUG is."""
+        if level >= logging.ERROR:
+            return self.log_error
+        if level >= logging.WARNING:
+            return self.log_warning
+        if level >= logging.INFO:
+            return self.log_info
+        return self.log_verbose_level >= 1
+
+    @property
+    def level(self) -> int:
+        """The lowest level that is written: what loggers ask before they make a record."""
+        return next(filter(self.shows, _LEVELS), logging.CRITICAL + 1)
 
 
 def clean(text: str) -> str:
     """`text` with control characters escaped and capped: client strings cannot forge log lines."""
-    shown = text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+    shown = text[: _MAX_LINE + 1]
+    if not shown.isprintable():
+        shown = shown.encode("unicode_escape").decode("ascii")
     return shown if len(shown) <= _MAX_LINE else shown[:_MAX_LINE] + "..."
 
 
 class LineFormatter(logging.Formatter):
-    """`I 2026-01-31T12:00:00.123Z role[pid] text key=value`: greppable, one record a line.
+    """One greppable line a record:
+
+        I 2026-01-31T12:00:00.123Z role[pid] text key=value
+        2026-01-31T12:00:00.123Z I pid role] text key=value      ISO8601: as Triton has it
 
     A record's `request_id` (given with `extra={"request_id": ...}`) is printed as `request=ID`.
     """
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, log_format: str = DEFAULT) -> None:
         super().__init__()
         self.role = role
+        self.log_format = log_format
 
     def format(self, record: logging.LogRecord) -> str:
         """One line for a record; a traceback follows indented."""
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        letter = _LETTERS.get(record.levelname, "?")
-        line = (
-            f"{letter} {stamp}.{int(record.msecs):03d}Z {self.role}[{record.process}] "
-            f"{clean(record.getMessage())}"
-        )
+        line = f"{self._start(record)} {clean(record.getMessage())}"
         request_id = getattr(record, "request_id", None)
         if request_id:
             line += f" request={clean(str(request_id))}"
         if record.exc_info:
-            line += "\n" + "\n".join(
-                "    " + row for row in self.formatException(record.exc_info).splitlines()
-            )
+            rows = self.formatException(record.exc_info).splitlines()
+            if len(rows) > _MOST_ROWS:
+                rows[_MOST_ROWS // 2 : -_MOST_ROWS // 2] = ["..."]
+            line += "".join(f"\n    {clean(row)}" for row in rows)
         return line
 
+    def _start(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        stamp += f".{int(record.msecs):03d}Z"
+        letter = _LETTERS.get(record.levelname, "?")
+        if self.log_format == ISO8601:
+            return f"{stamp} {letter} {record.process} {self.role}]"
+        return f"{letter} {stamp} {self.role}[{record.process}]"
 
-def configure(role: str, verbose: int = 0) -> None:
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes what the settings show."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(sys.stderr)
+        self._formatter = LineFormatter(role)
+        self._settings = LogSettings()
+        self.setFormatter(self._formatter)
+        self.addFilter(lambda record: self._settings.shows(record.levelno))
+
+    def use(self, settings: LogSettings) -> None:
+        self._settings = settings
+        self._formatter.log_format = settings.log_format
+
+
+def configure(role: str, settings: LogSettings) -> None:
     """Set up logging to stderr for this process.
 
-    `role` names the process in each line ("supervisor", "gateway 0", "worker simple.0"); `verbose`
-    >= 1 shows DEBUG.
+    `role` names the process in each line ("supervisor", "gateway 0", "worker simple.0").
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(role))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.DEBUG if verbose >= 1 else logging.INFO)
+    logging.getLogger().handlers[:] = [_Handler(role)]
+    _use(settings)
     # Libraries' debug and access chatter is theirs to show only when something is wrong.
     for noisy in ("asyncio", "aiohttp", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def apply(settings: LogSettings) -> None:
+    """Log like this from now on; nothing happens in a process that logs in a way of its own."""
+    _use(settings)
+    logger.debug("%s", settings)
+
+
+def _use(settings: LogSettings) -> None:
+    root = logging.getLogger()
+    for handler in root.handlers:
+        if isinstance(handler, _Handler):
+            handler.use(settings)
+            root.setLevel(settings.level)

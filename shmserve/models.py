@@ -37,6 +37,10 @@ class _Status:
     state: ModelState
     reason: str = ""
 
+    @property
+    def failed(self) -> bool:
+        return self.state is ModelState.UNAVAILABLE and self.reason != _UNLOADED
+
 
 @dataclass(slots=True, eq=False)
 class _Model:
@@ -49,9 +53,23 @@ class _Model:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
+    def failed(self) -> bool:
+        """Whether a version of it could not be loaded, or broke."""
+        return any(status.failed for status in self.status.values())
+
+    @property
     def latest(self) -> str:
         """The version that serves requests that name none; "" when there is none."""
         return max(self.serving, key=int, default="")
+
+
+def _number(version: str) -> int:
+    return int(version or 0)
+
+
+def _index_row(name: str, version: str, status: _Status) -> dict[str, Any]:
+    row = {"name": name, "version": version, "state": str(status.state), "reason": status.reason}
+    return {key: value for key, value in row.items() if value}
 
 
 class Models:
@@ -92,6 +110,8 @@ class Models:
             await self._load(name)
         except ShmserveError as error:
             progress.phase(name, f"failed: {error.message}")
+            if not self._models[name].status:  # not even there: the server is not ready either
+                self._models[name].status[""] = _Status(ModelState.UNAVAILABLE, error.message)
             return False
         progress.phase(name, "ready")
         return True
@@ -134,20 +154,22 @@ class Models:
         return [pid for deployment in self._live for pid in deployment.pids_on(device_id)]
 
     def index(self, ready: bool) -> list[dict[str, Any]]:
-        """The repository index: models never loaded have a name only."""
-        names = sorted({*self._planner.scan(), *self._models})
+        """The repository index: models never loaded have a name, and why they cannot be, if so."""
         rows: list[dict[str, Any]] = []
-        for name in names:
-            known = self._models.get(name)
-            if known is None or not known.status:
-                if not ready:
+        found = self._planner.scan()
+        known = {name: model.status for name, model in self._models.items() if model.status}
+        for name in sorted({*found, *known}):
+            status = known.get(name)
+            if status is None:
+                problem = found[name].problem
+                status = {"": _Status(ModelState.UNAVAILABLE, problem)} if problem else {}
+                if not (problem or ready):
                     rows.append({"name": name})
-                continue
-            for version, status in sorted(known.status.items(), key=lambda item: int(item[0] or 0)):
-                if ready and status.state is not ModelState.READY:
-                    continue
-                row = {"name": name, "version": version, "state": str(status.state)}
-                rows.append({**row, "reason": status.reason} if status.reason else row)
+            rows += [
+                _index_row(name, version, of_version)
+                for version, of_version in sorted(status.items(), key=lambda item: _number(item[0]))
+                if not ready or of_version.state is ModelState.READY
+            ]
         return rows
 
     def all_ready(self) -> bool:
@@ -178,7 +200,8 @@ class Models:
             try:
                 plans = await asyncio.to_thread(self._planner.plan, name, config, files or {})
             except ShmserveError as error:
-                if not model.serving:
+                # Of a name that no repository has, nothing is kept: anybody may have mistyped it.
+                if not model.serving and (model.status or self._planner.has(name)):
                     model.status = {"": _Status(ModelState.UNAVAILABLE, error.message)}
                     self._on_change()
                 raise
@@ -223,6 +246,12 @@ class Models:
     async def _switch(self, model: _Model, new: dict[str, Deployment]) -> None:
         old = model.serving
         model.serving = new
+        model.status = {
+            version: status
+            for version, status in model.status.items()
+            # What failed and is not wanted any more is nobody's concern.
+            if version in old or not status.failed
+        }
         for version in new:
             model.status[version] = _Status(ModelState.READY)
         for deployment in new.values():
@@ -241,8 +270,8 @@ class Models:
         async with model.turn:
             old, model.serving = model.serving, {}
             model.status.pop("", None)
-            for version in model.status:
-                if version not in old:
+            for version, status in model.status.items():
+                if version not in old and status.failed:
                     model.status[version] = _Status(ModelState.UNAVAILABLE, _UNLOADED)
             for version, deployment in old.items():
                 model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
@@ -323,7 +352,7 @@ class Models:
     async def _follow(self, name: str, present: bool) -> None:
         model = self._models.get(name)
         if not present:
-            if model is not None and model.serving:
+            if model is not None and (model.serving or model.failed):
                 await self._unload(name)
             return
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)

@@ -43,6 +43,11 @@ class Planner:
         folder = self._find(name)
         return repository.fingerprint(folder) if folder is not None else ""
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a model, loadable or not."""
+        roots = self._config.model_repositories
+        return name in self._inline or any((root / name).is_dir() for root in roots)
+
     def _find(self, name: str) -> ModelFolder | None:
         return self._inline.get(name) or repository.find(self._config.model_repositories, name)
 
@@ -52,9 +57,13 @@ class Planner:
         `override` is a configuration in JSON that replaces config.pbtxt, `files` ("1/model.py")
         replace the folder. Raises ShmserveError with Triton's texts.
         """
+        problem = ""
         try:
             folder = self._folder(name, override, files)
             config = self._read(folder, override)
+            self._validate(config, folder, complete=False)
+        except model_config.LoadProblem as error:
+            problem = error.message
         except ShmserveError as error:
             raise Internal(
                 f"failed to load '{name}', failed to poll from model repository: {error.message}"
@@ -68,6 +77,9 @@ class Planner:
             )
         if not versions:
             raise Internal(f"failed to load '{name}', no version is available")
+        if problem:
+            where = _unavailable(versions, problem)
+            raise InvalidArgument(f"load failed for model '{name}': {where}")
         reason = model_config.unsupported(config)
         if reason is not None:
             raise InvalidArgument(reason)
@@ -107,10 +119,12 @@ class Planner:
         config = repository.read_config(folder, override)
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(config, folder.name, files)
-        count = self._accelerators.count
-        config = model_config.normalise(config, folder.name, count)
-        model_config.validate(config, gpu_count=count, complete=False, model_dir=folder.path)
-        return config
+        return model_config.normalise(config, folder.name, self._accelerators.count)
+
+    def _validate(self, config: ModelConfig, folder: ModelFolder, *, complete: bool) -> None:
+        model_config.validate(
+            config, gpu_count=self._accelerators.count, complete=complete, model_dir=folder.path
+        )
 
     def _complete(
         self, config: ModelConfig, folder: ModelFolder, completed: dict[str, Any]
@@ -121,7 +135,7 @@ class Planner:
         if self._config.auto_complete or config.backend == "native":
             merged = model_config.merge_autocomplete(config, completed)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
-        model_config.validate(merged, gpu_count=count, complete=True, model_dir=folder.path)
+        self._validate(merged, folder, complete=True)
         reason = model_config.unsupported(merged)
         if reason is not None:
             raise InvalidArgument(reason)
@@ -136,3 +150,8 @@ class Planner:
     def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
         """What GET /v2/models/NAME shows."""
         return model_config.metadata(model_config.from_json(config), map(int, versions))
+
+
+def _unavailable(versions: list[int], problem: str) -> str:
+    reason = f"UNAVAILABLE state: {InvalidArgument.title}: {problem}"
+    return "".join(f"version {version} is at {reason};\n" for version in versions)

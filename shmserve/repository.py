@@ -27,7 +27,7 @@ from shmserve.model_config.tree import clip
 
 CONFIG_FILE = "config.pbtxt"
 IN_SEVERAL = "model appears in two or more repositories"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
 _CLASS_SUFFIX = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 _OUTSIDE = "the model's folder leads out of its repository"
@@ -69,7 +69,7 @@ def check_model_name(name: str) -> None:
     if not _NAME.fullmatch(name):
         raise InvalidArgument(
             f"invalid model name '{shown}', model name must be 1 to 128 letters, digits, '.', '_' "
-            "or '-', the first a letter or digit"
+            "or '-', the first a letter, digit or '_'"
         )
 
 

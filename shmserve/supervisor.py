@@ -34,6 +34,7 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.guests import KEY_SIZE, Seals
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.tensors import CudaHandle
+from shmserve.log_file import written_to
 from shmserve.models import Models
 from shmserve.progress import Progress, model_table
 from shmserve.regions import Registrar
@@ -53,7 +54,12 @@ def serve(config: ServerConfig) -> int:
 
     Raises InvalidArgument for an address or a run directory that cannot be used.
     """
-    logs.configure("supervisor", config.log_verbose)
+    with written_to(config.log.log_file):
+        return _serve(config)
+
+
+def _serve(config: ServerConfig) -> int:
+    logs.configure("supervisor", config.log)
     name_process("supervisor")
     _raise_descriptor_limit()
     http, metrics = _listen(config)
@@ -175,7 +181,8 @@ class Supervisor:
         front = Zygote(children, self._run_dir, "front zygote", _FRONT, single)
         makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), os.environ)
         seals = Seals(secrets.token_bytes(KEY_SIZE))
-        self.host = Host(self.config, self._run_dir.path, children, control, front, makers, seals)
+        folder, log = self._run_dir.path, self.config.log
+        self.host = Host(self.config, folder, children, control, front, makers, seals, log)
         makers.start()  # first: torch takes longest
         front.start()
         self.doors = Doors(
@@ -309,6 +316,8 @@ class Supervisor:
                 self._answer(pid, number, self.models.unload_on_request(name, dependents))
             case m.IndexRepository(id=number, ready=only_ready):
                 self._answer(pid, number, self._index(only_ready))
+            case m.ChangeLogging(id=number, changes=changes):
+                self._answer(pid, number, self._change_logging(changes))
             case m.FindModel(id=number, name=name, version=version):
                 self._answer(pid, number, self.models.find(name, version))
             case _:
@@ -316,6 +325,9 @@ class Supervisor:
 
     async def _index(self, only_ready: bool) -> dict[str, Any]:
         return {"models": self.models.index(only_ready)}
+
+    async def _change_logging(self, changes: dict[str, Any]) -> dict[str, Any]:
+        return self.host.change_logging(changes)
 
     def _answer(self, pid: int, number: int, work: Any) -> None:
         async def answer() -> None:

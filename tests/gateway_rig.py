@@ -166,6 +166,7 @@ class Rig:
             "http_count": 1,
             "fds": fds,
             "settings": {"arena_byte_size": 256 * 1024 * 1024, **settings},
+            "log": {},
         }
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", _BOOT],

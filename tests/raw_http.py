@@ -165,6 +165,11 @@ class Http:
     def __init__(self, port: int, timeout_s: float = 30.0) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
 
+    @property
+    def local_port(self) -> int:
+        """Our end's, once something was sent."""
+        return int(self._connection.sock.getsockname()[1])
+
     def call(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Reply:

@@ -9,15 +9,17 @@ Rows in clients' device memory become a batch there, unless the backend wants ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.forms import LONGEST_KNOWN, Forms
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.signature import Signature, TensorSpec
 from shmserve.ipc.tensors import (
     ITEM_SIZE,
+    Inference,
     Place,
     RequestedOutput,
     TensorRef,
@@ -25,6 +27,8 @@ from shmserve.ipc.tensors import (
     unpack_inference,
 )
 from shmserve.workers.requests import Copied, Input, Request
+
+_MOST_IN_MEMORY = 256
 
 
 def reshape(
@@ -39,6 +43,17 @@ def reshape(
         return shape
     sizes = iter([size for size, dim in zip(shape, dims, strict=True) if dim == -1])
     return tuple(next(sizes) if dim == -1 else dim for dim in target)
+
+
+class _Form(NamedTuple):
+    """A packed request that was read: its inputs with the shapes that the model sees, and what
+    answers to such requests were packed to (see `Request.bodies`)."""
+
+    inference: Inference
+    tensors: list[tuple[TensorRef, tuple[int, ...]]]
+    batch_size: int
+    requested: dict[str, RequestedOutput]
+    bodies: dict[Any, bytes]
 
 
 class Unpacker:
@@ -62,6 +77,8 @@ class Unpacker:
         self._copied = copied or Copied()
         self._device_inputs = device_inputs
         self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
+        self._forms: Forms[_Form] = Forms()
+        self._in_memory: dict[bytes, _Form] = {}
 
     def request(self, key: int, client_pid: int, work: bytes) -> Request:
         """One request of a batch.
@@ -69,47 +86,84 @@ class Unpacker:
         Raises MalformedMessage for work that is none, InvalidArgument or Unavailable when a
         tensor's memory is not there.
         """
-        inference = unpack_inference(work)
         inputs: dict[str, Input] = {}
+        found = self._forms.find(work)
+        if found is None:
+            form = self._in_memory.get(work) or self._read(work)
+            for tensor, shape in form.tensors:
+                inputs[tensor.name] = self._input(tensor, shape, tensor.data)
+        else:
+            form, inline = found
+            datas = iter(inline)
+            for tensor, shape in form.tensors:
+                data = tensor.data
+                inputs[tensor.name] = self._input(
+                    tensor, shape, next(datas) if type(data) is bytes else data
+                )
+        return Request(
+            key,
+            client_pid,
+            form.inference,
+            form.batch_size,
+            inputs,
+            form.requested,
+            self._probe,
+            form.bodies,
+        )
+
+    def _read(self, work: bytes) -> _Form:
+        inference = unpack_inference(work)
+        tensors: list[tuple[TensorRef, tuple[int, ...]]] = []
         batch_size = 0
         for tensor in inference.inputs:
-            inputs[tensor.name] = self._input(tensor)
+            tensors.append((tensor, self._checked_shape(tensor)))
             if self._batched:
                 batch_size = tensor.shape[0]
         if not inference.outputs:
             requested = self._all_outputs
         else:
             requested = {output.name: output for output in inference.outputs}
-        return Request(key, client_pid, inference, batch_size, inputs, requested, self._probe)
+        form = _Form(inference, tensors, batch_size, requested, {})
+        if any(type(tensor.data) is bytes for tensor in inference.inputs):
+            self._forms.learn(work, inference, form)
+        elif len(work) <= LONGEST_KNOWN:
+            # A program that uses its regions again sends the very same bytes.
+            if len(self._in_memory) >= _MOST_IN_MEMORY:
+                self._in_memory.clear()
+            self._in_memory[work] = form
+        return form
 
-    def _input(self, tensor: TensorRef) -> Input:
+    def _checked_shape(self, tensor: TensorRef) -> tuple[int, ...]:
+        """The shape that the model sees; raises InvalidArgument for what is no input of it."""
         spec = self._signature.inputs.get(tensor.name)
-        shape = tensor.shape
+        shape, data = tensor.shape, tensor.data
         if spec is None or (self._batched and not shape):
             raise InvalidArgument(
                 f"unexpected inference input '{tensor.name}' for model '{self._signature.name}'"
             )
-        place: Place | None = None
-        if isinstance(tensor.data, bytes):
-            # A copy of a few bytes that the model may write into.
-            raw = memoryview(bytearray(tensor.data))
-            self._copied.inputs += len(raw)
-        elif tensor.data.memory.copied:
-            raw = self._mappings.read(tensor.data)
-            self._copied.inputs += len(raw)
-        else:
-            place = tensor.data
-            raw = self._mappings.view(place)
-            if place.memory.cuda is not None and not self._stays(tensor.datatype):
-                raw, place = self._fetched(raw), None
+        size = len(data) if isinstance(data, bytes) else data.byte_size
         expected = element_count(shape) * ITEM_SIZE[tensor.datatype]
-        if expected and len(raw) != expected:
+        if expected and size != expected:
             raise InvalidArgument(
                 f"input byte size mismatch for input '{tensor.name}' for model "
-                f"'{self._signature.name}'. Expected {expected}, got {len(raw)}"
+                f"'{self._signature.name}'. Expected {expected}, got {size}"
             )
-        if spec.reshape is not None:
-            shape = self._model_shape(shape, spec)
+        return shape if spec.reshape is None else self._model_shape(shape, spec)
+
+    def _input(self, tensor: TensorRef, shape: tuple[int, ...], data: bytes | Place) -> Input:
+        place: Place | None = None
+        if isinstance(data, bytes):
+            # A copy of a few bytes that the model may write into.
+            raw = memoryview(bytearray(data))
+            self._copied.inputs += len(raw)
+        elif data.memory.copied:
+            raw = self._mappings.read(data)
+            self._copied.inputs += len(raw)
+        else:
+            place = data
+            raw = self._mappings.view(data)
+            if data.memory.cuda is not None and not self._stays(tensor.datatype):
+                raw, place = self._fetched(raw), None
         made = Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
         if tensor.datatype == "BYTES":
             made.numpy()  # now, so that wrong lengths fail this request and not its batch

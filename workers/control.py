@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from shmserve import logs
 from shmserve.errors import Unavailable, from_code
 from shmserve.ipc.channels import Dealer
 from shmserve.ipc.messages import (
@@ -18,6 +19,7 @@ from shmserve.ipc.messages import (
     ProcessExited,
     Refused,
     SchedulerLost,
+    SetLogging,
 )
 
 # What a model's calls of other models must know of.
@@ -94,6 +96,8 @@ class Control:
                         if message.id in self._waiting:
                             self._answers[message.id] = message
                             os.eventfd_write(self._waiting[message.id], 1)
+                    case SetLogging(settings):
+                        logs.apply(logs.LogSettings(**settings))
                     case ModelWithdrawn() | SchedulerLost():
                         self.on_models_changed(message)
                     case _:

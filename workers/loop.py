@@ -67,6 +67,7 @@ class Instance:
             backend.strict_outputs,
             context.device_memory,
             self._copied,
+            context.threads,
         )
         self._batches: deque[Execute] = deque()
         self._cancelled: set[int] = set()

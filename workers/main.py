@@ -51,7 +51,7 @@ _LAST_WORDS_S = 1.0
 def run(args: dict[str, Any]) -> None:
     """The entry point; `args` as the supervisor gives them. Returns when the process should end."""
     model, index = args["model_name"], args["index"]
-    logs.configure(f"worker {model}.{index}", args["verbose"])
+    logs.configure(f"worker {model}.{index}", logs.LogSettings(**args["log"]))
     _set_signals()
     device = _device(args["device"])
     name_process(f"worker {model}.{index} {device}")

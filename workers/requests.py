@@ -149,6 +149,8 @@ class Request:
 
     `requested` maps the name of each output that is wanted to where it goes; every output of the
     model when the client named none. `probe` asks whether the client has cancelled meanwhile.
+    `bodies` keeps packed answers by the form of their outputs, where these all have their places:
+    requests that are packed alike share it.
     """
 
     key: int
@@ -158,6 +160,7 @@ class Request:
     inputs: dict[str, Input]
     requested: dict[str, RequestedOutput]
     probe: Callable[[int], bool] = lambda key: False
+    bodies: dict[Any, bytes] = field(default_factory=dict)
 
     def is_cancelled(self) -> bool:
         """Whether nobody waits for this request any more (looks at what has arrived until now)."""

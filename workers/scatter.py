@@ -10,6 +10,7 @@ is already where it should go is left there: a runner may have had the model com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,12 +24,14 @@ from shmserve.ipc.tensors import (
     NUMPY,
     TO_CONFIG,
     Inferred,
+    InferredTemplate,
     Place,
     TensorRef,
     encode_bytes,
     pack_inferred,
 )
 from shmserve.workers.batch import reshape
+from shmserve.workers.copying import Copier
 from shmserve.workers.memory import OutputMemory
 from shmserve.workers.requests import Answer, Array, Copied, Output, Request
 
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 
 # An array that is smaller than this is copied sooner than it is found where it should go.
 _WORTH_A_LOOK = 16 * 1024
+_MOST_BODIES = 16
+_MOST_TEMPLATES = 256
 
 
 class _Ready(NamedTuple):
@@ -51,7 +56,8 @@ class _Ready(NamedTuple):
 
 
 class Scatterer:
-    """Writes answers of one model. `strict`: outputs must agree with the model's configuration."""
+    """Writes answers of one model. `strict`: outputs must agree with the model's configuration;
+    `threads`: how many may copy a large one."""
 
     def __init__(
         self,
@@ -61,6 +67,7 @@ class Scatterer:
         strict: bool,
         device_memory: DeviceMemory | None = None,
         copied: Copied | None = None,
+        threads: int = 1,
     ) -> None:
         self._signature = signature
         self._batched = signature.max_batch_size > 0
@@ -69,6 +76,8 @@ class Scatterer:
         self._strict = strict
         self._device_memory = device_memory
         self._copied = copied or Copied()
+        self._copier = Copier(threads)
+        self._templates: dict[Any, InferredTemplate | None] = {}  # None: a form seen once
 
     def write(self, request: Request, answer: Answer) -> bytes:
         """The packed `Inferred` of a successful answer, after its outputs have been written.
@@ -82,19 +91,55 @@ class Scatterer:
             for output in answer.outputs
             if output.name in request.requested and output.name in self._signature.outputs
         ]
-        places = {name: wanted.place for name, wanted in request.requested.items()}
-        loose = sum(item.byte_size for item in ready if places[item.name] is None)
+        requested = request.requested
+        loose = sum([item.byte_size for item in ready if requested[item.name].place is None])
         inline = loose <= INLINE_LIMIT
         taken: list[int] = []
         try:
-            refs = tuple(
-                self._put(item, places[item.name], inline, request.client_pid, taken)
+            data = [
+                self._put(item, requested[item.name].place, inline, request.client_pid, taken)
                 for item in ready
-            )
+            ]
         except BaseException:
             self._memory.release(request.client_pid, taken)
             raise
-        return pack_inferred(Inferred(refs, answer.parameters))
+        return self._packed(ready, data, request, answer)
+
+    def _packed(
+        self, ready: list[_Ready], data: list[bytes | Place], request: Request, answer: Answer
+    ) -> bytes:
+        """The answer, packed; put together from what it was before where it is of the same form."""
+        form = tuple([(*item[:3], item.byte_size) for item in ready])
+        if not answer.parameters:
+            inline = [where for where in data if isinstance(where, bytes)]
+            if len(inline) == len(data):
+                return self._filled(form, inline, ready)
+            known = request.bodies.get(form)
+            if known is not None:
+                return known
+        packed = pack_inferred(Inferred(_refs(ready, data), answer.parameters))
+        wanted = request.requested
+        if (
+            not answer.parameters
+            and len(request.bodies) < _MOST_BODIES
+            and all(wanted[item.name].place is not None for item in ready)
+        ):
+            # All is where the request says: shapes and sizes are all that can be new next time.
+            request.bodies[form] = packed
+        return packed
+
+    def _filled(self, form: Any, inline: list[bytes], ready: list[_Ready]) -> bytes:
+        template = self._templates.get(form)
+        if template is not None:
+            return template.fill(inline)
+        answer = Inferred(_refs(ready, inline))
+        if form in self._templates:  # the second time: it was worth remembering
+            self._templates[form] = InferredTemplate(answer)
+        else:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            self._templates[form] = None
+        return pack_inferred(answer)
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> _Ready:
         place = request.requested[output.name].place
@@ -143,7 +188,8 @@ class Scatterer:
         inline: bool,
         client_pid: int,
         taken: list[int],
-    ) -> TensorRef:
+    ) -> bytes | Place:
+        """Write an output; where it is then."""
         data: bytes | Place
         if place is not None:
             if item.byte_size > place.byte_size:
@@ -152,7 +198,9 @@ class Scatterer:
                     f"({place.byte_size} bytes) should be at least {item.byte_size} bytes to hold "
                     "the results"
                 )
-            data = Place(place.memory, place.offset, item.byte_size)
+            data = place
+            if item.byte_size != place.byte_size:
+                data = Place(place.memory, place.offset, item.byte_size)
             if place.memory.cuda is not None:
                 self._put_on_device(item, data, place.memory.cuda.device)
             elif place.memory.copied:
@@ -160,15 +208,15 @@ class Scatterer:
                 self._mappings.write(data, raw if isinstance(raw, bytes) else raw.tobytes())
                 self._copied.outputs += item.byte_size
             else:
-                self._copied.outputs += _write(item, self._mappings.view(data))
+                self._copied.outputs += self._write(item, self._mappings.view(data))
         elif inline:
             data = item.data if isinstance(item.data, bytes) else item.data.tobytes()
             self._copied.outputs += item.byte_size
         else:
             data, view = self._memory.allocate(client_pid, item.byte_size)
             taken.append(data.offset)
-            self._copied.outputs += _write(item, view)
-        return TensorRef(item.name, item.datatype, item.shape, data)
+            self._copied.outputs += self._write(item, view)
+        return data
 
     def _put_on_device(self, item: _Ready, place: Place, device: int) -> None:
         destination = self._mappings.view(place)
@@ -182,6 +230,25 @@ class Scatterer:
             data = as_bytes(bytearray(data))
         self._copied.outputs += self._device_memory.write(destination, data, device)
 
+    def _write(self, item: _Ready, destination: memoryview) -> int:
+        """Put the bytes where they go; how many were copied."""
+        size = item.byte_size
+        if not size:
+            return 0
+        if isinstance(item.data, bytes):
+            destination[:] = item.data
+            return size
+        # One copy, strided or not; an output may be a view of the very bytes it goes to.
+        target: Array = np.ndarray(item.data.shape, item.data.dtype, destination)
+        if size >= _WORTH_A_LOOK:
+            if _same(target, item.data):
+                return 0  # the model computed it there
+            if not np.may_share_memory(target, item.data):
+                self._copier.copy(target, item.data)
+                return size
+        np.copyto(target, item.data)
+        return size
+
     def settle(self) -> None:
         """Wait until what was written to devices is there; before an answer says that it is.
 
@@ -191,20 +258,8 @@ class Scatterer:
             self._device_memory.settle()
 
 
-def _write(item: _Ready, destination: memoryview) -> int:
-    """Put the bytes where they go; how many were copied."""
-    size = item.byte_size
-    if not size:
-        return 0
-    if isinstance(item.data, bytes):
-        destination[:] = item.data
-        return size
-    # One copy, strided or not; an output may be a view of the very bytes it goes to.
-    target: Array = np.ndarray(item.data.shape, item.data.dtype, destination)
-    if size >= _WORTH_A_LOOK and _same(target, item.data):
-        return 0  # the model computed it there
-    np.copyto(target, item.data)
-    return size
+def _refs(ready: list[_Ready], data: Sequence[bytes | Place]) -> tuple[TensorRef, ...]:
+    return tuple([TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)])
 
 
 def _same(one: Array, other: Array) -> bool:

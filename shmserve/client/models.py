@@ -7,13 +7,14 @@ from typing import Any, Never
 from shmserve.errors import NotFound, Unavailable
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.signature import Signature
+from shmserve.ipc.tensors import Inferred
 
 
 class Model:
     """One version of a model: where its scheduler is, and what it takes. `plans` is what the client
-    remembers of requests it has made."""
+    remembers of requests it has made, `answers` packed answers that it has read."""
 
-    __slots__ = ("endpoint", "name", "plans", "ready", "signature", "version")
+    __slots__ = ("answers", "endpoint", "name", "plans", "ready", "signature", "version")
 
     def __init__(self, published: ModelPublished) -> None:
         self.name = published.name
@@ -22,6 +23,7 @@ class Model:
         self.ready = published.ready
         self.signature = Signature(published.config, published.version)
         self.plans: dict[Any, Any] = {}
+        self.answers: dict[bytes, Inferred] = {}
 
     def close(self) -> None:
         """Forget the plans; their memory comes back."""

@@ -17,6 +17,8 @@ from shmserve.client.views import Lease
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.ipc.tensors import Inferred, Memory, Place, TensorRef, decode_bytes, unpack_inferred
 
+_MOST_ANSWERS = 256
+
 
 class Result(Mapping[str, Any]):
     """An answer: its outputs by name, numpy arrays or torch tensors as the inputs were.
@@ -84,7 +86,14 @@ def read(
         if small is not None:
             prepared.end()
             return _result(small, {}, None, prepared.as_torch)
-    answer = unpack_inferred(body)
+    answers = prepared.model.answers
+    answer = answers.get(body)
+    if answer is None:
+        answer = unpack_inferred(body)
+        if len(answers) < _MOST_ANSWERS and all(
+            isinstance(tensor.data, Place) for tensor in answer.outputs
+        ):
+            answers[body] = answer  # the same places again give the same answer again
     if plan is not None:
         plan.reader.learn(body, answer)
     lease: Lease | None = None
@@ -98,7 +107,7 @@ def read(
     finally:
         for pid, offsets in _of_workers(answer, prepared.segments).items():
             release(pid, offsets)
-    return _result(outputs, answer.parameters, lease, prepared.as_torch)
+    return _result(outputs, dict(answer.parameters), lease, prepared.as_torch)
 
 
 def _result(

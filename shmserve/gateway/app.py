@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from urllib.parse import unquote
 
 from shmserve.errors import PermissionDenied, QueueFull, ShmserveError, Unauthenticated
-from shmserve.gateway import control, infer, memory, repository
+from shmserve.gateway import control, infer, log_settings, memory, repository
 from shmserve.gateway.bodies import BodyTimeout, BrokenBody
 from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.replies import Reply, error_reply
@@ -49,6 +49,8 @@ ROUTES = (
     Route("GET", _MODEL + "/ready", "health", control.model_ready),
     Route("GET", _MODEL + "/config", "model-config", control.model_config),
     Route("GET", _MODEL + "/stats", "statistics", control.model_statistics),
+    Route("GET", "/v2/logging", "logging", log_settings.show),
+    Route("POST", "/v2/logging", "logging", log_settings.change),
     Route("POST", _REPOSITORY + "/index", "model-repository", repository.index),
     Route("POST", _REPOSITORY + "/models/([^/]+)/load", "model-repository", repository.load),
     Route("POST", _REPOSITORY + "/models/([^/]+)/unload", "model-repository", repository.unload),
@@ -68,18 +70,24 @@ _PATTERNS = [(route, re.compile(route.path)) for route in ROUTES]
 
 
 @lru_cache(maxsize=1024)
-def find_route(raw_path: str) -> tuple[Route, tuple[str | None, ...]] | None:
-    """The route of a request's target and the parts of the path it takes; None for no route.
+def find_route(raw_path: str, method: str = "") -> tuple[Route, tuple[str | None, ...]] | None:
+    """The route of a request's target and the parts of the path it takes; None for no route. Where
+    several have the path it is the one for `method`, if there is one.
 
     The path is matched as it was sent, so that an escaped slash separates nothing; its parts are
     then unescaped.
     """
     path = raw_path.partition("?")[0]
+    found = None
     for route, pattern in _PATTERNS:
         match = pattern.fullmatch(path)
-        if match is not None:
-            return route, tuple(part and unquote(part) for part in match.groups())
-    return None
+        if match is None:
+            continue
+        here = route, tuple(part and unquote(part) for part in match.groups())
+        if route.method == method:
+            return here
+        found = found or here
+    return found
 
 
 def authorise(route: Route, request: Request) -> None:
@@ -128,7 +136,7 @@ class App:
             self.on_idle()
 
     async def _answer(self, request: Request) -> Reply:
-        found = find_route(request.target)
+        found = find_route(request.target, request.method)
         if found is None:
             return error_reply(404, "Not Found")
         route, groups = found

@@ -97,10 +97,11 @@ class Taken:
     """A request and what it was admitted as.
 
     `pack(deadline_ns)` gives its work for a worker; `release` ends what it holds, which may be
-    uses of `regions`.
+    uses of `regions`. `heads` are those of replies to requests with the same header whose outputs
+    are all in regions, by the answer: they are alike as long as it is.
     """
 
-    __slots__ = ("admission", "pack", "regions", "release", "wire")
+    __slots__ = ("admission", "heads", "pack", "regions", "release", "wire")
 
     def __init__(
         self,
@@ -109,8 +110,10 @@ class Taken:
         pack: Callable[[int], bytes],
         release: Callable[[], None],
         regions: Sequence[Region] = (),
+        heads: dict[bytes, bytes] | None = None,
     ) -> None:
         self.regions = regions
+        self.heads = heads
         self.wire = wire
         self.admission = admission
         self.pack = pack
@@ -123,13 +126,14 @@ class Plan:
     Programs send the same header again and again; then only the tensors' bytes are new.
     """
 
-    __slots__ = ("_admission", "_template", "_uses", "_wire")
+    __slots__ = ("_admission", "_heads", "_template", "_uses", "_wire")
 
     def __init__(self, taken: Taken, work: Inference, uses: Uses | None) -> None:
         self._wire = taken.wire
         self._admission = taken.admission
         self._template = InferenceTemplate(work)
         self._uses = uses.pattern() if uses is not None else None
+        self._heads: dict[bytes, bytes] = {}
 
     def follow(self, body: bytes, at: int) -> Taken | None:
         """The request whose tensors are in `body` from `at`; None: its regions have changed."""
@@ -139,7 +143,7 @@ class Plan:
         uses = self._uses.again()
         if uses is None:
             return None
-        return Taken(self._wire, self._admission, pack, uses.release, uses.regions)
+        return Taken(self._wire, self._admission, pack, uses.release, uses.regions, self._heads)
 
 
 def build(

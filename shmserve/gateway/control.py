@@ -25,6 +25,7 @@ EXTENSIONS = (
     "binary_tensor_data",
     "parameters",
     "statistics",
+    "logging",
 )
 
 # A scheduler that does not answer by then (it is stopped, or gone) is left out.

@@ -47,9 +47,12 @@ async def take(gateway: Gateway, model: Model, request: Request) -> Taken:
     full; then it holds nothing.
     """
     headers = request.headers
-    body = Body(request, gateway.settings)
     said = headers.get(HEADER_LENGTH)
-    if CONTENT_ENCODING in headers and body.compressed():
+    encoded = CONTENT_ENCODING in headers
+    if not encoded and request.content.is_eof():
+        return await _take_whole(gateway, model, request.content.read_nowait(), said)
+    body = Body(request, gateway.settings)
+    if encoded and body.compressed():
         return await _take_whole(gateway, model, await body.inflate(), said)
     whole = body.here()
     if whole is not None:

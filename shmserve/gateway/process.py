@@ -27,6 +27,7 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.arena import Arena
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.regions import Mappings
+from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,10 @@ class Front(ABC):
         """End every connection, now."""
 
 
-def prepare(role: str, title: str, settings: Settings) -> None:
-    """Set up this process: its log, its name for `ps`, and no ending but the supervisor's."""
-    logs.configure(role, settings.verbose)
+def prepare(role: str, title: str, log: dict[str, Any]) -> None:
+    """Set up this process: its log (`LogSettings` by name), its name for `ps`, and no ending but
+    the supervisor's."""
+    logs.configure(role, LogSettings(**log))
     name_process(title)
     # The supervisor decides when this ends; a Ctrl-C reaches the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -131,6 +133,8 @@ class _Process:
                 self._informed.set()
             case m.ProcessExited(pid):
                 gateway.mappings.drop_process(pid)
+            case m.SetLogging(settings):
+                logs.apply(LogSettings(**settings))
             case m.Drain():
                 gateway.draining = True
                 self._front.drain(self._drained)

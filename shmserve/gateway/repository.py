@@ -19,14 +19,17 @@ from shmserve.gateway.values import JsonFault, loads
 from shmserve.ipc.messages import IndexRepository, LoadModel, UnloadModel
 
 
-async def read_json(gateway: Gateway, request: Request) -> Any:
-    """The body as JSON; an empty body is an empty object."""
+async def read_json(gateway: Gateway, request: Request, *, required: bool = False) -> Any:
+    """The body as JSON; an empty body is an empty object, unless one is `required`.
+
+    Raises JsonFault for what is not JSON.
+    """
     body = Body(request, gateway.settings)
     if body.compressed():
         raw = await body.inflate()
     else:
         raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
-    return loads(raw) if raw else {}
+    return loads(raw) if raw or required else {}
 
 
 async def index(gateway: Gateway, request: Request, repository: str | None) -> Reply:

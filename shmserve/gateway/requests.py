@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from aiohttp.http import HttpVersion, RawRequestMessage
 from aiohttp.streams import StreamReader
 from multidict import CIMultiDictProxy, istr
 
 from shmserve.gateway.callers import Caller
+
+if TYPE_CHECKING:
+    from shmserve.gateway.connections import WholeBody
 
 ACCEPT_ENCODING = istr("Accept-Encoding")
 CONTENT_ENCODING = istr("Content-Encoding")
@@ -40,7 +43,10 @@ class Request:
     __slots__ = ("connection", "content", "headers", "method", "target", "version")
 
     def __init__(
-        self, message: RawRequestMessage, content: StreamReader, connection: Channel
+        self,
+        message: RawRequestMessage,
+        content: StreamReader | WholeBody,
+        connection: Channel,
     ) -> None:
         self.method: str = message.method
         self.target: str = message.path

@@ -26,7 +26,6 @@ class Settings:
     body_timeout_s: float = 30.0
     header_timeout_s: float = 30.0
     max_connections: int = 8192
-    verbose: int = 0
     http_address: str = "127.0.0.1"
     tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)
     http_restricted: dict[str, Any] = field(default_factory=dict)

@@ -46,10 +46,8 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         return loads(raw[3:])
     if _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
-    fault = JsonFault(
-        f"failed to parse the request JSON buffer: {strict.msg.partition(': line')[0]}. "
-        f"at {strict.pos}"
-    )
+    reason = strict.msg.partition(": line")[0] if raw else "The document is empty"
+    fault = JsonFault(f"failed to parse the request JSON buffer: {reason}. at {strict.pos}")
     if b"NaN" not in raw and b"Inf" not in raw:
         raise fault
     spelled = _STRING_OR_INF.sub(lambda m: b"Infinity" if m[0] == b"Inf" else m[0], raw)

@@ -14,10 +14,11 @@ from shmserve.model_config.autocomplete import merge_autocomplete
 from shmserve.model_config.normalise import ModelDefaults, detect_backend, normalise
 from shmserve.model_config.parse import from_json, parse_pbtxt
 from shmserve.model_config.present import ignored_fields, metadata, to_dict, unsupported
-from shmserve.model_config.validation import validate
+from shmserve.model_config.validation import LoadProblem, validate
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 __all__ = [
+    "LoadProblem",
     "ModelConfig",
     "ModelDefaults",
     "detect_backend",

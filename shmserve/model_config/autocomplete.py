@@ -22,7 +22,8 @@ def merge_autocomplete(config: ModelConfig, completed: dict[str, Any]) -> ModelC
 
     `completed` is a configuration in JSON form, whole or only what the model adds; of it only
     max_batch_size, input, output, dynamic_batching and model_transaction_policy count. What the
-    author wrote stays. Raises InvalidArgument, one line a conflict, where the model contradicts it.
+    author wrote stays, but for a max_batch_size that the model raises. Raises InvalidArgument, one
+    line a conflict, where the model contradicts it.
     """
     given = {name: completed[name] for name in _COMPLETABLE if name in completed}
     model = from_json(given, "auto-completed configuration")
@@ -50,7 +51,7 @@ def _merge_batching(merged: ModelConfig, model: ModelConfig, *, stated: bool) ->
             f"auto-complete-config function for model '{name}' specified max_batch_size "
             f"{model.max_batch_size}"
         )
-    elif merged.max_batch_size == 0 and model.max_batch_size > 0:
+    elif model.max_batch_size > merged.max_batch_size:
         merged.max_batch_size = model.max_batch_size
     chosen = merged.WhichOneof("scheduling_choice")
     if model.HasField("dynamic_batching"):

@@ -28,6 +28,7 @@ _TOP_FIELDS = (
     "batch_input",
     "batch_output",
     "cc_model_filenames",
+    "metric_tags",
     "model_warmup",
     "model_operations",
     "model_repository_agents",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.composition_rules import ensemble_problems, sequence_problems
@@ -18,6 +18,10 @@ from shmserve.proto.model_config_pb2 import (
 )
 
 
+class LoadProblem(InvalidArgument):
+    """Broken rules that Triton looks at only when it loads a version; the file is in order."""
+
+
 def validate(
     config: ModelConfig, *, gpu_count: int, complete: bool, model_dir: Path | None = None
 ) -> None:
@@ -27,38 +31,48 @@ def validate(
     datatype and dims, or be absent. `model_dir` is where label files must lie (None: not checked).
     `gpu_count` is the host's.
 
-    Raises InvalidArgument with one line for each broken rule.
+    Raises InvalidArgument with one line for each broken rule; LoadProblem where all of them concern
+    tensors, instances and label files.
     """
-    problems = list(_problems(config, gpu_count, complete, model_dir))
+    of_file = list(_file_problems(config))
+    problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
     if problems:
-        raise InvalidArgument("\n".join(dict.fromkeys(problems)))
+        kind = InvalidArgument if of_file else LoadProblem
+        raise kind("\n".join(dict.fromkeys(problems)))
 
 
-def _problems(
-    config: ModelConfig, gpu_count: int, complete: bool, model_dir: Path | None
-) -> Iterator[str]:
-    name = config.name
-    if not name:
+def _file_problems(config: ModelConfig) -> Iterator[str]:
+    if not config.name:
         yield "model configuration must specify 'name'"
     yield from _platform_problems(config)
     if config.max_batch_size < 0:
-        yield f"'max_batch_size' must be non-negative value for {name}"
-    for problem in tensor_problems(config, complete=complete):
-        yield f"{problem} for {name}"
-    if complete:
-        for problem in batch_io_problems(config):
-            yield f"{problem} for {name}"
+        yield f"'max_batch_size' must be non-negative value for {config.name}"
     if config.HasField("dynamic_batching"):
         yield from _dynamic_problems(config)
     if config.HasField("sequence_batching"):
         yield from sequence_problems(config)
-    if config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
+    if _is_ensemble(config):
         yield from ensemble_problems(config)
-    else:
-        yield from _instance_problems(config, gpu_count)
     yield from _cache_problems(config)
+    yield from _name_problems(config)
+
+
+def _load_problems(
+    config: ModelConfig, gpu_count: int, complete: bool, model_dir: Path | None
+) -> Iterator[str]:
+    for problem in tensor_problems(config, complete=complete):
+        yield f"{problem} for {config.name}"
+    if complete:
+        for problem in batch_io_problems(config):
+            yield f"{problem} for {config.name}"
+    if not _is_ensemble(config):
+        yield from _instance_problems(config, gpu_count)
     if model_dir is not None:
         yield from _label_problems(config, model_dir)
+
+
+def _is_ensemble(config: ModelConfig) -> bool:
+    return config.platform == ENSEMBLE or config.HasField("ensemble_scheduling")
 
 
 def _platform_problems(config: ModelConfig) -> Iterator[str]:
@@ -154,6 +168,13 @@ def _cache_problems(config: ModelConfig) -> Iterator[str]:
                 f"Response Cache does not currently support model {config.name} with {reason}. "
                 "Please disable the response cache."
             )
+
+
+def _name_problems(config: ModelConfig) -> Iterator[str]:
+    for field in ("default_model_filename", "runtime"):
+        file = PurePath(getattr(config, field))
+        if file.is_absolute() or ".." in file.parts or "\0" in str(file):
+            yield f"'{field}' for {config.name} must be inside the version folder, got: {file}"
 
 
 def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[str]:

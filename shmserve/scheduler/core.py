@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, assert_never
 
-from shmserve import model_metrics
+from shmserve import logs, model_metrics
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import (
     Cancel,
@@ -28,6 +28,7 @@ from shmserve.ipc.messages import (
     ProcessExited,
     Release,
     ReportStatistics,
+    SetLogging,
     StatisticsKept,
     StatisticsReported,
     Stop,
@@ -82,6 +83,7 @@ class Scheduler:
         self._misplaced = 0
         self._draining = False
         self._drained = False
+        self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
         self.stopped = False
 
     # --- clients ----------------------------------------------------------------------------------
@@ -190,6 +192,8 @@ class Scheduler:
                 self._process_exited(message.pid, now_ns)
             case PoolFailed():
                 self._pool.fail(message.reason)
+            case SetLogging():
+                logs.apply(logs.LogSettings(**message.settings))
             case Drain():
                 self._drain()
             case Stop():
@@ -229,8 +233,9 @@ class Scheduler:
         """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
         for request in self._backlog.expired(now_ns):
             self._expire(request, now_ns)
-        for slot in self._pool.overdue(now_ns):
-            self._executions.overrun(slot, now_ns)
+        if now_ns >= self._limit_ns:
+            for slot in self._pool.overdue(now_ns):
+                self._executions.overrun(slot, now_ns)
         if self._pool.failure:
             self._refuse_waiting(self._pool.failure, now_ns)
         wake_ns = self._dispatch(now_ns)
@@ -240,14 +245,16 @@ class Scheduler:
             self._drained = True
             self._to_control.post(Drained())
         self._backlog.sweep(self._answers.live)
-        return min(wake_ns, self._backlog.next_timer_ns(), self._pool.next_limit_ns())
+        # What begins before the next turn can only pass its limit later than this.
+        self._limit_ns = self._pool.next_limit_ns()
+        return min(wake_ns, self._backlog.next_timer_ns(), self._limit_ns)
 
     def _dispatch(self, now_ns: int) -> int:
         backlog, executions, rules = self._backlog, self._executions, self._batching
-        pool, credit = self._pool, executions.pace.credit
+        pool = self._pool
         while len(backlog):
             ahead = not pool.free
-            if ahead and (credit == 1 or not pool.room(credit)):
+            if ahead and not pool.room(executions.pace.credit):
                 break
             retry = None if ahead else backlog.take_retry()
             if retry is not None:

@@ -188,10 +188,12 @@ def matched(requests: list[Request], replies: list[list[Any]]) -> list[list[Any]
     """The replies [key, code, message, body] in the order of `requests`, or None: not one each."""
     if len(replies) != len(requests):
         return None
-    for reply in replies:
+    ordered = True
+    for request, reply in zip(requests, replies, strict=True):
         if list(map(type, reply)) != _REPLY:
             return None
-    if all(request.key == reply[0] for request, reply in zip(requests, replies, strict=True)):
+        ordered = ordered and request.key == reply[0]
+    if ordered:
         return replies
     by_key = {reply[0]: reply for reply in replies}
     if any(request.key not in by_key for request in requests):

@@ -11,6 +11,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.channels import Router
+from shmserve.ipc.forms import Forms
 from shmserve.ipc.guests import Seals
 from shmserve.ipc.messages import Failed, Submit
 from shmserve.ipc.signature import Admission, Signature
@@ -19,7 +20,6 @@ from shmserve.ipc.tensors import (
     MalformedMessage,
     Memory,
     Place,
-    form_of,
     unpack_inference,
 )
 
@@ -37,8 +37,9 @@ class GuestDoor:
         self._signature = signature
         self._numbers: dict[bytes, int] = {}
         self._memories: set[tuple[int, Memory]] = set()
-        # By a form of small tensors; or by a guest and its request, whose tensors are in memory.
-        self._known: dict[Any, Admission] = {}
+        self._forms: Forms[Admission] = Forms()  # of small tensors
+        # By a guest and its request, whose tensors are in memory.
+        self._known: dict[tuple[int, bytes], Admission] = {}
 
     def check(self, peer: bytes, message: Any) -> Any:
         """The message as it may be believed, or None: then it is dealt with."""
@@ -75,6 +76,8 @@ class GuestDoor:
 
     def _checked(self, number: int, submit: Submit) -> Submit:
         admission = self._admission(number, submit)
+        if (submit.batch_size, submit.shape_key) == (admission.batch_size, admission.shape_key):
+            return submit
         return Submit(
             submit.id,
             admission.batch_size,
@@ -90,15 +93,13 @@ class GuestDoor:
     def _admission(self, number: int, submit: Submit) -> Admission:
         """What a request counts as; most requests are like one before."""
         work = submit.work
-        key: Any = (number, work)
+        key = (number, work)
         known = self._known.get(key) if len(work) <= _LONGEST_KNOWN else None
         if known is not None:
             return known
-        form = _form(work)
-        if form is not None:
-            known = self._known.get(form)
-            if known is not None:
-                return known
+        found = self._forms.find(work)
+        if found is not None:
+            return found[0]
         inference = unpack_inference(work)
         _check_types(inference)
         places = [tensor.data for tensor in inference.inputs if isinstance(tensor.data, Place)]
@@ -106,13 +107,13 @@ class GuestDoor:
         for place in places:
             self._check_owner(number, place)
         admission = self._signature.admit(submit.request_id, inference.inputs, inference.outputs)
-        if form is not None and not places:
-            self._remember(form, admission)
+        if not places:
+            self._forms.learn(work, inference, admission)
         elif len(places) >= len(inference.inputs) and len(work) <= _LONGEST_KNOWN:
             self._remember(key, admission)
         return admission
 
-    def _remember(self, key: Any, admission: Admission) -> None:
+    def _remember(self, key: tuple[int, bytes], admission: Admission) -> None:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known[key] = admission
@@ -126,15 +127,6 @@ class GuestDoor:
         if len(self._memories) >= _MOST_MEMORIES:
             self._memories.clear()
         self._memories.add(key)
-
-
-def _form(work: bytes) -> Any:
-    try:
-        form = form_of(work)
-        hash(form)
-    except Exception:  # it is no inference, which the careful way says
-        return None
-    return form
 
 
 def _check_types(inference: Inference) -> None:

@@ -29,13 +29,13 @@ def run(args: dict[str, Any]) -> None:
     """Schedule one model version until told to stop.
 
     `args`: number (of this scheduler), version, config (normalised), run_dir, settings
-    (execution_timeout_s, max_queue_size, delay_scheduler, verbose), kept and alive (what
-    `Scheduler.go_on` takes, of a predecessor that died; empty for the first), and guests (key,
-    group: -1 for none) unless it has no socket for them.
+    (execution_timeout_s, max_queue_size, delay_scheduler), log (`LogSettings` by name), kept and
+    alive (what `Scheduler.go_on` takes, of a predecessor that died; empty for the first), and
+    guests (key, group: -1 for none) unless it has no socket for them.
     """
     server = args["settings"]
     settings = Settings.read(args["config"], args["version"], server)
-    logs.configure(f"scheduler {settings.name}", int(server.get("verbose") or 0))
+    logs.configure(f"scheduler {settings.name}", logs.LogSettings(**args["log"]))
     processes.name_process(f"scheduler {settings.name}")
     # When it ends is the supervisor's decision: a terminal's Ctrl-C reaches every process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

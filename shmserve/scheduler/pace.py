@@ -14,7 +14,7 @@ _KNOWN = 16  # observations that say something about the next execution
 class Pace:
     """Moving averages, as TCP keeps them of round trips (RFC 6298): mean and mean deviation."""
 
-    __slots__ = ("_busy_ns", "_deviation_ns", "_mean_ns", "_observed", "_requests")
+    __slots__ = ("_busy_ns", "_deviation_ns", "_mean_ns", "_observed", "_requests", "credit")
 
     def __init__(self) -> None:
         self._mean_ns = 0.0
@@ -22,6 +22,9 @@ class Pace:
         self._busy_ns = 0.0
         self._requests = 0.0
         self._observed = 0
+        # How many batches a worker may have at a time: more than one where they are so short that
+        # it would otherwise wait for messages as long as it computes.
+        self.credit = 1
 
     def observe(self, duration_ns: int, busy_ns: int, requests: int) -> None:
         """An execution of `requests` requests took this long, from dispatch to return, of which
@@ -38,14 +41,8 @@ class Pace:
             self._deviation_ns = duration_ns / 2
             self._requests = requests
             self._busy_ns = busy_ns
-
-    @property
-    def credit(self) -> int:
-        """How many batches a worker may have at a time: more than one where they are so short that
-        it would otherwise wait for messages as long as it computes."""
-        if self._observed < _KNOWN:
-            return 1
-        return max(1, min(_MOST_CREDITS, int(_AHEAD_NS / (self._busy_ns + 1))))
+        if self._observed >= _KNOWN:
+            self.credit = max(1, min(_MOST_CREDITS, int(_AHEAD_NS / (self._busy_ns + 1))))
 
     @property
     def reserve_ns(self) -> int:

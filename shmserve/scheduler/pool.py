@@ -173,10 +173,11 @@ class Pool:
 
     def room(self, credit: int) -> bool:
         """Whether a busy instance has less than `credit` batches."""
-        return any(
-            slot.state is SlotState.BUSY and len(slot.executions) < credit
-            for slot in self._by_peer.values()
-        )
+        if credit > 1:
+            for slot in self._by_peer.values():
+                if slot.state is SlotState.BUSY and len(slot.executions) < credit:
+                    return True
+        return False
 
     def assign(self, execution: Execution) -> Slot:
         """Give a batch to the instance that has been free for longest, else to the least busy."""
@@ -224,12 +225,11 @@ class Pool:
         """When `overdue` may have something, or NEVER."""
         if not self._limit_ns:
             return NEVER
-        starts = [
-            slot.execution.started_ns
-            for slot in self._by_peer.values()
-            if slot.state is SlotState.BUSY and slot.execution is not None
-        ]
-        return min(starts) + self._limit_ns if starts else NEVER
+        first = NEVER
+        for slot in self._by_peer.values():
+            if slot.state is SlotState.BUSY and slot.executions[0].started_ns < first:
+                first = slot.executions[0].started_ns
+        return first + self._limit_ns if first < NEVER else NEVER
 
     def overdue(self, now_ns: int) -> list[Slot]:
         """Instances that run their batch for the execution limit or longer."""

@@ -68,6 +68,10 @@ class Timing(NamedTuple):
     @classmethod
     def of(cls, message: BatchFinished, started_ns: int, now_ns: int) -> Timing:
         """From what a worker says, as far as it can be true."""
+        start, input_end = message.compute_start_ns, message.input_end_ns
+        output_start, end = message.output_start_ns, message.compute_end_ns
+        if started_ns <= start <= input_end <= output_start <= end <= now_ns:
+            return cls(start, input_end - start, output_start - input_end, end - output_start)
         start = min(max(message.compute_start_ns, started_ns), now_ns)
         input_end = min(max(message.input_end_ns, start), now_ns)
         output_start = min(max(message.output_start_ns, input_end), now_ns)

@@ -120,7 +120,7 @@ def test_check(repository: Path) -> None:
     config = repository / "simple" / "config.pbtxt"
     config.write_text(config.read_text() + "nonsense: 1\n")
     (repository / "constant" / "1" / "model.py").write_text(
-        "raise RuntimeError('broken on purpose')\n"
+        "raise RuntimeError('broken on purpose\\nand twice')\n"
     )
     bad = run_command("check", str(repository))
     assert bad.returncode == 2
@@ -128,6 +128,7 @@ def test_check(repository: Path) -> None:
     assert "nonsense" in told
     assert "broken on purpose" in told
     assert "config.pbtxt" in told
+    assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice"]
 
 
 def infer(server: Server, *arguments: str) -> Any:

@@ -313,12 +313,7 @@ def test_compressed_requests(client: triton.InferenceServerClient, algorithm: st
     assert (result.as_numpy("OUTPUT0") == array).all()
 
 
-def test_log_settings(client: triton.InferenceServerClient) -> None:
-    settings = client.get_log_settings().settings
-    assert settings["log_info"].bool_param and settings["log_format"].string_param == "default"
-    assert client.update_log_settings({"log_verbose_level": 0, "log_info": True}).settings
-    with pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED.*'log_info' can not be"):
-        client.update_log_settings({"log_info": False})
+def test_there_is_no_tracing(client: triton.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match=r"UNAVAILABLE.*does not support trace"):
         client.get_trace_settings()
 

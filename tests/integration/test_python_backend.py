@@ -190,3 +190,50 @@ def test_modules_beside_the_model(repository: Path, serve: Callable[..., Server]
         for name, answer in (("one", 1), ("two", 2)):
             request = {"inputs": [json_input("INPUT0", np.zeros(1, np.float32))]}
             assert http.infer(name, request).tensors()["OUTPUT0"].tolist() == [answer]
+
+
+COUNTDOWN = """
+import asyncio
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        number = request.inputs()[0].as_numpy()
+        if number[0] == 0:
+            return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", number)])
+        call = pb_utils.InferenceRequest(
+            model_name="countdown",
+            requested_output_names=["OUTPUT0"],
+            inputs=[pb_utils.Tensor("INPUT0", abs(number) - 1)],
+        )
+        return call.exec() if number[0] > 0 else asyncio.run(self.soon(call))
+
+    async def soon(self, call):
+        return await call.async_exec()
+"""
+
+
+def test_a_model_that_calls_itself(repository: Path, serve: Callable[..., Server]) -> None:
+    config = repositories.identity_config("countdown", "INT32", [1])
+    repositories.write(repository, "countdown", config, COUNTDOWN)
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=countdown")
+
+    def ask(number: int) -> Reply:
+        given = json_input("INPUT0", np.array([number], np.int32))
+        return http.infer("countdown", {"inputs": [given]})
+
+    with server.http() as http:
+        for number in (1, -1):
+            reply = ask(number)
+            assert reply.status == 500
+            assert "it would wait for its only instance" in reply.error
+        assert ask(0).status == 200
+        two = config + "instance_group { kind: KIND_CPU count: 2 }\n"
+        repositories.write(repository, "countdown", two, COUNTDOWN)
+        http.post("/v2/repository/models/countdown/load").ok()
+        assert [ask(number).status for number in (0, 1, -1)] == [200, 200, 200]

@@ -110,6 +110,23 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
         assert http.infer("constant", ASK).status in (404, 503)
 
 
+def test_the_index_says_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        repositories.add(folder, "constant")
+    with running([one, two], "--model-control-mode=explicit") as server, server.http() as http:
+        listed = http.post("/v2/repository/index").json()
+        assert listed == [
+            {
+                "name": "constant",
+                "state": "UNAVAILABLE",
+                "reason": "model appears in two or more repositories",
+            }
+        ]
+        assert index(http, ready=True) == {}
+
+
 def test_a_broken_model_ends_the_server(repository: Path) -> None:
     repositories.add(repository, "constant", "identity")
     rewrite(repository, BROKEN)
@@ -214,6 +231,8 @@ def test_loading_what_is_not_there(repository: Path, serve: Serve, name: str) ->
             assert reply.error.startswith(
                 "failed to load 'nothing', failed to poll from model repository"
             )
+        assert index(http) == {("constant", ""): ("", "")}
+        assert http.get("/v2/health/ready").status == 200
 
 
 def test_load_rules(repository: Path, serve: Serve) -> None:
@@ -319,6 +338,69 @@ def test_a_failed_reload_keeps_the_old_one(repository: Path, serve: Serve) -> No
         load(http, "constant").ok()
         assert answer(http) == 2
     assert asking.troubles() == []
+
+
+def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
+    repository: Path, serve: Serve
+) -> None:
+    config = "version_policy: { all {} }\n"
+    repositories.add(repository, "constant", config=config)
+    rewrite(repository, BROKEN, version=2)
+    server = serve(repository, "--model-control-mode=explicit")
+    with server.http() as http:
+        assert load(http, "constant").status == 400
+        assert http.get("/v2/health/ready").status == 400
+        shutil.rmtree(repository / "constant" / "2")
+        load(http, "constant").ok()
+        assert index(http) == {("constant", "1"): ("READY", "")}
+        assert http.get("/v2/health/ready").status == 200
+
+
+def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(
+    repository: Path, serve: Serve
+) -> None:
+    repositories.add(repository, "constant", config="instance_group { kind: KIND_GPU }\n")
+    server = serve(repository, "--model-control-mode=explicit")
+    with server.http() as http:
+        reply = load(http, "constant")
+        assert (reply.status, reply.error) == (
+            400,
+            "load failed for model 'constant': version 1 is at UNAVAILABLE state: Invalid "
+            "argument: instance group constant_1 of model constant has kind KIND_GPU but no GPUs "
+            "are available;\n",
+        )
+        with (repository / "constant" / "config.pbtxt").open("a") as file:
+            file.write("dynamic_batching { preferred_batch_size: 99 }\n")
+        reply = load(http, "constant")
+        assert reply.status == 500
+        assert reply.error.startswith(
+            "failed to load 'constant', failed to poll from model repository: dynamic batching "
+            "preferred size must be <= max batch size for constant\n"
+        )
+        assert "has kind KIND_GPU" in reply.error
+
+
+def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(repository: Path) -> None:
+    repositories.add(repository, "constant", "identity")
+    rewrite(repository, BROKEN)
+    (repository / "identity" / "config.pbtxt").write_text("nonsense: 7")
+    flags = ("--exit-on-error=false", "--model-control-mode=poll", "--repository-poll-secs=1")
+    server = Server([repository], flags)
+    try:
+        server.wait_ready("/v2/health/live")
+        failed = {("constant", "1"): "UNAVAILABLE", ("identity", ""): "UNAVAILABLE"}
+        with server.http() as http:
+            until(
+                "both have failed",
+                lambda: {key: state for key, (state, _) in index(http).items()} == failed,
+                within_s=30,
+            )
+        assert not server.answers("/v2/health/ready")
+        shutil.rmtree(repository / "constant")
+        shutil.rmtree(repository / "identity")
+        until("the server is ready", lambda: server.answers("/v2/health/ready"), within_s=30)
+    finally:
+        server.stop()
 
 
 def test_requests_in_flight_finish_on_the_model_they_began_with(

@@ -46,6 +46,7 @@ class Stage:
             "config": MODEL,
             "run_dir": str(run_dir),
             "settings": {"max_queue_size": 4},
+            "log": {},
             "kept": [],
             "alive": [],
         }

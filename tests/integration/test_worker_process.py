@@ -87,7 +87,7 @@ class Worker:
             "instance_name": "m_0_0",
             "backend_config": {},
             "arena_byte_size": 64 << 20,
-            "verbose": 0,
+            "log": {},
             "auto_complete": True,
             "threads": 1,
             "fds": [],

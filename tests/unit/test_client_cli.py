@@ -232,6 +232,9 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=[1.5]"], 2, "integers, not 1.5"),
         (["m", "--input=X"], 2, "--input takes NAME=VALUE, not 'X'"),
         (["m", "--input=X=["], 2, "input 'X': not JSON"),
+        (["m", f"--input=X={'[' * 5000}"], 2, "input 'X': the lists are nested too deeply"),
+        (["m", f"--input=X={'[' * 99}1{']' * 99}"], 2, "the lists are nested too deeply"),
+        (["m", "--input=X=@/dev/null"], 2, "input 'X': cannot read /dev/null"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url takes"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url takes"),
         (["m", "--input=X=1", "--url=127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
@@ -255,3 +258,18 @@ def test_what_is_wrong_is_one_line(
     assert (found, shown.out) == (status, "")
     assert text in shown.err
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\x01\x00\x04\x00{{{{", b"junk"])
+def test_a_file_that_holds_no_array(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(content)
+    with pytest.raises(WrongInput, match="input 'X': cannot read "):
+        load("X", f"@{path}")
+
+
+def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, a=np.zeros(1), b=np.zeros(1))
+    with pytest.raises(WrongInput, match="holds several arrays, not one"):
+        load("X", f"@{path}")

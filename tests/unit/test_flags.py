@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve import cli, config, flags
 from shmserve.errors import InvalidArgument
+from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,25 +72,62 @@ def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
         assert settings("--exit-on-error=false", "--exit-on-error", text).exit_on_error
 
 
+# What `tritonserver --help` of version 2.51 lists, and what other versions have.
+TRITONS = """
+    allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker
+    allow-vertex-ai backend-config backend-directory buffer-manager-thread-count cache-config
+    cache-directory cuda-memory-pool-byte-size cuda-virtual-address-size
+    disable-auto-complete-config enable-peer-access exit-on-error exit-timeout-secs grpc-address
+    grpc-header-forward-pattern grpc-http2-max-ping-strikes grpc-http2-max-pings-without-data
+    grpc-http2-min-recv-ping-interval-without-data grpc-infer-allocation-pool-size
+    grpc-infer-response-compression-level grpc-keepalive-permit-without-calls
+    grpc-keepalive-time grpc-keepalive-timeout grpc-max-connection-age
+    grpc-max-connection-age-grace grpc-port grpc-restricted-protocol grpc-root-cert
+    grpc-server-cert grpc-server-key grpc-use-ssl grpc-use-ssl-mutual host-policy http-address
+    http-header-forward-pattern http-port http-restricted-api http-thread-count id load-model
+    log-error log-file log-format log-info log-verbose log-warning metrics-address
+    metrics-config metrics-interval-ms metrics-port min-supported-compute-capability
+    model-config-name model-control-mode model-load-gpu-limit model-load-retry-count
+    model-load-thread-count model-namespacing model-repository model-store
+    pinned-memory-pool-byte-size rate-limit rate-limit-resource repoagent-directory
+    repository-poll-secs response-cache-byte-size reuse-grpc-port reuse-http-port sagemaker-port
+    sagemaker-safe-port-range sagemaker-thread-count strict-model-config strict-readiness
+    trace-config trace-count trace-file trace-level trace-log-frequency trace-rate
+    vertex-ai-default-model vertex-ai-port vertex-ai-thread-count
+
+    allow-client-shm grpc-max-response-pool-size http-max-input-size
+"""
+
+
 def test_the_flags_of_tritonserver_are_all_known() -> None:
-    # The flags of `tritonserver --help`, and of newer versions, that a command line is likely to
-    # have; those acted on here are in the list too.
-    known = """
-    id exit-timeout-secs log-verbose log-info log-warning log-error log-format log-file model-store
-    model-repository exit-on-error disable-auto-complete-config strict-readiness model-control-mode
-    repository-poll-secs load-model model-config-name model-load-thread-count allow-http
-    model-load-retry-count model-namespacing enable-peer-access http-address http-port
-    reuse-http-port http-header-forward-pattern http-thread-count http-restricted-api allow-grpc
-    grpc-address grpc-port grpc-use-ssl grpc-infer-response-compression-level grpc-keepalive-time
-    grpc-restricted-protocol grpc-max-response-pool-size allow-sagemaker allow-vertex-ai
-    allow-metrics allow-gpu-metrics allow-cpu-metrics metrics-address metrics-port
-    metrics-interval-ms metrics-config trace-config backend-directory backend-config
-    repoagent-directory cache-config cache-directory rate-limit rate-limit-resource
-    pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size
-    min-supported-compute-capability buffer-manager-thread-count host-policy model-load-gpu-limit
-    strict-model-config response-cache-byte-size allow-client-shm http-max-input-size
-    """
-    assert set(known.split()) <= set(flags.FLAGS)
+    """Each in both spellings; those that nothing is done about are all in the one warning."""
+    known = TRITONS.split()
+    assert set(known) <= set(flags.FLAGS)
+    idle = [name for name in known if not flags.FLAGS[name].effect]
+    words = {name: "true" if flags.FLAGS[name].kind is bool else "x" for name in idle}
+    for arguments in (
+        [f"--{name}={word}" for name, word in words.items()],
+        [part for name, word in words.items() for part in (f"--{name}", word)],
+    ):
+        assert settings(*arguments).without_effect == tuple(f"--{name}" for name in idle)
+    assert len(idle) > 40
+
+
+def test_log_flags_are_the_first_log_settings() -> None:
+    assert settings().log == LogSettings()
+    found = settings(
+        "--log-info=false",
+        "--log-warning",
+        "off",
+        "--log-error=0",
+        "--log-verbose=3",
+        "--log-format=ISO8601",
+        "--log-file=/tmp/x",
+    )
+    assert found.log == LogSettings("/tmp/x", False, False, False, 3, "ISO8601")
+    assert found.without_effect == ()
+    for text, level in (("true", 1), ("False", 0), ("4294967295", 2**32 - 1)):
+        assert settings(f"--log-verbose={text}").log.log_verbose_level == level
 
 
 def test_flags_without_effect_are_named_once() -> None:
@@ -148,6 +186,9 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ),
         ("--execution-timeout-secs=nan", "--execution-timeout-secs: 'nan' is not a number"),
         ("--strict-readiness=perhaps", "--strict-readiness: 'perhaps' is not a boolean"),
+        ("--log-verbose=4294967296", "--log-verbose: 4294967296 is out of range"),
+        ("--log-verbose=yes", "--log-verbose: 'yes' is not an integer"),
+        ("--log-format=iso8601", "--log-format: 'iso8601' is not one of default, ISO8601"),
         ("--model-control-mode=x", "'x' is not one of none, poll, explicit"),
         ("--load-model=m", "--load-model: needs --model-control-mode=explicit"),
         ("--backend-config=python", "--backend-config: 'python' is not BACKEND,SETTING=VALUE"),
@@ -162,6 +203,7 @@ def test_an_error_names_the_flag_what_was_found_and_what_is_allowed(
 def test_errors_of_the_whole_command_line() -> None:
     assert "at least one is needed" in refusal()
     assert "'/no/where' is not a folder" in refusal("/no/where")
+    assert f"name the class to serve, {__file__}:CLASS" in refusal(__file__)
     mode = "--model-control-mode=explicit"
     assert "must stand alone" in refusal(str(ROOT), mode, "--load-model=*", "--load-model=m")
     assert settings(mode, "--load-model=*").load_models == ("*",)

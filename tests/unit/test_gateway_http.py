@@ -6,6 +6,8 @@ import contextlib
 import gzip
 import json
 import os
+import re
+import select
 import socket
 import threading
 import time
@@ -451,3 +453,72 @@ def test_descriptors_come_back(gateway: Rig) -> None:
         with raw_connection(gateway.port) as connection:
             connection.sendall(head(1000) + b"{")
     until("they are back", lambda: len(list(folder.iterdir())) <= before)
+
+
+# --- a head that comes again
+
+
+def numbered(number: int) -> bytes:
+    return simple_body(id=f"{number:04}")
+
+
+def test_a_head_that_comes_again_brings_its_own_body(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        for number in range(8):
+            body = numbered(number)
+            connection.sendall(head(len(body)) + body)
+            assert read_reply(connection).json()["id"] == f"{number:04}"
+
+
+def test_a_known_head_may_come_in_any_pieces(gateway: Rig) -> None:
+    body = numbered(1)
+    whole = head(len(body)) + body
+    cuts = (1, 20, len(whole) - len(body) - 1, len(whole) - len(body), len(whole) - 1)
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(whole)
+        read_reply(connection).ok()
+        for cut in cuts:
+            connection.sendall(whole[:cut])
+            assert not select.select([connection], (), (), 0.05)[0]
+            connection.sendall(whole[cut:])
+            assert read_reply(connection).json()["id"] == "0001"
+            connection.sendall(whole)
+            assert read_reply(connection).json()["id"] == "0001"
+
+
+def test_known_heads_may_come_at_once(gateway: Rig) -> None:
+    bodies = [numbered(number) for number in range(5)]
+    with raw_connection(gateway.port) as connection:
+        for _ in range(2):
+            connection.sendall(head(len(bodies[0])) + bodies[0])
+            read_reply(connection).ok()
+            connection.sendall(b"".join(head(len(body)) + body for body in bodies))
+            replies = b""
+            while replies.count(b'"outputs"') < len(bodies) or not replies.endswith(b"]}]}"):
+                replies += connection.recv(MIB)
+            ids = re.findall(rb'"id":"(\d+)"', replies)
+            assert ids == [b"%04d" % number for number in range(5)]
+
+
+def test_a_head_that_is_only_almost_known_is_read(gateway: Rig) -> None:
+    body = numbered(3)
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(len(body), "X-One: 1") + body)
+        assert read_reply(connection).status == 200
+        other = head(len(body), "X-One: 1").replace(b"models/simple", b"models/nobody")
+        connection.sendall(other + body)
+        assert read_reply(connection).status == 404
+        # As long as the known one, but the last byte belongs to another message.
+        connection.sendall(head(len(body) - 1, "X-One: 1") + body)
+        assert read_reply(connection).status == 400
+        assert is_closed(connection)
+
+
+def test_a_known_head_that_asks_to_close_is_obeyed(gateway: Rig) -> None:
+    body = numbered(4)
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(len(body)) + body)
+        read_reply(connection).ok()
+        connection.sendall(head(len(body), "Connection: close") + body)
+        read_reply(connection).ok()
+        assert is_closed(connection)

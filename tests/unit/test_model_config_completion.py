@@ -145,7 +145,7 @@ def test_a_model_that_contradicts_its_configuration_is_refused(text: str, expect
     assert caught.value.message == expected
 
 
-def test_what_the_author_wrote_stays() -> None:
+def test_what_the_author_wrote_stays_but_for_a_batch_size_that_the_model_raises() -> None:
     written = parse_pbtxt(
         'name: "m" max_batch_size: 2 input { name: "IN" format: FORMAT_NHWC dims: [-1, 3] } '
         'output { name: "MORE" } dynamic_batching { preferred_batch_size: 1 }'
@@ -154,7 +154,7 @@ def test_what_the_author_wrote_stays() -> None:
     before = to_dict(written)
     merged = merge_autocomplete(written, {**COMPLETED, "instance_group": [{"count": 9}]})
     assert to_dict(written) == before
-    assert merged.max_batch_size == 2
+    assert merged.max_batch_size == 4
     assert [io.name for io in merged.input] == ["IN", "MASK"]
     assert merged.input[0].data_type == model_config_pb2.TYPE_FP32
     assert merged.input[0].format == model_config_pb2.ModelInput.FORMAT_NHWC
@@ -196,6 +196,7 @@ def test_what_has_no_effect_is_listed() -> None:
         "batch_input",
         "batch_output",
         "cc_model_filenames",
+        "metric_tags",
         "model_warmup",
         "model_operations",
         "optimization.graph",

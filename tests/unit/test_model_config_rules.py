@@ -8,6 +8,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import (
+    LoadProblem,
     normalise,
     parse_pbtxt,
     validate,
@@ -156,11 +157,11 @@ def test_every_broken_rule_is_named() -> None:
     )
     assert found.splitlines() == [
         "'max_batch_size' must be non-negative value for m",
+        "dynamic batching preferred size must be <= max batch size for m",
         "model input 'I' must specify 'data_type' for m",
         f"model input 'I' {DIM_TEXT}",
         "model output 'O' must specify 'data_type' for m",
         "model output 'O' must specify 'dims' for m",
-        "dynamic batching preferred size must be <= max batch size for m",
         "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
     ]
 
@@ -239,6 +240,16 @@ def test_labels_lie_in_the_models_folder(tmp_path: Path) -> None:
         )
     assert problems(text.format("none.txt"), folder=folder).endswith("for m does not exist")
     assert problems(text.format("a\\0b"), folder=folder).endswith("for m is not a valid path")
+
+
+@pytest.mark.parametrize("field", ["default_model_filename", "runtime"])
+@pytest.mark.parametrize("file", ["../2/model.py", "/etc/passwd", "a/../../x.py", "..", "a\\0b"])
+def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
+    """R17: nothing that a configuration names is outside of the model."""
+    found = problems(f'{PYTHON} {IO} {field}: "{file}"')
+    assert found.startswith(f"'{field}' for m must be inside the version folder, got: ")
+    for inside in ("model.py", "code/my..model.py"):
+        assert problems(f'{PYTHON} {IO} {field}: "{inside}"') == ""
 
 
 SEQUENCE = 'sequence_batching { control_input { name: "C" control { kind: CONTROL_SEQUENCE_%s } } }'
@@ -378,3 +389,21 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
 )
 def test_ensembles_are_checked_though_not_served(text: str, expected: str) -> None:
     assert problems(ENSEMBLE + text.replace("%s", STEP)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "late"),
+    [
+        ("instance_group { kind: KIND_GPU }", True),
+        ('input { name: "I" dims: 0 }', True),
+        ('input { name: "I" dims: 0 } max_batch_size: -1', False),
+        ("dynamic_batching { preferred_batch_size: 5 }", False),
+    ],
+)
+def test_what_is_wrong_with_a_version_is_told_from_what_is_wrong_with_the_file(
+    text: str, late: bool
+) -> None:
+    config = normalise(parse_pbtxt(PYTHON + text), "m", 0)
+    with pytest.raises(InvalidArgument) as caught:
+        validate(config, gpu_count=0, complete=False)
+    assert isinstance(caught.value, LoadProblem) is late

@@ -209,6 +209,13 @@ class Model:
     assert completed["dynamic_batching"] == written
 
 
+def test_without_inputs_there_is_no_batch(worker: Rig) -> None:
+    write(worker, "class Model:\n    def predict(self) -> FP32[Tensor, 1]: ...")
+    config = complete(worker)
+    assert (config["input"], config["max_batch_size"]) == ([], 0)
+    assert "dynamic_batching" not in config
+
+
 def test_load_and_unload_are_called(worker: Rig) -> None:
     write(
         worker,
@@ -292,6 +299,21 @@ class Model:
             "class Model:\n    max_batch_size = -1\n"
             "    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
             "'Model.max_batch_size' must be an integer >= 0, got -1",
+        ),
+        *(
+            (f"class Model:\n    {text}", "'Model.predict' must be an ordinary method")
+            for text in (
+                "predict = 3",
+                "def predict() -> FP32[Tensor, 1]: ...",
+                "async def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+                "def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: yield x",
+                "@staticmethod\n    def predict(x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+                "@classmethod\n    def predict(cls, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+            )
+        ),
+        (
+            "class Model:\n    def predict(self, x: FP32[Tensor, 1], /) -> FP32[Tensor, 1]: ...",
+            "argument 'x' of 'Model.predict' must have a name to be given by",
         ),
     ],
 )

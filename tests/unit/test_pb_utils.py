@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -293,12 +294,45 @@ def test_a_request_for_another_model() -> None:
         ({"correlation_id": 1.5}, TritonModelException, "must be integer or string"),
         ({"parameters": {"a": 1.5}}, TritonModelException, "bool/int/str"),
         ({"inputs": None}, TypeError, "needs inputs"),
+        ({"correlation_id": -1}, TypeError, "range of uint64"),
+        ({"requested_output_names": [3]}, TypeError, "a requested output name must be a str"),
+        ({"model_name": 3}, TypeError, "model_name must be a str"),
+        ({"model_version": "1"}, TypeError, "model_version must be an int"),
+        ({"timeout": -1}, TypeError, "timeout must be in the range"),
+        ({"timeout": 1.5}, TypeError, "timeout must be an int"),
+        ({"flags": None}, TypeError, "flags must be an int"),
     ],
 )
 def test_no_request_like_that(more: dict[str, Any], kind: type[Exception], text: str) -> None:
     rest: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
     with pytest.raises(kind, match=text):
         pb_utils.InferenceRequest(request_id="q", **{**rest, **more})
+
+
+def test_numbers_of_numpy_will_do() -> None:
+    given: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
+    request = pb_utils.InferenceRequest(
+        model_name="other", requested_output_names=[], inputs=[], **given
+    )
+    assert (request.correlation_id(), request.timeout()) == (7, 5)
+    assert type(request.correlation_id()) is type(request.timeout()) is int
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pb_utils.is_model_ready(3),  # type: ignore[arg-type]
+        lambda: pb_utils.is_model_ready("other", 1),  # type: ignore[arg-type]
+        lambda: pb_utils.load_model(None),  # type: ignore[arg-type]
+        lambda: pb_utils.load_model("other", {}),  # type: ignore[arg-type]
+        lambda: pb_utils.load_model("other", files={"file:1/model.py": "x"}),  # type: ignore[dict-item]
+        lambda: pb_utils.load_model("other", files={1: b"x"}),  # type: ignore[dict-item]
+        lambda: pb_utils.unload_model(b"other"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_no_server_could_be_asked(call: Callable[[], object]) -> None:
+    with pytest.raises(TypeError):
+        call()
 
 
 # --- configurations

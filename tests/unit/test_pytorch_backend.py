@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import os
+import pickle
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -220,6 +224,92 @@ def test_weights_lie_beside_the_class_and_cannot_run_code(worker: Rig) -> None:
     torch.save({"w": contextlib.suppress}, weights)
     with pytest.raises(Exception, match="Weights only load failed"):
         PytorchBackend(worker.context).load(config)
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("form", ["pickle.pt", "pickle.pt2", "script.pt", "exported.pt2"])
+def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) -> None:
+    """R19: whatever is in an archive, and whether all of it or a part is a pickle."""
+    sprung = tmp_path / "sprung"
+    name = "model" + Path(form).suffix
+    path = worker.context.version_dir / name
+    if form.startswith("pickle"):
+        torch.save({"w": Trap(sprung)}, path)
+    elif form.startswith("script"):
+        save_script(Affine(), worker, torch.zeros(2, 4))
+        spoil(path, "data.pkl", pickle.dumps(Trap(sprung)))
+    else:
+        save_exported(Affine(), worker, torch.zeros(2, 4))
+        trap = io.BytesIO()
+        torch.save(((Trap(sprung),), {}), trap)
+        spoil(path, "model.pt", trap.getvalue())
+    config = vectors({"image": 4}, {"y": 1}, default_model_filename=name)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - torch has many kinds
+        PytorchBackend(worker.context).load(config)
+    assert not sprung.exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def spoil(path: Path, ending: str, contents: bytes) -> None:
+    """Put other contents into each member of an archive whose name ends so."""
+    with zipfile.ZipFile(path) as archive:
+        members = {item.filename: archive.read(item) for item in archive.infolist()}
+    spoiled = [name for name in members if name.endswith(ending)]
+    assert spoiled, list(members)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, contents if name in spoiled else data)
+
+
+class Bomb:
+    """Leaves a file where it was unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_what_an_exported_program_comes_with_cannot_run_code(worker: Rig) -> None:
+    save_exported(Affine(), worker, torch.zeros(2, 3))
+    archive = worker.context.version_dir / "model.pt2"
+    with zipfile.ZipFile(archive) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    (samples,) = (name for name in members if name.endswith("sample_inputs/model.pt"))
+    exploded = worker.context.version_dir / "exploded"
+    bomb = io.BytesIO()
+    torch.save(Bomb(exploded), bomb)
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, content in {**members, samples: bomb.getvalue()}.items():
+            file.writestr(name, content)
+    with pytest.raises(InvalidArgument, match=r"'model\.pt2' holds objects that are no tensors"):
+        PytorchBackend(worker.context).complete_config(model_config([], []))
+    assert not exploded.exists()
+
+
+def test_arguments_that_are_given_by_name_only(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n"
+        "    def forward(self, *, a, b=1):\n        return a + b\n",
+    )
+    config = vectors({"a": 1, "b": 1}, {"y": 1})
+    config["input"][1]["optional"] = True
+    serve(worker, config)
+    one = np.ones((1, 1), F32)
+    for names in ("a", "ab"):
+        (reply,) = worker.batch(inference(*(tensor(name, one) for name in names)))
+        assert reply.array("y").item() == 2
 
 
 def test_the_class_called_model_is_served(worker: Rig) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from shmserve.gateway.repository import check_model_name
 from shmserve.gateway.values import JsonFault
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import TensorRef
-from shmserve.logs import LineFormatter
 from tests.gateway_rig import SIMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,22 +112,3 @@ def test_model_names_name_no_other_folder(spelled: str) -> None:
         assert name is not None
         with pytest.raises(InvalidArgument, match="must not contain path traversal characters"):
             check_model_name(name)
-
-
-def test_clients_cannot_write_log_lines() -> None:
-    """R23: what a client says is escaped and cut."""
-    out = io.StringIO()
-    handler = logging.StreamHandler(out)
-    handler.setFormatter(LineFormatter("test"))
-    logger = logging.getLogger("requirements")
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        evil = "x\nE 2026 forged\x1b[31m\u2028" + "y" * (1 << 20)
-        logger.warning("refused: %s", evil, extra={"request_id": evil})
-    finally:
-        logger.removeHandler(handler)
-    shown = out.getvalue()
-    assert len(shown.splitlines()) == 1
-    assert shown.rstrip("\n").isprintable()
-    assert len(shown) < 40_000

@@ -43,7 +43,9 @@ class NativeBackend(Backend):
         completed["input"] = config.get("input") or inputs
         completed["output"] = config.get("output") or outputs
         if not config.get("max_batch_size"):
-            completed["max_batch_size"] = _whole(model, "max_batch_size", _DEFAULT_MAX_BATCH_SIZE)
+            # Without inputs nothing says how many rows a batch has.
+            most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] else 0
+            completed["max_batch_size"] = _whole(model, "max_batch_size", most)
         scheduled = config.get("dynamic_batching") is not None or config.get("sequence_batching")
         if completed["max_batch_size"] > 1 and not scheduled:
             delay = _whole(model, "max_queue_delay_us", 0)

@@ -41,12 +41,10 @@ class PredictSignature:
 def read(model: type) -> PredictSignature:
     """The signature of a class's `predict`.
 
-    Raises InvalidArgument, with what to write, when the class has none or an annotation is not a
-    tensor's.
+    Raises InvalidArgument, with what to write, when the class has none that is an ordinary method,
+    or an annotation is not a tensor's.
     """
-    predict = getattr(model, "predict", None)
-    if not inspect.isfunction(predict):
-        raise InvalidArgument(f"class '{model.__name__}' has no method 'predict'")
+    predict = _method(model)
     hints = typing.get_type_hints(predict, include_extras=True)
     parameters = tuple(
         _parameter(model.__name__, parameter, hints.get(name))
@@ -56,6 +54,24 @@ def read(model: type) -> PredictSignature:
         raise InvalidArgument(f"'{model.__name__}.predict' does not say what it returns: {_HOW}")
     outputs, take = _outputs(model.__name__, hints["return"])
     return PredictSignature(parameters, outputs, take)
+
+
+def _method(model: type) -> Callable[..., Any]:
+    """The class's `predict`, which gets `self` and is done when it returns."""
+    predict = inspect.getattr_static(model, "predict", None)
+    if predict is None:
+        raise InvalidArgument(f"class '{model.__name__}' has no method 'predict'")
+    if (
+        not inspect.isfunction(predict)
+        or inspect.iscoroutinefunction(predict)
+        or inspect.isgeneratorfunction(predict)
+        or inspect.isasyncgenfunction(predict)
+        or not inspect.signature(predict).parameters
+    ):
+        raise InvalidArgument(
+            f"'{model.__name__}.predict' must be an ordinary method, 'def predict(self, ...)'"
+        )
+    return predict
 
 
 def as_config(signature: PredictSignature) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -77,6 +93,8 @@ def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter
     what = f"argument '{parameter.name}' of '{owner}.predict'"
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
         raise InvalidArgument(f"{what} takes any number of values: name each input")
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        raise InvalidArgument(f"{what} must have a name to be given by: leave out the '/'")
     optional = parameter.default is None
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]

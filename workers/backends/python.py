@@ -100,6 +100,7 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
+        self._server.alone = _instances(config) == 1
         self._server.running = True
 
     def execute(self, requests: list[Request]) -> list[Answer]:
@@ -244,7 +245,9 @@ def _check_complaints(requests: Sequence[Request], answers: Sequence[Answer]) ->
     The server then runs the requests again with inputs that the model may write into.
     """
     for request, answer in zip(requests, answers, strict=True):
-        text = answer.error.message if answer.error is not None else ""
+        if answer.error is None:
+            continue
+        text = answer.error.message
         if ("read-only" in text or "not writable" in text) and any(
             source.shared for source in request.inputs.values()
         ):
@@ -261,6 +264,11 @@ def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -
         for name in tensors:
             if kept or sys.getrefcount(tensors[name]) > _LISTED:
                 tensors[name].own()
+
+
+def _instances(config: dict[str, Any]) -> int:
+    groups = config.get("instance_group") or [{}]
+    return sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
 
 
 def _file_name(config: dict[str, Any]) -> str:

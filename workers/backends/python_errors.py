@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from enum import IntEnum
 
 from shmserve.errors import ShmserveError, from_code
@@ -56,6 +57,26 @@ class TritonError:
     def message(self) -> str:
         """Its message."""
         return self._message
+
+
+def text(value: object, what: str) -> str:
+    """`value`, which must be a str; raises TypeError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a str, not {type(value)}")
+    return value
+
+
+def whole(value: object, what: str, least: int = 0) -> int:
+    """`value` as an int, numpy's too, which must be `least` or more, below 2**63; else raises
+    TypeError.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{what} must be an int, not {type(value)}") from None
+    if not least <= number < 2**63:
+        raise TypeError(f"{what} must be in the range [{least}, 2**63), not {number}")
+    return number
 
 
 def to_server(error: TritonError) -> ShmserveError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import weakref
 from collections.abc import Sequence
 from enum import IntEnum
@@ -11,7 +12,7 @@ from typing import Any
 
 from shmserve.errors import ShmserveError
 from shmserve.workers.backends import python_server
-from shmserve.workers.backends.python_errors import TritonModelException
+from shmserve.workers.backends.python_errors import TritonModelException, text, whole
 from shmserve.workers.backends.python_inputs import Lender
 from shmserve.workers.backends.python_response import (
     InferenceResponse,
@@ -90,8 +91,13 @@ class InferenceRequest:
             raise TypeError(
                 "an InferenceRequest needs inputs, requested_output_names and model_name"
             )
-        if not isinstance(correlation_id, int | str):
-            raise TritonModelException("Correlation ID must be integer or string")
+        if not isinstance(correlation_id, str):
+            try:
+                correlation_id = operator.index(correlation_id)
+            except TypeError:
+                raise TritonModelException("Correlation ID must be integer or string") from None
+            if not 0 <= correlation_id < 2**64:
+                raise TypeError(f"correlation_id must be in the range of uint64: {correlation_id}")
         of = f"for request with id '{request_id}' and model name '{model_name}'"
         for tensor in inputs:
             if tensor is None:
@@ -100,14 +106,16 @@ class InferenceRequest:
                 raise TypeError(f"an input of a request must be a Tensor, not {type(tensor)}")
         if not all(requested_output_names):
             raise TritonModelException(f"Requested output name {of} should not be empty.")
-        self._request_id = request_id
+        for name in requested_output_names:
+            text(name, "a requested output name")
+        self._request_id = text(request_id, "request_id")
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
         self._outputs = dict.fromkeys(requested_output_names)
-        self._model_name = model_name
-        self._model_version = model_version
-        self._flags = flags
-        self._timeout = timeout
+        self._model_name = text(model_name, "model_name")
+        self._model_version = whole(model_version, "model_version", -1)
+        self._flags = whole(flags, "flags")
+        self._timeout = whole(timeout, "timeout")
         self._trace = trace or InferenceTrace()
         self._parameters: dict[str, Any] = checked_parameters(parameters)
         self._release_flags = 0
@@ -140,7 +148,7 @@ class InferenceRequest:
 
     def set_flags(self, flags: int) -> None:
         """Set the flags."""
-        self._flags = flags
+        self._flags = whole(flags, "flags")
 
     def timeout(self) -> int:
         """Its own limit in microseconds; 0 for none."""

@@ -10,7 +10,7 @@ from enum import IntEnum
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.ipc.messages import FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
-from shmserve.workers.backends.python_errors import TritonModelException
+from shmserve.workers.backends.python_errors import TritonModelException, text
 from shmserve.workers.calls import Call, CallRequest, Calls, Reply
 from shmserve.workers.requests import Request
 
@@ -18,12 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """The server as one worker's model sees it. `running`: the model may call others."""
+    """The server as one worker's model sees it. `running`: the model may call others; `alone`: it
+    has no other instance."""
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
         self.calls = Calls(context.control, context.arena.memory.byte_size)
         self.running = False
+        self.alone = False
         self.executing: Sequence[Request] = ()
 
     def deadline_ns(self) -> int:
@@ -40,20 +42,26 @@ class Server:
         return self.calls.wait(begun)
 
     def _begin(self, request: CallRequest) -> Call:
-        self._check_running()
+        self._check(request)
         return self.calls.begin(request)
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[Reply]:
         """Begin one, from the running event loop."""
         try:
-            self._check_running()
+            self._check(request)
             return self.calls.call_soon(request)
         except ShmserveError as error:
             raise _not_begun(request.model, error) from None
 
-    def _check_running(self) -> None:
+    def _check(self, request: CallRequest) -> None:
         if not self.running:
             raise Internal("BLS is only supported during the 'execute' function.")
+        if self.alone and self.executing and request.model == self.context.model_name:
+            found = self.context.control.ask(
+                lambda number: FindModel(number, request.model, request.version)
+            )
+            if found["version"] == self.context.version:
+                raise InvalidArgument("it would wait for its only instance, which makes this call")
 
     def load_model(self, name: str, config: str, files: dict[str, bytes]) -> None:
         """Load or reload a model. Raises the ShmserveError that the server refused with."""
@@ -107,6 +115,8 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     `config` is a JSON configuration to use instead of the model's own, `files` maps
     "file:1/model.py" and the like to contents. Raises TritonModelException when it fails.
     """
+    text(model_name, "model_name")
+    text(config, "config")
     if files is not None and not isinstance(files, dict):
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and "
@@ -114,7 +124,9 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
         )
     given: dict[str, bytes] = {}
     for key, content in (files or {}).items():
-        if not key.startswith("file:"):
+        if not isinstance(content, bytes):
+            raise TypeError(f"the contents of '{key}' must be bytes, not {type(content)}")
+        if not text(key, "the name of a file").startswith("file:"):
             raise TritonModelException(
                 f"Failed to load model: the name of a file must begin with 'file:', got '{key}'"
             )
@@ -127,8 +139,9 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Unload all versions of a model. Raises TritonModelException when it fails."""
+    text(model_name, "model_name")
     try:
-        current().unload_model(model_name, unload_dependents)
+        current().unload_model(model_name, bool(unload_dependents))
     except ShmserveError as error:
         raise TritonModelException(f"Failed to unload model: {error.message}") from None
 
@@ -138,9 +151,10 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 
     Raises TritonModelException for a version that is no number.
     """
-    if not isinstance(model_version, str):
-        raise TypeError(f"model_version must be a str, not {type(model_version)}")
-    if model_version and not (model_version.isdecimal() and int(model_version)):
+    text(model_name, "model_name")
+    if text(model_version, "model_version") and not (
+        model_version.isdecimal() and int(model_version)
+    ):
         raise TritonModelException(
             "Failed to check model readiness: failed to get model version from specified version "
             f"string '{model_version}', version should be an integral value > 0"

@@ -25,10 +25,14 @@ _INDEXED = re.compile(r".*__(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a model's forward, in order; `required`: it has no default."""
+    """One argument of a model's forward, in order.
+
+    `required`: it has no default; `by_name`: it may be given only so.
+    """
 
     name: str
     required: bool = True
+    by_name: bool = False
 
 
 class CallPlan:
@@ -84,15 +88,16 @@ class CallPlan:
         for position, name in self.by_position:
             if name not in given:
                 continue
-            if position == len(args):
+            known = None if self._arguments is None else self._arguments[position]
+            if position == len(args) and not (known and known.by_name):
                 args.append(given[name])
-            elif self._arguments is None:
+            elif known is None:
                 raise InvalidArgument(
                     f"input '{name}' cannot be given without those before it: the model takes its "
                     "inputs by position"
                 )
             else:
-                kwargs[self._arguments[position].name] = given[name]
+                kwargs[known.name] = given[name]
         return args, kwargs
 
 

@@ -6,12 +6,15 @@ that is known.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
 import logging
+import os
+import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +66,8 @@ def load_script(path: Path, device: Device) -> Program:
 
 
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
-    """An archive of `torch.export.save`."""
-    exported = torch.export.load(path)
+    """An archive of `torch.export.save`; raises InvalidArgument when it holds pickled objects."""
+    exported = _load_archive(path)
     if device.remote:
         from torch.export.passes import move_to_device_pass
 
@@ -89,6 +92,28 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
     plain = flat and len(tensors) == len(leaves) and not in_spec.children()[1].children()
     arguments = [Argument(str(leaves[at])) for at in tensors]
     return Program(module if plain else call, arguments, None), exported
+
+
+@contextlib.contextmanager
+def _tensors_only() -> Iterator[None]:
+    """torch.export.load unpickles what is no tensor in an archive, whatever it runs, unless the
+    environment forbids that."""
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ[names[0]] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[names[0]]
+        os.environ.update(before)
+
+
+def _load_archive(path: Path) -> torch.export.ExportedProgram:
+    with _tensors_only():
+        try:
+            return torch.export.load(path)
+        except pickle.UnpicklingError as error:
+            raise InvalidArgument(f"'{path.name}' holds objects that are no tensors") from error
 
 
 def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:
@@ -158,7 +183,13 @@ def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
-        found.append(Argument(parameter.name, parameter.default is parameter.empty))
+        found.append(
+            Argument(
+                parameter.name,
+                parameter.default is parameter.empty,
+                by_name=parameter.kind is parameter.KEYWORD_ONLY,
+            )
+        )
     return found
 
 

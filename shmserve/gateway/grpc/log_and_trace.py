@@ -1,19 +1,28 @@
-"""Trace and log settings: there is no tracing, and what is logged is set by flags alone."""
+"""Trace and log settings: there is no tracing; log settings are as over HTTP."""
 
 from __future__ import annotations
 
-from shmserve.errors import InvalidArgument, Unavailable, Unsupported
+from typing import Any
+
+from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.callers import Caller
+from shmserve.gateway.log_settings import (
+    FILE,
+    FORMAT,
+    LEVEL,
+    SWITCHES,
+    change_settings,
+    refuse_file,
+)
 from shmserve.gateway.state import Gateway
+from shmserve.logs import FORMATS
 from shmserve.proto import grpc_service_pb2 as pb
 
-_NO_FILE = "log file location can not be updated through network protocol"
+# The member of a setting's oneof, and what Triton calls it.
 _KINDS = {
-    "log_info": ("bool_param", "boolean"),
-    "log_warning": ("bool_param", "boolean"),
-    "log_error": ("bool_param", "boolean"),
-    "log_verbose_level": ("uint32_param", "int32"),
-    "log_format": ("string_param", "string"),
+    **dict.fromkeys(SWITCHES, ("bool_param", "boolean")),
+    LEVEL: ("uint32_param", "int32"),
+    FORMAT: ("string_param", "string"),
 }
 
 
@@ -27,29 +36,26 @@ async def trace_setting(
 async def log_settings(
     gateway: Gateway, caller: Caller, request: pb.LogSettingsRequest
 ) -> pb.LogSettingsResponse:
-    """LogSettings: what they are; a request that would change one is refused."""
-    values = {
-        "log_info": True,
-        "log_warning": True,
-        "log_error": True,
-        "log_verbose_level": gateway.settings.verbose,
-        "log_format": "default",
-    }
-    if "log_file" in request.settings:
-        raise Unsupported(_NO_FILE)
-    for name, value in values.items():
+    """LogSettings: all of the changes or none, then what the settings are."""
+    settings = await change_settings(gateway, _changes(request))
+    response = pb.LogSettingsResponse()
+    response.settings[FILE].string_param = settings[FILE]
+    for name, (kind, _) in _KINDS.items():
+        setattr(response.settings[name], kind, settings[name])
+    return response
+
+
+def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
+    if FILE in request.settings:
+        raise refuse_file()
+    changes: dict[str, Any] = {}
+    for name, (kind, word) in _KINDS.items():
         if name not in request.settings:
             continue
         wanted = request.settings[name]
-        kind, word = _KINDS[name]
         if wanted.WhichOneof("parameter_choice") != kind:
             raise InvalidArgument(f"expect {word} for '{name}'")
-        if name == "log_format" and wanted.string_param not in ("default", "ISO8601"):
-            raise InvalidArgument(f"invalid argument for log_format, got: {wanted.string_param}")
-        if getattr(wanted, kind) != value:
-            raise Unsupported(f"'{name}' can not be updated through network protocol")
-    response = pb.LogSettingsResponse()
-    response.settings["log_file"].string_param = ""
-    for name, value in values.items():
-        setattr(response.settings[name], _KINDS[name][0], value)
-    return response
+        changes[name] = getattr(wanted, kind)
+    if changes.get(FORMAT, FORMATS[0]) not in FORMATS:
+        raise InvalidArgument(f"invalid argument for log_format, got: {changes[FORMAT]}")
+    return changes

@@ -36,11 +36,11 @@ def run(args: dict[str, Any]) -> None:
     """Be the gRPC gateway until told to stop.
 
     `args["addresses"]` are [host, port] pairs, `grpc` is decoded by `GrpcSettings`, `settings` by
-    `Settings`; `run_dir` is where the supervisor's socket is.
+    `Settings`, `log` are `LogSettings` by name; `run_dir` is where the supervisor's socket is.
     """
     settings = Settings.decode(args["settings"])
     ours = GrpcSettings.decode(args["addresses"], args["grpc"])
-    process.prepare("gateway grpc", "gateway grpc", settings)
+    process.prepare("gateway grpc", "gateway grpc", args["log"])
     loop.run(
         process.serve(
             "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcFront(gateway, ours)
