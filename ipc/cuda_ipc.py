@@ -1,6 +1,6 @@
-"""CUDA memory of another process, by the handle that it exported; for workers only.
+"""CUDA memory between processes: programs allocate and export it, workers open it.
 
-    exporter   cudaMalloc -> cudaIpcGetMemHandle -> 64 bytes ──> register
+    exporter   cuMemAlloc -> cuIpcGetMemHandle -> 64 bytes ──> register, or share
     worker     open(handle, device) -> pointer -> extent: [base, base + byte_size) of the allocation
 
 Who owns what, when. The allocation is the exporter's: it must live, and not be freed, until its
@@ -12,7 +12,7 @@ comes: it waits for the device first.
 A handle means the whole allocation. A caching allocator hands out parts of one, and exports all of
 it: export memory that was allocated for this. An exporter cannot open its own handles.
 
-Everything here runs in the worker's one thread that uses the device, with the device's primary
+What a worker does here runs in its one thread that uses the device. All use a device's primary
 context, which torch uses too. The driver's interface is used, so that it does not matter which CUDA
 runtime torch was built with.
 """
@@ -26,11 +26,14 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy as np
+
 from shmserve.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
 HANDLE_SIZE = 64
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every device of the process
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
@@ -56,9 +59,38 @@ class Cuda(Protocol):
     def synchronize(self, device: int) -> None:
         """Wait until the device has done all that this process asked of it."""
 
+    def pin(self, address: int, byte_size: int, device: int) -> None:
+        """Lock pages of host memory, so that the device copies from and to them directly."""
+
+    def unpin(self, address: int, device: int) -> None:
+        """Undo `pin`, before the pages are unmapped."""
+
+
+class Exporting(Protocol):
+    """What a program needs of CUDA, to have memory that workers open; from any thread. All raise
+    CudaError."""
+
+    def allocate(self, byte_size: int, device: int) -> int:
+        """The address of new memory, full of zeros."""
+
+    def free(self, pointer: int, device: int) -> None:
+        """Give back what `allocate` gave."""
+
+    def export(self, pointer: int, device: int) -> bytes:
+        """The handle (64 bytes) by which others open what `allocate` gave."""
+
+    def uuid(self, device: int) -> bytes:
+        """The 16 bytes that name a device in every process of this host."""
+
+    def read(self, pointer: int, target: memoryview, device: int) -> None:
+        """Copy from the device, after all that it was asked to do; returns when that is done."""
+
+    def write(self, pointer: int, source: memoryview, device: int) -> None:
+        """Copy to the device, after all that it was asked to do; returns when that is done."""
+
 
 class Driver:
-    """`Cuda` by the package cuda-bindings.
+    """`Cuda` and `Exporting` by the package cuda-bindings.
 
     Making one raises Unavailable where the package or a driver lacks.
     """
@@ -68,7 +100,7 @@ class Driver:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
             logger.error("cuda-bindings cannot be imported: %s", error)
-            raise Unavailable("CUDA shared memory needs the server's extra 'cuda'") from None
+            raise Unavailable("CUDA shared memory needs shmserve's extra 'cuda'") from None
         try:
             self._call("cuInit", 0)
         except Exception as error:  # the package has its own for a library that is not there
@@ -107,6 +139,55 @@ class Driver:
         with self._current(device):
             self._call("cuCtxSynchronize")
 
+    def pin(self, address: int, byte_size: int, device: int) -> None:
+        """As `Cuda` says."""
+        with self._current(device):
+            self._call("cuMemHostRegister", address, byte_size, _PORTABLE)
+
+    def unpin(self, address: int, device: int) -> None:
+        """As `Cuda` says."""
+        with self._current(device):
+            self._call("cuCtxSynchronize")
+            self._call("cuMemHostUnregister", address)
+
+    # --- for programs that export
+
+    def allocate(self, byte_size: int, device: int) -> int:
+        """As `Exporting` says."""
+        with self._current(device):
+            pointer = self._call("cuMemAlloc", byte_size)
+            self._call("cuMemsetD8", pointer, 0, byte_size)
+            self._call("cuCtxSynchronize")
+        return int(pointer)
+
+    def free(self, pointer: int, device: int) -> None:
+        """As `Exporting` says."""
+        with self._current(device):
+            self._call("cuMemFree", self._driver.CUdeviceptr(pointer))
+
+    def export(self, pointer: int, device: int) -> bytes:
+        """As `Exporting` says."""
+        with self._current(device):
+            raw = self._call("cuIpcGetMemHandle", self._driver.CUdeviceptr(pointer))
+        return ctypes.string_at(raw.getPtr(), HANDLE_SIZE)
+
+    def read(self, pointer: int, target: memoryview, device: int) -> None:
+        """As `Exporting` says."""
+        with self._current(device):
+            self._call("cuCtxSynchronize")
+            source = self._driver.CUdeviceptr(pointer)
+            self._call("cuMemcpyDtoH", address_of(target), source, target.nbytes)
+
+    def write(self, pointer: int, source: memoryview, device: int) -> None:
+        """As `Exporting` says."""
+        with self._current(device):
+            self._call("cuCtxSynchronize")
+            target = self._driver.CUdeviceptr(pointer)
+            self._call("cuMemcpyHtoD", target, address_of(source), source.nbytes)
+            self._call("cuCtxSynchronize")
+
+    # --- calls
+
     @contextlib.contextmanager
     def _current(self, device: int) -> Iterator[None]:
         # Opening and closing mean the current context, and torch may have another device's.
@@ -127,3 +208,8 @@ class Driver:
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise CudaError(f"{name}: {status!r}")
         return values[0] if len(values) == 1 else values
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a view are in this process."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data)

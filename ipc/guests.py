@@ -3,7 +3,8 @@
 The server's processes share a key that no guest knows, so a scheduler needs to ask nobody:
 
     token      MAC of the guest's number: part of the identity of its links to schedulers
-    memory id  MAC of the guest's number and of all that describes the memory
+    memory id  MAC of the guest's number and of all that describes the memory; for that of a device,
+               a number that is never used twice, and a MAC
 
 A guest that makes one up, or uses another guest's memory, has the wrong one.
 """
@@ -15,7 +16,7 @@ import hmac
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shmserve.ipc.tensors import Memory
+    from shmserve.ipc.tensors import CudaHandle, Memory
 
 KEY_SIZE = 32
 
@@ -23,6 +24,7 @@ KEY_SIZE = 32
 # All have nine digits.
 FIRST = 100_000_000
 _TOKEN_SIZE = 16
+_MAC_BITS = 40
 
 
 class Seals:
@@ -48,14 +50,41 @@ class Seals:
         return int(number) if true else 0
 
     def memory_id(
-        self, number: int, pid: int, fd: int, inode: int, byte_size: int, sealed: bool
+        self,
+        number: int,
+        pid: int,
+        fd: int,
+        inode: int,
+        byte_size: int,
+        sealed: bool,
+        pinned: bool = False,
     ) -> int:
         """The id of a memory of guest `number`: 62 bits that cannot be guessed."""
-        text = f"memory {number} {pid} {fd} {inode} {byte_size} {sealed}"
+        text = f"memory {number} {pid} {fd} {inode} {byte_size} {sealed} {pinned}"
         return int.from_bytes(self._mac(text, 8), "little") >> 2
+
+    def device_memory_id(self, number: int, serial: int, byte_size: int, handle: CudaHandle) -> int:
+        """The id of a device memory of guest `number`.
+
+        Shared once more, the same handle has another `serial` and id, so that workers can refuse
+        what was withdrawn.
+        """
+        serial %= 1 << (62 - _MAC_BITS)
+        device, raw, uuid = handle.device, handle.raw.hex(), handle.uuid.hex()
+        text = f"device memory {number} {serial} {byte_size} {device} {raw} {uuid}"
+        return serial << _MAC_BITS | int.from_bytes(self._mac(text, _MAC_BITS // 8), "little")
 
     def owns(self, number: int, memory: Memory) -> bool:
         """Whether the memory is one of guest `number`'s, described as it is."""
+        if memory.cuda is not None:
+            serial = memory.id >> _MAC_BITS
+            return memory.id == self.device_memory_id(number, serial, memory.byte_size, memory.cuda)
         return not memory.copied and memory.id == self.memory_id(
-            number, memory.pid, memory.fd, memory.inode, memory.byte_size, memory.sealed
+            number,
+            memory.pid,
+            memory.fd,
+            memory.inode,
+            memory.byte_size,
+            memory.sealed,
+            memory.pinned,
         )

@@ -331,7 +331,8 @@ class SchedulerLost:
 class RegionPublished:
     """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
 
-    `uid` and `group` say whose it is; `copied`: it is not to be mapped (see shmserve/trust.py).
+    `uid` and `group` say whose it is; `copied`: it is not to be mapped (see shmserve/trust.py);
+    `pinned`: workers on CUDA devices lock its pages.
     With a `handle` (64 bytes) it is CUDA memory on `device_id`, and `key`, `pid`, `fd` and `inode`
     mean nothing; `device_uuid` is empty where the client gave none.
     """
@@ -352,6 +353,7 @@ class RegionPublished:
     handle: bytes = b""
     device_id: int = 0
     device_uuid: bytes = b""
+    pinned: bool = False
 
 
 @_message
@@ -391,7 +393,8 @@ class RegionReleased:
 class RegisterRegion:
     """Register a client's POSIX shared memory object, for the user `uid`, who is in `groups`.
 
-    The answer is {"memory_id"}. `leased`: until `RegionAbandoned`, or until the sender ends.
+    The answer is {"memory_id"}. `leased`: until `RegionAbandoned`, or until the sender ends. `pin`:
+    have workers on CUDA devices lock its pages.
     """
 
     id: int
@@ -402,6 +405,7 @@ class RegisterRegion:
     uid: int
     groups: list[int]
     leased: bool
+    pin: bool
 
 
 @_message
@@ -639,13 +643,30 @@ class Welcome:
 @_message
 class ShareMemory:
     """Let requests of this guest use the first `byte_size` bytes of the attached descriptor: a
-    sealed memfd.
+    sealed memfd. `pin`: have workers on CUDA devices lock its pages.
 
-    Answered with {"memory": [id, pid, fd, inode, byte_size, sealed]}, as places have it.
+    Answered with {"memory": [id, pid, fd, inode, byte_size, sealed, copied, pinned]}, as places
+    have it.
     """
 
     id: int
     byte_size: int
+    pin: bool
+
+
+@_message
+class ShareDeviceMemory:
+    """Let requests of this guest use the first `byte_size` bytes of what `handle` opens on the
+    server's device `device_id`.
+
+    Answered with {"memory": [id, byte_size, device_id, handle, device_uuid]}, as places have it.
+    """
+
+    id: int
+    byte_size: int
+    handle: bytes
+    device_id: int
+    device_uuid: bytes
 
 
 @_message
@@ -727,7 +748,7 @@ SupervisorToGuest = (
     | Answered
     | Refused
 )
-GuestToSupervisor = Hello | Acknowledged | ShareMemory | WithdrawMemory
+GuestToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
 GuestToScheduler = Submit | Cancel | Release
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,11 +18,17 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.ranges import fits
 from shmserve.ipc.tensors import Memory, Place
 
+_REMEMBERED = 1024  # of the memories that were dropped last
+
 
 def _truncated() -> InvalidArgument:
     return InvalidArgument(
         "the shared memory object of a region was truncated after it was registered"
     )
+
+
+# Locks the pages of a mapping for a device; gives what undoes it.
+Pin = Callable[[memoryview], Callable[[], None]]
 
 
 class Mapping(Protocol):
@@ -35,12 +42,13 @@ class Mapping(Protocol):
 
 
 class _HostMapping:
-    __slots__ = ("fd", "map", "pid", "view")
+    __slots__ = ("_unpin", "fd", "map", "pid", "view")
 
     map: mmap.mmap
     view: Any  # none of memory that is not to be mapped
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, pin: Pin | None) -> None:
+        self._unpin: Callable[[], None] | None = None
         self.pid = memory.pid
         try:
             self.fd = os.open(f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -55,11 +63,15 @@ class _HostMapping:
             if not memory.copied:
                 self.map = mmap.mmap(self.fd, memory.byte_size)
                 self.view = memoryview(self.map)
+                if memory.pinned and pin is not None:
+                    self._unpin = pin(self.view)
         except BaseException:
             os.close(self.fd)
             raise
 
     def close(self) -> None:
+        if self._unpin is not None:
+            self._unpin()  # before the pages go, which the last view of them keeps
         os.close(self.fd)
 
     def shrunk(self, end: int) -> bool:
@@ -70,12 +82,17 @@ class _HostMapping:
 class Mappings:
     """Maps `Memory`s once each and gives views of `Place`s in them.
 
-    `open_device` maps memory that lies on a device; without it there is none.
+    `open_device` maps memory that lies on a device; without it there is none. `pin` locks memory
+    that is to be pinned; without it that is not done.
     """
 
-    def __init__(self, open_device: Callable[[Memory], Mapping] | None = None) -> None:
+    def __init__(
+        self, open_device: Callable[[Memory], Mapping] | None = None, pin: Pin | None = None
+    ) -> None:
+        self._pin = pin
         self._known: dict[int, Any] = {}
         self._open_device = open_device
+        self._dropped: deque[int] = deque(maxlen=_REMEMBERED)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -127,14 +144,18 @@ class Mappings:
 
     def _open(self, memory: Memory) -> Mapping:
         if memory.cuda is None:
-            return _HostMapping(memory)
+            return _HostMapping(memory, self._pin)
         if self._open_device is None:
             raise Unavailable("the memory of a tensor is on a device, which is not used here")
+        if memory.id in self._dropped:
+            # A request of a client that left came after the news of it: nobody would drop it again.
+            raise Unavailable("the memory of a tensor is gone")
         return self._open_device(memory)
 
     def drop(self, memory_id: int) -> None:
         """Forget a memory. Its pages go when the last view of it does (a model may still hold
         one)."""
+        self._dropped.append(memory_id)
         mapping = self._known.pop(memory_id, None)
         if mapping is not None:
             mapping.close()

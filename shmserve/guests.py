@@ -3,9 +3,11 @@
     program ── Hello ──────────────> door     a unix socket; the kernel says whose program it is
             <── Welcome, models ───           a number, a token, where each model's scheduler is
             ── ShareMemory + fd ──>           a memfd of its own, sealed
+            ── ShareDeviceMemory ──>          or memory on a device, by its handle
             <── news of models ────           acknowledged, so that a reload loses no request
             ── end of connection ──>          everything it had is dropped, at once
 
+The connection is the process's that made it: a child that inherited it does not keep it.
 A guest can submit requests, and share its own memory for them; it manages nothing. Requests do not
 come here: they go to the schedulers, which check them (shmserve/scheduler/guests.py).
 """
@@ -33,10 +35,11 @@ from shmserve.control import Acknowledgements
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
+from shmserve.ipc.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.guests import FIRST, Seals
 from shmserve.ipc.posix_shm import SharedObject, described
-from shmserve.ipc.ranges import fits
-from shmserve.ipc.tensors import MalformedMessage
+from shmserve.ipc.ranges import fits, whole
+from shmserve.ipc.tensors import CudaHandle, MalformedMessage, Memory
 from shmserve.regions import Registrar
 from shmserve.run_directory import admit_group
 from shmserve.trust import NO_GROUP, Peer
@@ -58,6 +61,7 @@ class _Guest:
     number: int
     uid: int
     link: socket.socket
+    process: int  # a pidfd, or -1 where the process cannot be seen from here
     welcomed: bool = False
     unsent: deque[bytes] = field(default_factory=deque)
 
@@ -82,6 +86,8 @@ class Guests:
         self._on_left = on_left
         self._guests: dict[int, _Guest] = {}
         self._numbers = itertools.count(FIRST)
+        self._serials = itertools.count(1)
+        self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = Acknowledgements()
         self._loop = asyncio.get_running_loop()
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -127,10 +133,17 @@ class Guests:
                 continue
             link.setblocking(False)
             credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            _, uid, _ = struct.unpack("iii", credentials)
-            guest = _Guest(next(self._numbers), uid, link)
+            pid, uid, _ = struct.unpack("iII", credentials)
+            try:
+                process = os.pidfd_open(pid) if pid else -1
+            except OSError:  # gone already, or no descriptor left
+                link.close()
+                continue
+            guest = _Guest(next(self._numbers), uid, link, process)
             self._guests[guest.number] = guest
             self._loop.add_reader(link.fileno(), self._read, guest)
+            if process >= 0:
+                self._loop.add_reader(process, self._leave, guest)
 
     def _leave(self, guest: _Guest) -> None:
         if self._guests.pop(guest.number, None) is None:
@@ -138,6 +151,9 @@ class Guests:
         self._loop.remove_reader(guest.link.fileno())
         self._loop.remove_writer(guest.link.fileno())
         guest.link.close()
+        if guest.process >= 0:
+            self._loop.remove_reader(guest.process)
+            os.close(guest.process)
         self._acknowledgements.exited(guest.number)
         if guest.welcomed:
             self._on_left(guest.number)
@@ -204,35 +220,64 @@ class Guests:
                     self._send(guest, m.pack([_for_guests(item)]))
             case m.Acknowledged(number=number) if guest.welcomed:
                 self._acknowledgements.acknowledged(guest.number, number)
-            case m.ShareMemory(id=number, byte_size=size) if guest.welcomed:
+            case m.ShareMemory(number, size, pin) if guest.welcomed:
                 answer: Any
                 try:
-                    answer = m.Answered(number, {"memory": self._share(guest, size, fds)})
+                    answer = m.Answered(number, {"memory": self._share(guest, size, pin, fds)})
                 except ShmserveError as error:
                     answer = m.Refused(number, error.code, error.message)
                 self._send(guest, m.pack([answer]))
+            case m.ShareDeviceMemory() if guest.welcomed:
+                task = self._loop.create_task(self._answer_device(guest, message))
+                self._checks.add(task)
+                task.add_done_callback(self._checks.discard)
             case m.WithdrawMemory(memory_id=memory_id) if guest.welcomed and memory_id:
                 self._regions.give_back(guest.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
-    def _share(self, guest: _Guest, byte_size: int, fds: list[int]) -> list[Any]:
+    def _share(self, guest: _Guest, byte_size: int, pin: bool, fds: list[int]) -> list[Any]:
         if len(fds) != 1:
             raise InvalidArgument("one descriptor must come with the memory to share")
         (fd,) = fds
-        shared = check_memory(fd, byte_size)
+        shared = check_memory(fd, byte_size, trusted=guest.uid in (0, os.geteuid()))
         rest = (os.getpid(), fd, shared.inode, byte_size, True)
-        memory_id = self._seals.memory_id(guest.number, *rest)
-        self._regions.lend(memory_id, shared, byte_size, Peer(guest.uid), guest.number)
+        memory_id = self._seals.memory_id(guest.number, *rest, pin)
+        self._regions.lend(memory_id, shared, byte_size, Peer(guest.uid), guest.number, pin)
         fds.clear()
-        return [memory_id, *rest]
+        return [memory_id, *rest, False, pin]
+
+    async def _answer_device(self, guest: _Guest, asked: m.ShareDeviceMemory) -> None:
+        answer: Any
+        try:
+            memory = await self._share_device(guest, asked)
+            answer = m.Answered(asked.id, {"memory": memory})
+        except ShmserveError as error:
+            answer = m.Refused(asked.id, error.code, error.message)
+        if guest.number in self._guests:
+            self._send(guest, m.pack([answer]))
+
+    async def _share_device(self, guest: _Guest, asked: m.ShareDeviceMemory) -> list[Any]:
+        handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
+        if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
+            raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
+        size = whole(asked.byte_size, "byte_size")
+        if not size or handle.device < 0:
+            raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
+        memory_id = self._seals.device_memory_id(guest.number, next(self._serials), size, handle)
+        memory = Memory.on_device(memory_id, size, handle)
+        await self._regions.lend_cuda(memory, Peer(guest.uid), guest.number)
+        if guest.number not in self._guests:
+            self._regions.give_back(guest.number)
+        return [memory_id, size, handle.device, handle.raw, handle.uuid]
 
 
-def check_memory(fd: int, byte_size: int) -> SharedObject:
+def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     """The memfd `fd`, for workers to map the first `byte_size` bytes of.
 
     Raises InvalidArgument when they could die of touching it: when it can shrink, is smaller, has
-    no memory behind it yet, or is of huge pages, of which the host may have none left.
+    no memory behind it yet, or is of huge pages and of who is not `trusted` to leave them in place:
+    the host may have no others.
     """
     shared = described(fd)
     status = os.fstat(fd)
@@ -242,8 +287,12 @@ def check_memory(fd: int, byte_size: int) -> SharedObject:
         seals = 0
     if not stat.S_ISREG(status.st_mode) or not seals & _F_SEAL_SHRINK:
         raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
-    if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
-        raise InvalidArgument("shared memory must be of ordinary pages")
+    page = os.fstatvfs(fd).f_bsize
+    if page != mmap.PAGESIZE and (not trusted or byte_size % page):
+        raise InvalidArgument(
+            "shared memory must be of ordinary pages, or, from the server's own user, of whole "
+            "huge pages"
+        )
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise InvalidArgument("shared memory must be open for reading and writing")
     if not byte_size > 0 or not fits(0, byte_size, shared.size):

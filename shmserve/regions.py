@@ -34,6 +34,7 @@ from shmserve.ipc import posix_shm
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.ranges import whole
 from shmserve.ipc.tensors import CudaHandle, Memory
+from shmserve.pinning import Pins
 from shmserve.region_ledger import Ledger
 from shmserve.trust import (
     EVERYONE,
@@ -68,6 +69,7 @@ class Region:
     lessor: int = 0  # the process through which it is leased, or the guest it is of, or 0
     cuda: CudaHandle | None = None
     exporter: Exporter | None = None
+    pinned: bool = False
 
     def shrank(self) -> bool:
         """Whether pages of the object have been given back since (it may be as long as before)."""
@@ -113,6 +115,7 @@ class Region:
             group=self.owner.group,
             copied=self.owner.copied,
             acknowledge=acknowledge,
+            pinned=self.pinned,
         )
 
     @property
@@ -151,6 +154,7 @@ class Registrar:
         self._policy = policy
         self._ledger = Ledger(policy)
         self._handles = handles
+        self._pins = Pins(handles is not None)
         self._endings: set[asyncio.Task[None]] = set()
         self._active: dict[str, Region] = {}
         self._draining: dict[int, Region] = {}
@@ -163,12 +167,20 @@ class Registrar:
         return list(self._active.values())
 
     async def register(
-        self, name: str, key: str, offset: int, byte_size: int, peer: Peer, lessor: int = 0
+        self,
+        name: str,
+        key: str,
+        offset: int,
+        byte_size: int,
+        peer: Peer,
+        lessor: int = 0,
+        pin: bool = False,
     ) -> dict[str, Any]:
         """Register [offset, offset + byte_size) of the object `key` as `name` for `peer`; returns
         {"memory_id"} when every gateway knows it.
 
-        With a `lessor`, it lasts until that process says that it was abandoned, or ends.
+        With a `lessor`, it lasts until that process says that it was abandoned, or ends. `pin`:
+        workers on CUDA devices lock it.
 
         Registering the same extent of the same object again succeeds and changes nothing. A name
         whose object was unlinked by its owner (who died, and starts again) is taken over. Raises
@@ -186,9 +198,16 @@ class Registrar:
             if known is not None and not known.owner.admits(peer):
                 raise _taken(name)
             if known is not None and not known.orphaned:
+                if known.pinned != pin:
+                    raise _taken(name)
                 self._refuse_unless_same(known, key, offset, byte_size)
                 return {"memory_id": known.memory_id}
             region = await self._open(name, key, offset, byte_size, peer)
+            try:
+                self._pin(region, pin, region.owner.copied)
+            except InvalidArgument:
+                self._close(region)
+                raise
             region.lessor = lessor
             if known is not None:
                 logger.info("region replaced: the object behind its name was removed")
@@ -296,7 +315,14 @@ class Registrar:
         finally:
             self._ledger.refund(shared.file, missing - min(taken, missing))
 
+    def _pin(self, region: Region, pin: bool, copied: bool) -> None:
+        if pin:
+            self._pins.take(region.offset + region.byte_size, copied)
+            region.pinned = True
+
     def _close(self, region: Region) -> None:
+        if region.pinned:
+            self._pins.give(region.offset + region.byte_size)
         file = None if region.shared is None else region.shared.file
         self._ledger.leave(region.owner.uid, region.byte_size, file)
         region.close()
@@ -322,7 +348,13 @@ class Registrar:
                     await self._withdraw(region)
 
     def lend(
-        self, memory_id: int, shared: posix_shm.SharedObject, byte_size: int, peer: Peer, guest: int
+        self,
+        memory_id: int,
+        shared: posix_shm.SharedObject,
+        byte_size: int,
+        peer: Peer,
+        guest: int,
+        pin: bool = False,
     ) -> None:
         """Keep a sealed object of a guest's until `give_back`; its descriptor is ours from then on.
 
@@ -331,9 +363,35 @@ class Registrar:
         if self._policy.allow is False:
             raise Unsupported(SHM_DISABLED)
         owner = ownership(peer, "memfd", shared.uid, shared.gid, shared.mode, self._policy.group)
-        self._ledger.enter(peer.uid, byte_size, shared.file)
-        self._lent[memory_id] = Region(
-            "", "", memory_id, shared, 0, byte_size, owner, set(), 0, guest
+        region = Region("", "", memory_id, shared, 0, byte_size, owner, set(), 0, guest)
+        self._pin(region, pin, copied=False)  # sealed, so it is mapped
+        try:
+            self._ledger.enter(peer.uid, byte_size, shared.file)
+        except InvalidArgument:
+            self._pins.give(byte_size if pin else 0)
+            raise
+        self._lent[memory_id] = region
+
+    async def lend_cuda(self, memory: Memory, peer: Peer, guest: int) -> None:
+        """Keep a guest's device memory until `give_back`. A guest that leaves meanwhile is the
+        caller's to look after.
+
+        Raises Unsupported, InvalidArgument or Unavailable.
+        """
+        if self._policy.allow is False:
+            raise Unsupported(SHM_DISABLED)
+        if self._handles is None:
+            raise InvalidArgument("the server has no CUDA device whose memory could be shared")
+        size = memory.byte_size
+        self._ledger.enter(peer.uid, size)
+        try:
+            await self._handles.check(memory)
+        except BaseException:
+            self._ledger.leave(peer.uid, size)
+            raise
+        owner = Ownership(peer.uid, NO_GROUP, copied=False)
+        self._lent[memory.id] = Region(
+            "", "", memory.id, None, 0, size, owner, set(), 0, guest, memory.cuda
         )
 
     def give_back(self, guest: int, memory_id: int = 0) -> None:

@@ -294,9 +294,9 @@ class Supervisor:
         match message:
             case m.RegionReleased(memory_id):
                 self.regions.released(pid, memory_id)
-            case m.RegisterRegion(number, name, key, offset, size, uid, groups, leased):
+            case m.RegisterRegion(number, name, key, offset, size, uid, groups, leased, pin):
                 peer, lessor = Peer(uid, tuple(groups)), pid if leased else 0
-                register = self.regions.register(name, key, offset, size, peer, lessor)
+                register = self.regions.register(name, key, offset, size, peer, lessor, pin)
                 self._answer(pid, number, register)
             case m.RegisterCudaRegion(id=number, name=name, offset=offset, byte_size=size):
                 handle = CudaHandle(message.handle, message.device_id, message.device_uuid)

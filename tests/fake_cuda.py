@@ -58,6 +58,7 @@ class FakeCuda:
         self._open: Counter[int] = Counter()
         self.asked: list[tuple[str, int]] = []
         self.broken = False
+        self.pinned: dict[int, int] = {}  # address -> byte size
 
     def export(self, byte_size: int, device: int = 0, inside: int = 0) -> Exported:
         """Allocate in another process, and export."""
@@ -67,7 +68,7 @@ class FakeCuda:
 
     def forget(self, exported: Exported) -> None:
         """The exporter dies: nobody can open the handle any more."""
-        del self._exported[exported.raw]
+        self._exported.pop(exported.raw, None)
 
     @property
     def opened(self) -> int:
@@ -111,9 +112,64 @@ class FakeCuda:
         if self.broken:
             raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
+    def pin(self, address: int, byte_size: int, device: int) -> None:
+        """As in `Cuda`; nothing of no size, which poisons the driver's next call."""
+        assert byte_size and address not in self.pinned
+        if self.broken:
+            raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
+        self.pinned[address] = byte_size
+        self.asked.append(("pin", device))
+
+    def unpin(self, address: int, device: int) -> None:
+        """As in `Cuda`; the pages are still there."""
+        ctypes.string_at(address, self.pinned.pop(address))
+        self.asked.append(("unpin", device))
+
+    def exporting(self) -> FakeExporting:
+        """CUDA as another process has it, which allocates."""
+        return FakeExporting(self)
+
     def device_memory(self) -> DeviceMemory:
         """A worker's device memory on this."""
         return DeviceMemory(lambda: self, _as_tensor)
+
+
+class FakeExporting:
+    """Implements `shmserve.ipc.cuda_ipc.Exporting`: what it allocates, `cuda` opens."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.allocated: dict[int, Exported] = {}
+        self.most = 1 << 30
+
+    def allocate(self, byte_size: int, device: int) -> int:
+        """As in `Exporting`."""
+        if byte_size > self.most:
+            raise CudaError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+        made = self._cuda.export(byte_size, device)
+        pointer = ctypes.addressof(made.buffer)
+        self.allocated[pointer] = made
+        return pointer
+
+    def free(self, pointer: int, device: int) -> None:
+        """As in `Exporting`."""
+        self._cuda.forget(self.allocated.pop(pointer))
+
+    def export(self, pointer: int, device: int) -> bytes:
+        """As in `Exporting`."""
+        return self.allocated[pointer].raw
+
+    def uuid(self, device: int) -> bytes:
+        """As in `Exporting`."""
+        return self._cuda.uuid(device)
+
+    def read(self, pointer: int, target: memoryview, device: int) -> None:
+        """As in `Exporting`."""
+        target[:] = ctypes.string_at(pointer, target.nbytes)
+
+    def write(self, pointer: int, source: memoryview, device: int) -> None:
+        """As in `Exporting`."""
+        ctypes.memmove(pointer, bytes(source), source.nbytes)
 
 
 def _as_tensor(allocation: Allocation) -> torch.Tensor:

@@ -15,12 +15,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
-from shmserve.ipc.cuda_ipc import Cuda, CudaError, Driver
+from shmserve.ipc.cuda_ipc import Cuda, CudaError, Driver, address_of
 from shmserve.ipc.messages import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors import CudaHandle, Memory
 
@@ -150,6 +151,31 @@ class DeviceMemory:
             except CudaError as error:
                 logger.warning("closing a client's memory on device %d: %s", device, error)
 
+    def pin(self, view: memoryview, device: int) -> Callable[[], None]:
+        """Lock a mapping of a client's region for a device, for `Mappings`; gives what undoes it.
+
+        What cannot be pinned is used as it is: it is only slower. Each call of the driver says
+        itself whether it went well, so that no later one fails for it.
+        """
+        if not view.nbytes:
+            return _nothing
+        address = address_of(view)
+        try:
+            if self._cuda is None:
+                self._cuda = self._make()
+            self._cuda.pin(address, view.nbytes, device)
+        except (CudaError, Unavailable) as error:
+            logger.warning("a region of %d bytes cannot be pinned: %s", view.nbytes, error)
+            return _nothing
+        return partial(self._unpin, self._cuda, address, device)
+
+    @staticmethod
+    def _unpin(cuda: Cuda, address: int, device: int) -> None:
+        try:
+            cuda.unpin(address, device)
+        except CudaError as error:
+            logger.warning("unpinning a region: %s", error)
+
     def write(self, destination: torch.Tensor, source: torch.Tensor, device: int) -> int:
         """Copy a tensor, from wherever it is, to bytes of a client's memory; how many were copied.
 
@@ -193,6 +219,10 @@ class DeviceMemory:
     def handles(self) -> int:
         """How many are open, or wait to be closed."""
         return len(self._open) + len(self._unused)
+
+
+def _nothing() -> None:
+    """What was not pinned."""
 
 
 class DeviceLost(Exception):

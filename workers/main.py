@@ -158,6 +158,8 @@ def _context(
 ) -> ModelContext:
     model_dir = Path(args["model_dir"])
     device_memory = DeviceMemory()
+    kind, _, number = device.partition(":")
+    pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
     return ModelContext(
         model_name=args["model_name"],
         version=args["version"],
@@ -173,7 +175,7 @@ def _context(
         run_dir=run_dir,
         control=control,
         arena=Arena(args["arena_byte_size"]),
-        mappings=Mappings(device_memory.open),
+        mappings=Mappings(device_memory.open, pin),
         device_memory=device_memory,
     )
 

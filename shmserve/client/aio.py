@@ -14,12 +14,10 @@ from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.exchange import Exchange, Pending
+from shmserve.client.exchange import LATE, Exchange, Pending
 from shmserve.client.region import Region
 from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors, options_of
-
-_LATE = "nobody answered within the timeout"
 
 
 class _Turns:
@@ -96,7 +94,7 @@ class Server:
                 await future
         except TimeoutError:
             self._cancel(turns, pending)
-            raise TimedOut(_LATE) from None
+            raise TimedOut(LATE) from None
         except asyncio.CancelledError:
             self._cancel(turns, pending)
             raise
@@ -113,9 +111,16 @@ class Server:
         """The responses to one request as they come; today a model gives exactly one."""
         yield await self.infer(model, inputs, **options)
 
-    async def allocate(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Region:
+    async def allocate(
+        self,
+        tensors: Mapping[str, tuple[Sequence[int], str]],
+        *,
+        device: str = "cpu",
+        pin: bool = False,
+        huge_pages: bool = False,
+    ) -> Region:
         """As `shmserve.client.Server.allocate`."""
-        return await asyncio.to_thread(self._session.allocate, tensors)
+        return await asyncio.to_thread(self._session.allocate, tensors, device, pin, huge_pages)
 
     async def models(self) -> list[tuple[str, str]]:
         """Name and version of every model that may be called now."""

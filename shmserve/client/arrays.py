@@ -58,7 +58,8 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
     if is_torch(value):
         if value.device.type != "cpu":
             raise InvalidArgument(
-                f"input '{name}' is on device '{value.device}': this door takes host memory"
+                f"input '{name}' is on device '{value.device}': this door takes host memory, or "
+                "what lies in a region that was allocated there"
             )
         torch = sys.modules["torch"]
         value = value.detach().contiguous()
@@ -83,6 +84,8 @@ def to_torch(array: Array, datatype: str) -> Any:
     """A torch tensor over the same memory. BYTES stay an object array."""
     if datatype == "BYTES":
         return array
+    if not isinstance(array, np.ndarray):  # on a device
+        return array.torch()
     torch = sys.modules["torch"]
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if datatype == "BF16" else tensor

@@ -7,11 +7,13 @@ exchange too, for requests whose answers nobody waits for in a loop (`infer_asyn
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +21,14 @@ from typing import Any
 
 from shmserve.client.errors import Disconnected
 from shmserve.client.exchange import Exchange
-from shmserve.client.memory import Segment
+from shmserve.client.memory import AnySegment
 from shmserve.client.models import Models
+from shmserve.client.region import nothing
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.regions import Mappings
-from shmserve.ipc.tensors import MalformedMessage, Memory, Place
+from shmserve.ipc.tensors import MalformedMessage, Place
 
 _MESSAGE = 4 * 1024 * 1024
 _GONE = "there is no server any more"
@@ -51,8 +54,12 @@ class Connection:
         self._numbers = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
         self._exchanges: set[Exchange] = set()
-        self._lock = threading.Lock()  # of the door's sending end, and of the two above
+        # Of the door's sending end, and of the two above; again in one thread, because `nudge` may
+        # come from where an object is collected.
+        self._lock = threading.RLock()
+        self.on_nudge: Callable[[], None] = nothing
         self._tasks: deque[Callable[[], None]] = deque()
+        self._timed: list[tuple[int, int, Callable[[], None]]] = []
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._door.settimeout(timeout_s)
@@ -127,7 +134,7 @@ class Connection:
 
     # --- memory
 
-    def share(self, segment: Segment) -> None:
+    def share(self, segment: AnySegment) -> None:
         """Make a segment known to the server; returns when it is."""
         answer = _Answer()
         number = next(self._numbers)
@@ -135,13 +142,22 @@ class Connection:
             if not self.alive:
                 raise Disconnected(_GONE)
             self._answers[number] = answer
-        self._tell(m.ShareMemory(number, segment.size), (segment.fd,))
+        self._tell(*segment.sharing(number))
+        if threading.current_thread() is self._thread:  # a future's callback wants memory
+            self._read_until(answer)
         answer.done.wait()
         if isinstance(answer.payload, ShmserveError):
             raise answer.payload
-        segment.memory = Memory(*answer.payload["memory"])
+        segment.shared(answer.payload["memory"])
 
-    def withdraw(self, segment: Segment) -> None:
+    def _read_until(self, answer: _Answer) -> None:
+        try:
+            while not answer.done.is_set():
+                self._informed(self._receive())
+        except (OSError, MalformedMessage) as error:
+            raise Disconnected(_GONE) from error
+
+    def withdraw(self, segment: AnySegment) -> None:
         """Make it unknown."""
         if segment.memory is not None and self.alive:
             with contextlib.suppress(Disconnected):
@@ -192,17 +208,40 @@ class Connection:
             self._tasks.append(lambda: task(self._own))
             self._own.wake()
 
+    def at(self, time_ns: int, task: Callable[[], None]) -> None:
+        """Run something at a (monotonic) time; only in the connection's own thread."""
+        heapq.heappush(self._timed, (time_ns, next(self._names), task))
+
+    def _timeout_s(self) -> float | None:
+        while self._timed:
+            left_ns = self._timed[0][0] - time.monotonic_ns()
+            if left_ns > 0:
+                return left_ns / 1e9
+            heapq.heappop(self._timed)[2]()
+        return None
+
+    def nudge(self) -> None:
+        """Have `on_nudge` called in the connection's thread; at any moment, in any thread."""
+        if self.pid == os.getpid():
+            with self._lock:
+                if self.alive:
+                    self._own.wake()
+
     # --- its thread
 
     def _run(self) -> None:
         door, own = self._door.fileno(), self._own
         try:
             while self.alive:
-                events = dict(self._poll.poll())
+                timeout_s = self._timeout_s()
+                own.flush()
+                events = dict(self._poll.poll(timeout_s))
                 if door in events:
                     self._informed(self._receive())
                 while self._tasks:
                     self._tasks.popleft()()
+                if own.waker in events:
+                    self.on_nudge()
                 own.flush()
                 own.take(events)
         except (OSError, MalformedMessage):
@@ -225,9 +264,12 @@ class Connection:
 
     def close(self) -> None:
         """End it: the server forgets this client. Owners of exchanges are woken, to close them."""
+        if self.pid != os.getpid():
+            return  # a forked child: all of it is its parent's
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         self._door.close()
 
 

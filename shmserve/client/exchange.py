@@ -29,6 +29,7 @@ from shmserve.ipc.tensors import MalformedMessage
 if TYPE_CHECKING:
     from shmserve.client.connection import Connection
 
+LATE = "nobody answered within the timeout"
 ENDED = "the server ended before it answered"
 
 
@@ -52,10 +53,15 @@ class Pending:
 
     def result(self) -> Result:
         """The result; raises the error that it ended with."""
-        if isinstance(self.outcome, Result):
-            return self.outcome
-        assert self.outcome is not None
-        raise self.outcome
+        outcome = self.outcome
+        if isinstance(outcome, Result):
+            return outcome
+        assert outcome is not None
+        self.outcome = None
+        try:
+            raise outcome
+        finally:
+            del outcome  # no cycle of it and its traceback, which would keep the request's memory
 
 
 class Exchange:
@@ -118,6 +124,13 @@ class Exchange:
         pending.abandoned = True
         if pending.submit.id in self._pending:
             self._post(pending.endpoint, Cancel(pending.submit.id))
+
+    def expire(self, number: int) -> None:
+        """The time of a request is over: it fails, unless it was answered."""
+        pending = self._pending.get(number)
+        if pending is not None and not pending.abandoned:
+            self._done(pending, TimedOut(LATE))
+            self.cancel(pending)
 
     def flush(self) -> None:
         """Send what is queued."""
@@ -217,8 +230,9 @@ class Exchange:
         if pending.abandoned:
             return
         pending.outcome = outcome
-        if pending.on_done is not None:
-            pending.on_done(pending)
+        on_done, pending.on_done = pending.on_done, None  # it may refer to this: no cycle stays
+        if on_done is not None:
+            on_done(pending)
 
     # --- ends
 

@@ -1,4 +1,5 @@
-"""The client's own memory: sealed memfds that the server's workers map.
+"""The client's own memory: sealed memfds that the server's workers map. What lies on a device
+(device.py) is kept in the same list.
 
     Segment    |## region ##|### slot ###|### slot ###|......... free .........|
                              inputs, each on 64 bytes | outputs
@@ -15,10 +16,15 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from shmserve.client.arrays import dtype_of
+from shmserve.client.device import DeviceSegment
+from shmserve.client.views import Lease, View
 from shmserve.errors import Unavailable
+from shmserve.ipc import messages as m
 from shmserve.ipc.arena import FreeList
 from shmserve.ipc.tensors import Memory, Place
 
@@ -37,10 +43,16 @@ def aligned(byte_size: int) -> int:
 class Segment:
     """One memfd, mapped; `memory` is how the connected server knows it."""
 
-    def __init__(self, byte_size: int) -> None:
+    def __init__(self, byte_size: int, *, pin: bool = False, huge_pages: bool = False) -> None:
         """Reserve the memory. Raises Unavailable when the machine has none left."""
-        self.size = -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.fd = os.memfd_create("shmserve-client", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._pin = pin
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages else 0)
+        try:
+            self.fd = os.memfd_create("shmserve-client", flags)
+        except OSError as error:  # a kernel without huge pages, or no descriptor is left
+            raise Unavailable("shared memory cannot be had") from error
+        page = os.fstatvfs(self.fd).f_bsize
+        self.size = -(-byte_size // page) * page
         try:
             os.ftruncate(self.fd, self.size)
             os.posix_fallocate(self.fd, 0, self.size)
@@ -48,12 +60,27 @@ class Segment:
             mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             os.close(self.fd)
-            raise Unavailable(f"{byte_size} bytes of shared memory cannot be had") from error
+            text = f"{byte_size} bytes of shared memory cannot be had"
+            if huge_pages:
+                text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"
+            raise Unavailable(text) from error
         # numpy keeps this object and no more: it is unmapped with the last array over it.
         self.bytes = memoryview(mapped)
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
         self.free = FreeList(self.size)
         self.memory: Memory | None = None
+
+    def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
+        """What makes it known to a server: a message, and the descriptors that go with it."""
+        return m.ShareMemory(number, self.size, self._pin), (self.fd,)
+
+    def shared(self, memory: list[Any]) -> None:
+        """The server knows it, as this."""
+        self.memory = Memory(*memory)
+
+    def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: Lease) -> View:
+        """The tensor at `offset`."""
+        return View.over(self.bytes, offset, shape, dtype_of(datatype), lease)
 
     def place(self, offset: int, byte_size: int) -> Place:
         """Where these bytes are, for the server."""
@@ -65,29 +92,37 @@ class Segment:
         os.close(self.fd)
 
 
+AnySegment = Segment | DeviceSegment
+
+
 class Block:
     """Bytes [offset, offset + size) of a segment."""
 
     __slots__ = ("offset", "segment", "size")
 
-    def __init__(self, segment: Segment, offset: int, size: int) -> None:
-        self.segment = segment
+    def __init__(self, segment: Any, offset: int, size: int) -> None:
+        self.segment = segment  # most are a Segment, with `bytes`
         self.offset = offset
         self.size = size
 
 
 class Memories:
     """All segments of a client. `share(segment)` makes one known to the server, `withdraw(segment)`
-    unknown; for any thread."""
+    unknown; `nudge()` has somebody call `settle_if_free`. For any thread."""
 
     def __init__(
-        self, limit: int, share: Callable[[Segment], None], withdraw: Callable[[Segment], None]
+        self,
+        limit: int,
+        share: Callable[[AnySegment], None],
+        withdraw: Callable[[AnySegment], None],
+        nudge: Callable[[], None] = lambda: None,
     ) -> None:
+        self._nudge = nudge
         self._limit = limit
         self._share = share
         self._withdraw = withdraw
         self._lock = threading.RLock()
-        self._segments: list[Segment] = []
+        self._segments: list[AnySegment] = []
         self._returned: deque[Block] = deque()
 
     def allocate(self, byte_size: int, *, alone: bool = False) -> Block:
@@ -99,32 +134,79 @@ class Memories:
             self.settle()
             if not alone:
                 for segment in self._segments:
+                    if segment.memory is None:
+                        continue  # the server does not know it yet
                     offset = segment.free.allocate(byte_size)
                     if offset is not None:
                         return Block(segment, offset, byte_size)
-            used = sum(segment.size for segment in self._segments)
+            used = self._used()
             size = byte_size if alone else max(byte_size, _SMALLEST, min(used, _LARGEST_SHARED))
-            if used + size > self._limit:
-                raise Unavailable(
-                    f"this client may use {self._limit} bytes of shared memory: {used} are in use, "
-                    f"{byte_size} more are needed (release results and regions, or connect with a "
-                    "larger memory_limit)"
-                )
-            segment = Segment(size)
-            try:
-                self._share(segment)
-            except BaseException:
-                segment.close()
-                raise
-            self._segments.append(segment)
-            offset = segment.free.allocate(segment.size if alone else byte_size)
-            assert offset is not None
-            return Block(segment, offset, byte_size)
+            self._check_limit(used, size, byte_size)
+            made = Segment(size)
+            block = self._first_block(made, made.size if alone else byte_size)
+        self._tell(made)
+        return block
+
+    def add(self, segment: AnySegment) -> Block:
+        """All of a segment that was made elsewhere, as one block; raises as `allocate` does."""
+        with self._lock:
+            self.settle()
+            if type(segment) is Segment:
+                try:
+                    self._check_limit(self._used(), segment.size, segment.size)
+                except Unavailable:
+                    segment.close()
+                    raise
+            block = self._first_block(segment, segment.size)
+        self._tell(segment)
+        return block
+
+    def _used(self) -> int:
+        return sum(segment.size for segment in self._segments if type(segment) is Segment)
+
+    def _check_limit(self, used: int, size: int, wanted: int) -> None:
+        if used + size > self._limit:
+            raise Unavailable(
+                f"this client may use {self._limit} bytes of shared memory: {used} are in use, "
+                f"{wanted} more are needed (release results and regions, or connect with a "
+                "larger memory_limit)"
+            )
+
+    def _first_block(self, segment: AnySegment, byte_size: int) -> Block:
+        self._segments.append(segment)
+        offset = segment.free.allocate(byte_size)
+        assert offset is not None
+        return Block(segment, offset, byte_size)
+
+    def _tell(self, segment: AnySegment) -> None:
+        # Without the lock: the answer is read by a thread that may want memory itself.
+        try:
+            self._share(segment)
+        except BaseException:
+            with self._lock:
+                if segment in self._segments:
+                    self._segments.remove(segment)
+                    segment.close()
+            raise
+        self.settle()
 
     def give_back(self, block: Block) -> None:
         """Nothing uses the block any more. It is free from the next `settle` on, so this may run at
         any moment: where the last array over it is collected."""
         self._returned.append(block)
+
+    def part_with(self, block: Block) -> None:
+        """`give_back`, of a whole segment: the server, and the machine, have it back soon."""
+        self._returned.append(block)
+        self._nudge()
+
+    def settle_if_free(self) -> None:
+        """`settle`, in a thread that must not wait: whoever is in the way does it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.settle()
+            finally:
+                self._lock.release()
 
     def settle(self) -> None:
         """Take back what was given back."""
@@ -138,7 +220,7 @@ class Memories:
                     self._withdraw(segment)
                     segment.close()
 
-    def find(self, address: int, byte_size: int) -> tuple[Segment, int] | None:
+    def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
         """The segment, and the offset in it, of memory at an address of this process."""
         for segment in tuple(self._segments):
             offset = address - segment.address

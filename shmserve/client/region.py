@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shmserve.client.arrays import dtype_of
 from shmserve.client.errors import Released
-from shmserve.client.memory import Memories, Segment, aligned
+from shmserve.client.memory import AnySegment, Memories, aligned
 from shmserve.client.models import Model
 from shmserve.client.plans import Form
-from shmserve.client.views import Lease, View
+from shmserve.client.views import Lease
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.tensors import ITEM_SIZE, Place, TensorRef, element_count
@@ -25,21 +24,29 @@ def nothing() -> None:
 class Region(Mapping[str, Any]):
     """Memory for tensors, by name, that the server reads and writes in place.
 
-    `region["image"]` is an array to fill or to read; `infer(model, region)` takes those of its
-    tensors that the model takes, and has the others written where they lie.
+    `region["image"]` is an array to fill or to read (on a device, a `DeviceView`);
+    `infer(model, region)` takes those of its tensors that the model takes, and has the others
+    written where they lie.
     """
 
     def __init__(
-        self, memories: Memories, tensors: Mapping[str, tuple[Sequence[int], str]]
+        self,
+        memories: Memories,
+        tensors: Mapping[str, tuple[Sequence[int], str]],
+        make: Callable[[int], AnySegment] | None = None,
     ) -> None:
-        """Allocate. Raises InvalidArgument for a shape or a datatype, Unavailable without memory.
+        """Allocate, in what `make(byte_size)` gives if that is no usual segment. Raises
+        InvalidArgument for a shape or a datatype, Unavailable without memory.
 
         >>> Region(memories, {"image": ((8, 1, 8, 8), "FP32")})  # doctest: +SKIP
         """
         self._forms = {name: _form(name, *spec) for name, spec in tensors.items()}
         total = sum(aligned(max(1, form.byte_size)) for form in self._forms.values())
-        self._block = block = memories.allocate(max(1, total), alone=True)
-        self.lease = Lease(lambda: memories.give_back(block))
+        if make is None:
+            self._block = block = memories.allocate(max(1, total), alone=True)
+        else:
+            self._block = block = memories.add(make(max(1, total)))
+        self.lease = Lease(lambda: memories.part_with(block))
         self._memories = memories
         self._offsets: dict[str, int] = {}
         at = block.offset
@@ -50,11 +57,11 @@ class Region(Mapping[str, Any]):
         self.requests: dict[Model, tuple[bytes, int, bytes]] = {}
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> Any:
         """Where it is."""
         return self._block.segment
 
-    def __getitem__(self, name: str) -> View:
+    def __getitem__(self, name: str) -> Any:
         return self.view(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -63,8 +70,9 @@ class Region(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._forms)
 
-    def view(self, name: str, shape: Shape | None = None) -> View:
-        """The array of a tensor; with a smaller `shape` (fewer rows, say) of its first bytes.
+    def view(self, name: str, shape: Shape | None = None) -> Any:
+        """The array (`View`, on a device `DeviceView`) of a tensor; with a smaller `shape` (fewer
+        rows, say) of its first bytes.
 
         Raises KeyError, Released, or InvalidArgument when the shape has more than there is.
         """
@@ -74,8 +82,7 @@ class Region(Mapping[str, Any]):
         if shape is not None and element_count(shape) > element_count(form.shape):
             raise InvalidArgument(f"'{name}' has room for {form.shape}, not for {tuple(shape)}")
         shape = form.shape if shape is None else tuple(shape)
-        segment, offset = self._block.segment, self._offsets[name]
-        return View.over(segment.bytes, offset, shape, dtype_of(form.datatype), self.lease)
+        return self._block.segment.view(self._offsets[name], shape, form.datatype, self.lease)
 
     def ref(self, name: str) -> TensorRef:
         """The tensor as it travels. Raises Released."""
@@ -86,7 +93,8 @@ class Region(Mapping[str, Any]):
         """Where a tensor is, for the server. Raises Released."""
         if self.lease.released:
             raise Released("this region was released")
-        return self._block.segment.place(self._offsets[name], self._forms[name].byte_size)
+        place: Place = self.segment.place(self._offsets[name], self._forms[name].byte_size)
+        return place
 
     def release(self) -> None:
         """Give the memory back; arrays over it raise from now on. A second time is fine."""

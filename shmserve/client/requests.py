@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.client.arrays import Array, from_program, is_torch
-from shmserve.client.memory import Block, Memories, Segment, aligned
+from shmserve.client.device import DeviceView
+from shmserve.client.memory import AnySegment, Block, Memories, aligned
 from shmserve.client.models import Model
 from shmserve.client.plans import PLAIN, Form, Options, Plan, Slot, pack
 from shmserve.client.region import Region, nothing
@@ -28,6 +29,7 @@ from shmserve.ipc.tensors import (
 )
 
 _MOST_PLANS = 64
+_ELSEWHERE = np.empty(0, np.uint8)  # stands for what is not in host memory
 
 
 class Prepared(NamedTuple):
@@ -42,7 +44,7 @@ class Prepared(NamedTuple):
     slot: Slot | None = None
     as_torch: bool = False
     end: Callable[[], None] = nothing
-    segments: tuple[Segment, ...] = ()  # where its outputs may lie
+    segments: tuple[AnySegment, ...] = ()  # where its outputs may lie
     leases: tuple[Lease, ...] = ()  # of the regions that it uses
 
 
@@ -63,18 +65,20 @@ def prepare(
     arrays: list[Array] = []
     key: list[Any] = []
     as_torch = False
+    plannable = not isinstance(outputs, Mapping)
     large = 0
     specs = model.signature.inputs
     for name, value in inputs.items():
         if type(value) is np.ndarray and value.flags.c_contiguous:
             array, datatype = value, ""
+        elif type(value) is DeviceView:
+            array, datatype, plannable = _ELSEWHERE, value.datatype, False
         else:
             as_torch = as_torch or is_torch(value)
             array, datatype = from_program(value, specs.get(name), name)
         arrays.append(array)
         large += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
-    plannable = not isinstance(outputs, Mapping)
     # What is large may lie in a region, which only its address tells.
     if plannable and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
@@ -156,18 +160,27 @@ class _Loose:
         self._options = options
         self._as_torch = as_torch
         self._arrays = arrays
-        self._segments: list[Segment] = []
+        self._segments: list[AnySegment] = []
         self._leases: list[Lease] = []
         self._forms: list[Form] = []
         self._places: list[Place | None] = []
         specs = model.signature.inputs
         for index, (name, value) in enumerate(inputs.items()):
+            if type(value) is DeviceView:
+                self._forms.append(Form(name, value.datatype, value.shape, value.nbytes))
+                self._places.append(self._on_device(value))
+                continue
             array, datatype = from_program(value, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
                 array = arrays[index] = np.frombuffer(encode_bytes(array), np.uint8)
             self._forms.append(Form(name, datatype, shape, array.nbytes))
             self._places.append(self._found(value, array))
+
+    def _on_device(self, view: DeviceView) -> Place:
+        self._segments.append(view.segment)
+        self._leases.append(view.lease)
+        return view.place()
 
     def _found(self, value: Any, array: Array) -> Place | None:
         """Where an array is if it lies in our memory already."""
@@ -250,7 +263,9 @@ class _Loose:
         if target is None:
             return RequestedOutput(name)
         place = None
-        if isinstance(target, np.ndarray) and target.flags.c_contiguous:
+        if type(target) is DeviceView:
+            place = self._on_device(target)
+        elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
             plain = target.plain() if isinstance(target, View) else target
             found = self._memories.find(plain.ctypes.data, plain.nbytes)
             if found is not None:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.arrays import Array, dtype_of, to_torch
+from shmserve.client.device import DeviceSegment
 from shmserve.client.errors import Released
-from shmserve.client.memory import Segment
+from shmserve.client.memory import AnySegment
 from shmserve.client.region import nothing
 from shmserve.client.requests import Prepared
-from shmserve.client.views import Lease, View
+from shmserve.client.views import Lease
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.ipc.tensors import Inferred, Memory, Place, TensorRef, decode_bytes, unpack_inferred
 
@@ -120,7 +121,7 @@ def _result(
     return Result({name: pair[0] for name, pair in arrays.items()}, parameters, lease)
 
 
-def _of_workers(answer: Inferred, own: Sequence[Segment]) -> dict[int, list[int]]:
+def _of_workers(answer: Inferred, own: Sequence[AnySegment]) -> dict[int, list[int]]:
     ours = {segment.memory.id for segment in own if segment.memory is not None}
     found: dict[int, list[int]] = {}
     for tensor in answer.outputs:
@@ -147,10 +148,8 @@ class _Outputs:
             segment = self._segment(raw.memory)
             if segment is not None and tensor.datatype != "BYTES":
                 lease = self._lease or self._region_lease()
-                dtype = dtype_of(tensor.datatype)
-                return View.over(
-                    segment.bytes, raw.offset, tensor.shape, dtype, lease
-                ), tensor.datatype
+                view = segment.view(raw.offset, tensor.shape, tensor.datatype, lease)
+                return view, tensor.datatype
             raw = self._copied(raw, segment)
         if tensor.datatype == "BYTES":
             model = self._prepared.model.name
@@ -158,7 +157,7 @@ class _Outputs:
         dtype = dtype_of(tensor.datatype)
         return np.ndarray(tensor.shape, dtype, bytearray(raw)), tensor.datatype
 
-    def _segment(self, memory: Memory) -> Segment | None:
+    def _segment(self, memory: Memory) -> Any:
         for segment in self._prepared.segments:
             if segment.memory is not None and segment.memory.id == memory.id:
                 return segment
@@ -168,8 +167,10 @@ class _Outputs:
         leases = self._prepared.leases
         return leases[-1] if leases else Lease(nothing)
 
-    def _copied(self, place: Place, segment: Segment | None) -> bytes:
+    def _copied(self, place: Place, segment: AnySegment | None) -> bytes:
         if segment is not None:
+            if isinstance(segment, DeviceSegment):
+                raise Unsupported("strings on a device cannot be read there: give them no place")
             return bytes(segment.bytes[place.offset : place.offset + place.byte_size])
         try:
             return self._from_worker(place)

@@ -7,16 +7,19 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from shmserve.client import discovery
 from shmserve.client.connection import Connection
+from shmserve.client.device import DeviceSegment, device_number, exporting
 from shmserve.client.errors import Disconnected
-from shmserve.client.memory import Memories, Segment
+from shmserve.client.memory import AnySegment, Memories, Segment
 from shmserve.client.plans import PLAIN, Options
 from shmserve.client.region import Region
 from shmserve.client.requests import Prepared, prepare
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.cuda_ipc import Exporting
 
 Tensors = Mapping[str, Any]
 # Where outputs go: just names, or arrays in a region by name, or a region.
@@ -34,8 +37,19 @@ class Session:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._closed = False
-        self.memories = Memories(memory_limit, lambda s: self.connection().share(s), self._withdraw)
-        self._connection = Connection(discovery.find(run_dir), timeout_s)
+        self._cuda: Exporting | None = None
+        self.memories = Memories(
+            memory_limit,
+            lambda segment: self.connection().share(segment),
+            self._withdraw,
+            lambda: self._connection.nudge(),
+        )
+        self._connection = self._connect()
+
+    def _connect(self) -> Connection:
+        made = Connection(discovery.find(self._run_dir), self._timeout_s)
+        made.on_nudge = self.memories.settle_if_free
+        return made
 
     def connection(self) -> Connection:
         """The connection, made anew if the server has ended. Raises Disconnected."""
@@ -52,12 +66,11 @@ class Session:
                 raise Disconnected("this client is closed")
             if self._connection is old:
                 old.close()
-                new = Connection(discovery.find(self._run_dir), self._timeout_s)
-                self._connection = new
+                self._connection = self._connect()
                 self.memories.share_again()
             return self._connection
 
-    def _withdraw(self, segment: Segment) -> None:
+    def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)
 
     def prepared(
@@ -77,18 +90,40 @@ class Session:
             raise InvalidArgument("inputs are given as a mapping or by keyword, not both")
         return prepare(self.memories, found, inputs, outputs, options)
 
-    def allocate(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Region:
+    def allocate(
+        self,
+        tensors: Mapping[str, tuple[Sequence[int], str]],
+        device: str = "cpu",
+        pin: bool = False,
+        huge_pages: bool = False,
+    ) -> Region:
         """A region."""
         self.connection()
-        return Region(self.memories, tensors)
+        number = device_number(device)
+        if number is None:
+            if not pin and not huge_pages:
+                return Region(self.memories, tensors)
+            make = partial(Segment, pin=pin, huge_pages=huge_pages)
+            return Region(self.memories, tensors, make)
+        if pin or huge_pages:
+            raise InvalidArgument("only host memory is pinned, or of huge pages")
+        with self._lock:
+            if self._cuda is None:
+                self._cuda = exporting()
+            cuda = self._cuda
+        return Region(self.memories, tensors, lambda size: DeviceSegment(cuda, number, size))
 
-    def close(self) -> None:
-        """End the connection; arrays keep their memory."""
+    def close(self) -> bool:
+        """End the connection; arrays keep their memory. False in a forked child, which leaves its
+        parent's connection alone."""
+        if self._connection.pid != os.getpid():
+            return False
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._connection.close()
                 self.memories.close()
+        return True
 
 
 def options_of(

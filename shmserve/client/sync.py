@@ -12,14 +12,12 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from shmserve.client.connection import Connection
-from shmserve.client.errors import TimedOut
-from shmserve.client.exchange import Exchange, Pending
+from shmserve.client.errors import Disconnected, TimedOut
+from shmserve.client.exchange import LATE, Exchange, Pending
 from shmserve.client.region import Region
 from shmserve.client.requests import Prepared
 from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors, options_of
-
-_LATE = "nobody answered within the timeout"
 
 
 class _Waiter:
@@ -46,7 +44,7 @@ class _Waiter:
             if deadline_ns:
                 timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
                 if timeout_s <= 0:
-                    raise TimedOut(_LATE)
+                    raise TimedOut(LATE)
             exchange.take([fd for fd, _ in self._poll.poll(timeout_s)])
 
     def close(self) -> None:
@@ -153,9 +151,22 @@ class Server:
         self._session.connection().call(lambda exchange: _submit(exchange, prepared, future))
         return future
 
-    def allocate(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Region:
-        """Memory for tensors, {name: (shape, datatype)}, that the server uses in place."""
-        return self._session.allocate(tensors)
+    def allocate(
+        self,
+        tensors: Mapping[str, tuple[Sequence[int], str]],
+        *,
+        device: str = "cpu",
+        pin: bool = False,
+        huge_pages: bool = False,
+    ) -> Region:
+        """Memory for tensors, {name: (shape, datatype)}, that the server uses in place.
+
+        `device`: "cuda:0" for memory on the server's device 0, which this program must see by the
+        same number. For host memory, `pin` has workers on CUDA devices lock it, for faster copies,
+        and `huge_pages` takes it from the pages that the host has reserved. Raises InvalidArgument,
+        or Unavailable where there is none.
+        """
+        return self._session.allocate(tensors, device, pin, huge_pages)
 
     def models(self) -> list[tuple[str, str]]:
         """Name and version of every model that may be called now."""
@@ -178,7 +189,8 @@ class Server:
 
     def close(self) -> None:
         """Leave the server, which frees all that this client had there. A second time is fine."""
-        self._session.close()
+        if not self._session.close():
+            return
         with self._lock:
             for waiter in self._waiters.values():
                 waiter.close()
@@ -206,10 +218,20 @@ def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> N
     if future.cancelled():
         prepared.end()
         return
-    pending = exchange.submit(prepared, lambda done: _resolve(future, done))
+    try:
+        pending = exchange.submit(prepared, lambda done: _resolve(future, done))
+    except Disconnected as error:
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(error)
+        return
 
-    def over(_: Future[Result]) -> None:
-        if future.cancelled() and pending.outcome is None:
+    deadline_ns = prepared.options.deadline_ns
+    if deadline_ns:
+        number = pending.submit.id  # and not the request, which would be kept until then
+        exchange.connection.at(deadline_ns, lambda: exchange.expire(number))
+
+    def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
+        if ended.cancelled() and pending.outcome is None:
             exchange.connection.call(lambda own: own.cancel(pending))
 
     future.add_done_callback(over)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -53,9 +54,13 @@ class View(np.ndarray[Any, Any]):
 
     def plain(self) -> np.ndarray[Any, Any]:
         """The same memory as a plain array. Raises Released."""
+        self.check()
+        return np.ndarray.view(self, np.ndarray)
+
+    def check(self) -> None:
+        """Raise Released once the memory was."""
         if self._lease is not None and self._lease.released:
             raise Released("this memory was released: copy what should stay")
-        return self.view(np.ndarray)
 
     def __getitem__(self, key: Any) -> Any:
         return self.plain()[key]
@@ -100,6 +105,44 @@ class View(np.ndarray[Any, Any]):
     def tolist(self) -> Any:
         """The elements as Python objects. Raises Released."""
         return self.plain().tolist()
+
+    @property
+    def flat(self) -> Any:
+        """The elements one after the other. Raises Released."""
+        return self.plain().flat
+
+    def __copy__(self) -> Any:
+        return self.plain().copy()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.plain().copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    method = getattr(np.ndarray, name)
+
+    @functools.wraps(method)
+    def call(view: View, *arguments: Any, **options: Any) -> Any:
+        view.check()
+        return method(view, *arguments, **options)
+
+    return call
+
+
+# The methods that numpy implements past __array_function__, and reductions, which would keep the
+# array for good when __array_ufunc__ raises. What takes the bytes by the buffer protocol, or by
+# their address, is told of nothing.
+for _name in (
+    *("astype", "byteswap", "diagonal", "dot", "dump", "dumps", "fill", "flatten", "getfield"),
+    *("item", "partition", "put", "ravel", "repeat", "reshape", "sort", "squeeze", "swapaxes"),
+    *("take", "tofile", "transpose", "view"),
+    *("all", "any", "argmax", "argmin", "argsort", "clip", "cumprod", "cumsum", "max", "mean"),
+    *("min", "nonzero", "prod", "round", "std", "sum", "trace", "var"),
+):
+    setattr(View, _name, _checked(_name))
 
 
 def _plain(value: object) -> object:

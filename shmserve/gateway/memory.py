@@ -34,20 +34,21 @@ def check_name(name: str) -> None:
 async def register(gateway: Gateway, request: Request, name: str | None) -> Reply:
     """POST /v2/systemsharedmemory/region/NAME/register.
 
-    With {"lifetime": "connection"} the region is unregistered when this connection ends.
+    With {"lifetime": "connection"} the region is unregistered when this connection ends; with
+    {"pin": true} workers on CUDA devices lock its pages.
     """
     if not name:
         raise InvalidArgument("'region name' is necessary to register system shared memory region")
     peer = request.connection.caller.peer()
     check_name(name)
-    key, offset, size, leased = registration(await _register_body(gateway, request))
-    asked = ask_to_register(gateway, peer, name, key, offset, size, leased=leased)
+    key, offset, size, leased, pin = registration(await _register_body(gateway, request))
+    asked = ask_to_register(gateway, peer, name, key, offset, size, leased=leased, pin=pin)
     await (_lease(gateway, request.connection.caller, asked) if leased else asked)
     return Reply()
 
 
-def registration(body: dict[str, Any]) -> tuple[str, int, int, bool]:
-    """The key, offset, size, and whether it is leased, of a registration's JSON (pure).
+def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
+    """The key, offset, size, and whether it is leased and pinned, of a registration's JSON (pure).
 
     Raises InvalidArgument or JsonFault.
     """
@@ -60,7 +61,10 @@ def registration(body: dict[str, Any]) -> tuple[str, int, int, bool]:
     lifetime = body.get("lifetime", "server")
     if lifetime not in ("server", "connection"):
         raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
-    return key, offset, size, lifetime == "connection"
+    pin = body.get("pin", False)
+    if type(pin) is not bool:
+        raise InvalidArgument("'pin' must be true or false")
+    return key, offset, size, lifetime == "connection", pin
 
 
 def ask_to_register(
@@ -72,12 +76,13 @@ def ask_to_register(
     byte_size: int,
     *,
     leased: bool = False,
+    pin: bool = False,
 ) -> Awaitable[dict[str, Any]]:
     """Have a POSIX object of `peer` registered, whatever the door; raises why it is refused."""
     groups = list(peer.groups)
     return gateway.supervisor.ask(
         lambda number: RegisterRegion(
-            number, name, key, offset, byte_size, peer.uid, groups, leased
+            number, name, key, offset, byte_size, peer.uid, groups, leased, pin
         )
     )
 

@@ -54,6 +54,7 @@ class Region:
                 byte_size=message.object_size,
                 sealed=False,
                 copied=message.copied,
+                pinned=message.pinned,
             )
         self.owner = Ownership(message.uid, message.group, message.copied)
         self.requests = 0

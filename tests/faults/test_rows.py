@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shmserve.client
+from shmserve.devices import cuda_devices
 from tests import repositories
 from tests.crowd import Crowd, crowd
 from tests.faults.test_full import CLIENT, can_mount
@@ -439,8 +442,38 @@ def output_larger_than_its_place(stage: Stage) -> None:
 
 
 def pinned_memory(stage: Stage) -> None:
-    """Zero-byte registrations poison the next call of the driver: there are none."""
-    pytest.skip("pinning is a matter of CUDA devices; there is none here")
+    """Pinning is asked for, region by region, and for what a device copies from. What is of no
+    size, which poisons the driver's next call, is never registered; what cannot be pinned is
+    refused with the reason, and the region is usable without. The driver itself is called on
+    hardware only (tests/integration/test_cuda_memory.py), and its stand-in in
+    tests/unit/test_device_memory.py.
+    """
+    path = "/v2/systemsharedmemory/region/r/register"
+    with SharedObject(2 * SIZE) as made:
+        made.write(VALUES)
+        body = {"key": made.key, "byte_size": 2 * SIZE}
+        assert stage.http.post(path, {**body, "pin": "yes"}).status == 400
+        assert "invalid args" in stage.http.post(path, {**body, "byte_size": 0, "pin": True}).error
+        pinned = stage.http.post(path, {**body, "pin": True})
+        if cuda_devices():
+            pinned.ok()
+        else:
+            assert (pinned.status, "the server has none" in pinned.error) == (400, True)
+            stage.http.post(path, {**body, "pin": False}).ok()
+        assert stage.through("r") == 200
+        assert (made.read(np.float32, len(VALUES), SIZE) == VALUES).all()
+    with shmserve.client.connect(stage.server.run_dir) as client:
+        forms = {"INPUT0": ((64,), "FP32"), "OUTPUT0": ((64,), "FP32")}
+        if not cuda_devices():
+            with pytest.raises(shmserve.client.InvalidArgument, match="the server has none"):
+                client.allocate(forms, pin=True)
+        free = re.search(r"HugePages_Free: *[1-9]", Path("/proc/meminfo").read_text())
+        if not free:
+            with pytest.raises(shmserve.client.Unavailable, match="too few huge pages of"):
+                client.allocate(forms, huge_pages=True)
+        region = client.allocate(forms, huge_pages=free is not None)
+        region["INPUT0"][:] = VALUES[:64]
+        assert (client.infer("identity", region)["OUTPUT0"] == VALUES[:64]).all()
 
 
 def registrations_that_fail(stage: Stage) -> None:

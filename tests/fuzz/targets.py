@@ -159,8 +159,8 @@ def register(data: bytes) -> None:
         if found is not None and found[1][0]:
             memory.check_name(found[1][0])
         raw = loads(body)
-        key, offset, size, leased = memory.registration(raw if type(raw) is dict else {})
-        assert type(leased) is bool
+        key, offset, size, *flags = memory.registration(raw if type(raw) is dict else {})
+        assert list(map(type, flags)) == [bool, bool]
         assert 0 <= offset <= LARGEST
         assert 0 <= size <= LARGEST
         path = posix_shm.normal_key("r", key)

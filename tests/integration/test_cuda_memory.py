@@ -27,7 +27,7 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
 ]
 
 SIDE = 512
@@ -201,7 +201,7 @@ def test_the_device_is_checked_by_its_uuid(server: Server, shm: Any, region: Any
         http.post("/v2/cudasharedmemory/unregister").ok()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no second CUDA device here")
 def test_memory_of_another_device(client: triton.InferenceServerClient, shm: Any) -> None:
     """It is copied from device to device, for the instance that runs elsewhere."""
     other = shm.create_shared_memory_region("other", 2 * SIZE, 1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import shmserve.client
 from shmserve.client import aio
 from tests import repositories
 from tests.servers import Server, running
+from tests.waiting import until
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
 B = np.ones((1, 16), np.int32)
@@ -262,6 +265,36 @@ def test_futures(client) -> None:
     done, _ = concurrent.futures.wait(futures, timeout=20)
     assert len(done) == 50
     assert all((f.result()["OUTPUT0"] == A * n + B).all() for n, f in enumerate(futures))
+
+
+def test_what_is_over_keeps_no_memory(client) -> None:
+    """Also where nobody collects garbage: no cycle refers to results, errors or regions."""
+    x = frames()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(8):
+            assert (client.infer_async("rows", INPUT0=x).result(20)["OUTPUT0"] == x).all()
+        (plan,) = client._session.connection().models.resolve("rows", "").plans.values()
+        assert 1 <= len(plan._ring) <= 2
+        region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
+        held = weakref.ref(region.lease)
+        client.infer_async("rows", region).result(20)
+        with contextlib.suppress(shmserve.client.InvalidArgument):
+            client.infer("rows", region, parameters={"x": None})
+        region.release()
+        until("the connection's thread has let go", lambda: held() is None)
+        # The server has a region's memory back as well, though nothing is allocated any more.
+        region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
+        kept = np.asarray(region["INPUT0"])
+        address = region.segment.address
+        del region
+        memories = client._session.memories
+        assert memories.find(address, 1) is not None
+        del kept
+        until("it is withdrawn", lambda: memories.find(address, 1) is None)
+    finally:
+        gc.enable()
 
 
 def test_from_many_threads(client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import signal
 import subprocess
@@ -58,6 +59,21 @@ def test_a_timeout_cancels_the_request(gated: Server) -> None:
         visit.release()
         assert blocker.result(20)["OUTPUT0"].flat[0] == 1
         assert gated.gate.is_idle()
+
+
+def test_a_future_ends_in_time_though_nobody_answers(gated: Server) -> None:
+    scheduler = gated.one("scheduler simple")
+    with shmserve.client.connect(gated.run_dir) as client:
+        assert client.infer("simple", INPUT0=A, INPUT1=A)
+        scheduler.suspend()
+        try:
+            late = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
+            patient = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
+            with pytest.raises(shmserve.client.TimedOut):
+                late.result(20)
+        finally:
+            scheduler.resume()
+        assert (patient.result(20)["OUTPUT0"] == 2 * A).all()
 
 
 def test_a_cancelled_future_is_cancelled_at_the_server(gated: Server) -> None:
@@ -138,6 +154,88 @@ def test_a_killed_client_leaves_nothing(gated: Server) -> None:
     until("all of it is forgotten", lambda: not sum(map(_shared, processes)))
     with shmserve.client.connect(gated.run_dir) as client:
         assert client.infer("simple", INPUT0=A, INPUT1=A)
+
+
+FORKING = """
+import os, signal, sys, shmserve.client
+client = shmserve.client.connect(sys.argv[1])
+region = client.allocate({"INPUT0": ((1, 8192), "FP32"), "OUTPUT0": ((1, 8192), "FP32")})
+client.infer("rows", region)
+child = os.fork()
+if not child:
+    signal.pause()
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated: Server) -> None:
+    command = [sys.executable, "-c", FORKING, str(gated.run_dir)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout
+        child = psutil.Process(int(program.stdout.readline()))
+        try:
+            processes = [p for p in gated.tree() if not p.cmdline()[0].endswith("zygote")]
+            assert sum(map(_shared, processes)) > 0
+            program.kill()
+            until("all of it is forgotten", lambda: not sum(map(_shared, processes)))
+            assert child.is_running()
+        finally:
+            child.kill()
+
+
+def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> None:
+    x = np.ones((1, ROW), np.float32)
+    with shmserve.client.connect(gated.run_dir) as client:
+        assert client.infer("rows", INPUT0=x)
+        child = os.fork()
+        if not child:
+            code = 1
+            with contextlib.suppress(BaseException):
+                signal.alarm(20)
+                with contextlib.suppress(shmserve.client.InvalidArgument):
+                    client.infer("rows", INPUT0=x)
+                    os._exit(2)
+                client.close()
+                with shmserve.client.connect(gated.run_dir) as own:
+                    assert (own.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+                code = 0
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        connection = client._session.connection()
+        assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+        assert client._session.connection() is connection and connection.alive
+
+
+def test_every_future_ends_when_the_client_does(gated: Server) -> None:
+    client = shmserve.client.connect(gated.run_dir)
+    futures = [client.infer_async("simple", INPUT0=A, INPUT1=A) for _ in range(50)]
+    client.close()
+    for future in futures:
+        with contextlib.suppress(shmserve.client.Disconnected):
+            assert future.result(20)
+
+
+def test_a_callback_may_ask_for_more_and_for_memory(gated: Server) -> None:
+    """It runs where the server's answers are read, and others want memory meanwhile."""
+    x = np.ones((4, ROW), np.float32)
+    with shmserve.client.connect(gated.run_dir) as client:
+        second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
+
+        def more(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
+            try:
+                with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
+                    asked = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
+                asked.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
+            except BaseException as error:
+                second.set_exception(error)
+
+        client.infer_async("rows", INPUT0=x).add_done_callback(more)
+        for _ in range(20):
+            client.allocate({"INPUT0": ((1, ROW), "FP32")}).release()
+        assert (second.result(20) == x[:2]).all()
 
 
 def test_a_scheduler_that_is_killed_costs_no_answer(gated: Server) -> None:

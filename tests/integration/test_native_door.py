@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import zmq
 
 import shmserve.client
+from shmserve.devices import cuda_devices
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Dealer
@@ -131,9 +133,9 @@ def small() -> TensorRef:
 
 def test_memory_of_a_guest_is_checked(guest: Guest) -> None:
     with memfd() as fd:
-        answered = guest.ask(m.ShareMemory(1, 4096), fd)
+        answered = guest.ask(m.ShareMemory(1, 4096, False), fd)
         assert isinstance(answered, m.Answered)
-        assert len(answered.payload["memory"]) == 6
+        assert len(answered.payload["memory"]) == 8
     for options, size, text in (
         ({"seals": 0}, 4096, "F_SEAL_SHRINK"),
         ({"reserve": False}, 4096, "must be reserved"),
@@ -141,12 +143,12 @@ def test_memory_of_a_guest_is_checked(guest: Guest) -> None:
         ({}, 0, "from 1 to 4096"),
     ):
         with memfd(**options) as fd:
-            refused = guest.ask(m.ShareMemory(2, size), fd)
+            refused = guest.ask(m.ShareMemory(2, size, False), fd)
         assert isinstance(refused, m.Refused) and text in refused.message
         assert refused.code == "INVALID_ARG"
-    assert "one descriptor" in guest.ask(m.ShareMemory(3, 1)).message
+    assert "one descriptor" in guest.ask(m.ShareMemory(3, 1, False)).message
     with memfd() as fd, open(f"/proc/self/fd/{fd}", "rb") as reader:
-        refused = guest.ask(m.ShareMemory(4, 4096), reader.fileno())
+        refused = guest.ask(m.ShareMemory(4, 4096, False), reader.fileno())
     assert "reading and writing" in refused.message
 
 
@@ -154,7 +156,7 @@ def test_memory_of_a_guest_is_checked(guest: Guest) -> None:
 def test_memory_of_another_user_is_refused(guest: Guest) -> None:
     with memfd() as fd:
         os.fchown(fd, 12345, -1)
-        refused = guest.ask(m.ShareMemory(1, 4096), fd)
+        refused = guest.ask(m.ShareMemory(1, 4096, False), fd)
     assert refused.code == "PERMISSION_DENIED"
     assert "it belongs to uid 12345 (mode 0777), the client is uid 0" in refused.message
 
@@ -162,7 +164,7 @@ def test_memory_of_another_user_is_refused(guest: Guest) -> None:
 def test_a_guest_uses_its_own_memory_and_no_other(guest: Guest, server: Server) -> None:
     link = guest.link("identity")
     with memfd() as fd:
-        memory = Memory(*guest.ask(m.ShareMemory(1, 4096), fd).payload["memory"])
+        memory = Memory(*guest.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"])
         os.pwrite(fd, b"\1\0\0\0" * 4, 0)
         tensor = TensorRef("INPUT0", "FP32", (4,), Place(memory, 0, 16))
         output = RequestedOutput("OUTPUT0", Place(memory, 64, 16))
@@ -178,6 +180,30 @@ def test_a_guest_uses_its_own_memory_and_no_other(guest: Guest, server: Server) 
         assert "has not shared" in answer(link).message
         link.send(submit((small(),), 1, (RequestedOutput("OUTPUT0", Place(memory, 0, 16)),)))
         assert "has not shared" in answer(link).message
+
+
+def test_places_are_as_the_page_says(guest: Guest) -> None:
+    """Put together by hand from `PROTOCOL.md`, as another language does."""
+    link = guest.link("identity")
+    with memfd() as fd:
+        memory = guest.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
+        os.pwrite(fd, b"\2\0\0\0" * 4, 64)
+        inputs = [["INPUT0", "FP32", [4], [*memory, 64, 16]]]
+        outputs = [["OUTPUT0", [*memory, 128, 16]]]
+        work = msgpack.packb(["", inputs, outputs, {}, 0, 0, 0, 0, 0])
+        link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
+        finished = answer(link)
+        assert isinstance(finished, m.Finished)
+        ((name, datatype, shape, place),), parameters = msgpack.unpackb(finished.body)
+        assert (name, datatype, shape, parameters) == ("OUTPUT0", "FP32", [4], {})
+        assert place == [*memory, 128, 16]
+        assert os.pread(fd, 16, 128) == b"\2\0\0\0" * 4
+
+
+def test_device_memory_of_a_server_without_one(guest: Guest) -> None:
+    refused = guest.ask(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
+    assert isinstance(refused, m.Refused) and refused.id == 1
+    assert cuda_devices() or "the server has no CUDA device" in refused.message
 
 
 def test_a_guest_s_word_is_not_taken(guest: Guest) -> None:
@@ -227,7 +253,7 @@ def test_a_made_up_identity_is_not_answered(guest: Guest) -> None:
         m.pack([m.Stop()]),
         m.pack([m.UnloadModel(1, "simple", False)]),
         m.pack([m.UnregisterRegion(1, "", 0, [])]),
-        m.pack([m.ShareMemory(1, 1)]),
+        m.pack([m.ShareMemory(1, 1, False)]),
         m.pack([m.Hello(m.VERSION), m.Hello(m.VERSION)]),
         b"\x92\x01" + b"x" * 100_000,
     ],
@@ -247,7 +273,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(guest: Guest, server: Serv
     before = len(list(supervisor.iterdir()))
     with memfd() as fd:
         for _ in range(20):
-            assert isinstance(guest.ask(m.ShareMemory(1, 1), fd, fd), m.Refused)
+            assert isinstance(guest.ask(m.ShareMemory(1, 1, False), fd, fd), m.Refused)
     until("they are closed", lambda: len(list(supervisor.iterdir())) <= before)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 
 from shmserve.client.arrays import from_program
 from shmserve.client.errors import Released
-from shmserve.client.memory import Memories, Segment
+from shmserve.client.memory import AnySegment, Memories, Segment
 from shmserve.client.models import Model, Models
 from shmserve.client.plans import PLAIN, Form, Plan, Reader, cut
 from shmserve.client.requests import prepare
@@ -42,7 +44,8 @@ def memories() -> Iterator[Memories]:
     """Memory that a server has been told of."""
     numbers = iter(range(1, 100))
 
-    def share(segment: Segment) -> None:
+    def share(segment: AnySegment) -> None:
+        assert isinstance(segment, Segment)
         inode = os.fstat(segment.fd).st_ino
         segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
 
@@ -79,11 +82,24 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     assert np.stack([view, view]).shape == (2, 4)
     view += 1
     assert view.tolist() == [2, 3, 4, 5] and plain.tolist() == [3, 4, 5]
+    assert type(copy.copy(view)) is type(pickle.loads(pickle.dumps(view))) is np.ndarray
     lease.released = True
     uses: tuple[Callable[[View], object], ...] = (
         lambda array: array[0],
         lambda array: array * 2,
         lambda array: array.copy(),
+        lambda array: array.reshape(2, 2),
+        lambda array: array.astype(np.int8),
+        lambda array: array.item(0),
+        lambda array: array.fill(1),
+        lambda array: array.view(np.uint8),
+        lambda array: array.flat[0],
+        lambda array: array.ravel(),
+        lambda array: array.sum(),
+        list,
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
         str,
     )
     for use in uses:

@@ -100,3 +100,40 @@ def test_what_the_driver_refuses(module: Recorder) -> None:
     module.results["cuInit"] = (real.CUresult.CUDA_ERROR_NO_DEVICE,)
     with pytest.raises(Unavailable, match="needs a GPU, and this host has none"):
         Driver()
+
+
+def test_a_program_allocates_and_exports(module: Recorder) -> None:
+    raw = real.CUipcMemHandle()
+    ctypes.memmove(raw.getPtr(), HANDLE, 64)
+    module.results["cuMemAlloc"] = (OK, real.CUdeviceptr(0x7000))
+    module.results["cuIpcGetMemHandle"] = (OK, raw)
+    driver = Driver()
+    assert driver.allocate(4096, 0) == 0x7000
+    assert module.calls[-4][:2] == ("cuMemAlloc", 4096)
+    assert module.calls[-3][0] == "cuMemsetD8" and module.calls[-3][2:] == (0, 4096)
+    assert driver.export(0x7000, 0) == HANDLE
+    host = bytearray(16)
+    driver.read(0x7000, memoryview(host), 0)
+    synchronized, copied, _ = module.calls[-3:]
+    assert synchronized == ("cuCtxSynchronize",)
+    assert copied[0] == "cuMemcpyDtoH" and int(copied[2]) == 0x7000 and copied[3] == 16
+    assert copied[1] == ctypes.addressof((ctypes.c_char * 16).from_buffer(host))
+    module.names()
+    driver.write(0x7000, memoryview(b"x" * 16), 0)
+    driver.free(0x7000, 0)
+    assert [name for name in module.names() if "Ctx" not in name] == ["cuMemcpyHtoD", "cuMemFree"]
+
+
+def test_host_memory_is_pinned_for_all_devices(module: Recorder) -> None:
+    driver = Driver()
+    driver.pin(0x8000, 4096, 0)
+    portable = real.CU_MEMHOSTREGISTER_PORTABLE
+    assert module.calls[-2] == ("cuMemHostRegister", 0x8000, 4096, portable)
+    driver.unpin(0x8000, 0)
+    assert module.names()[-4:] == [
+        *("cuCtxPushCurrent", "cuCtxSynchronize", "cuMemHostUnregister", "cuCtxPopCurrent")
+    ]
+    failed = real.CUresult.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+    module.results["cuMemHostRegister"] = (failed,)
+    with pytest.raises(CudaError, match="ALREADY_REGISTERED"):
+        driver.pin(0x8000, 4096, 0)

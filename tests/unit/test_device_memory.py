@@ -8,6 +8,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.device_memory import DeviceLost, DeviceMemory
 from tests.fake_cuda import Exported, FakeCuda, FakeDevice
-from tests.worker_rig import Calls, Rig, inference, model_config, rig, tensor, tensor_config
+from tests.worker_rig import Calls, Region, Rig, inference, model_config, rig, tensor, tensor_config
 
 F32 = np.float32
 ROW = np.arange(4, dtype=F32).reshape(1, 4)
@@ -515,3 +516,58 @@ def test_an_exporter_sees_its_own_memory() -> None:
     exported = Exported(16, 0, 8)
     exported.write(4, np.array([7], np.int32))
     assert exported.buffer[12] == 7
+
+
+# --- pinned host memory
+
+
+def pinned(region: Region) -> Memory:
+    return dataclasses.replace(region.memory, pinned=True)
+
+
+def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unmapped(
+    cuda: FakeCuda,
+) -> None:
+    mappings = Mappings(None, partial(cuda.device_memory().pin, device=1))
+    region = Region(8192)
+    memory = pinned(region)
+    kept = mappings.view(Place(memory, 4096, 8))
+    mappings.view(Place(memory, 0, 8192))
+    assert list(cuda.pinned.values()) == [8192] and cuda.asked == [("pin", 1)]
+    plain = Region(4096)
+    mappings.view(Place(plain.memory, 0, 8))
+    assert len(cuda.pinned) == 1, "nobody asked for it"
+    mappings.drop(memory.id)
+    assert not cuda.pinned and bytes(kept) == bytes(8), "a view of it stays valid"
+    mappings.drop_all()
+    for made in (region, plain):
+        made.close()
+
+
+def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
+    cuda.device_memory().pin(memoryview(b""), 0)()
+    assert not cuda.asked
+
+
+def test_what_cannot_be_pinned_is_used_all_the_same(cuda: FakeCuda) -> None:
+    def nobody() -> FakeCuda:
+        raise Unavailable("there is no driver")
+
+    cuda.broken = True
+    for memory in (cuda.device_memory(), DeviceMemory(nobody)):
+        mappings = Mappings(None, partial(memory.pin, device=0))
+        region = Region(4096)
+        assert len(mappings.view(Place(pinned(region), 0, 8))) == 8
+        mappings.drop_all()
+        region.close()
+    assert not cuda.asked
+
+
+def test_memory_that_is_not_mapped_is_not_pinned(cuda: FakeCuda) -> None:
+    mappings = Mappings(None, partial(cuda.device_memory().pin, device=0))
+    region = Region(4096)
+    copied = dataclasses.replace(region.memory, pinned=True, copied=True)
+    assert len(mappings.read(Place(copied, 0, 8))) == 8
+    assert not cuda.asked
+    mappings.drop_all()
+    region.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import posix_ipc
 import pytest
 
+from shmserve.cuda_regions import HandleCheck
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.regions import Registrar
@@ -33,10 +35,11 @@ POLICY = ShmPolicy(
 class Office:
     """A registrar with one gateway, whose messages are written down."""
 
-    def __init__(self, policy: ShmPolicy = POLICY) -> None:
+    def __init__(self, policy: ShmPolicy = POLICY, devices: int = 0) -> None:
         self.told: list[Any] = []
         self.workers: list[Any] = []
-        self.registrar = Registrar(self.publish, lambda: [7], self.workers.append, policy)
+        handles = HandleCheck(devices, lambda _: [], lambda *_: None) if devices else None
+        self.registrar = Registrar(self.publish, lambda: [7], self.workers.append, policy, handles)
 
     async def publish(self, make: Callable[[int], Any]) -> None:
         self.told.append(make(1))
@@ -130,3 +133,47 @@ def test_ranges_outside_the_object(key: str, offset: int, size: int) -> None:
 
 def test_an_unknown_name_is_fine(key: str) -> None:
     asyncio.run(Office().registrar.unregister("nobody", ME))
+
+
+def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (8192, 8192))
+
+    async def steps() -> None:
+        office = Office(devices=1)
+        pin = office.registrar.register
+        await pin("r", key, 4096, 1024, ME, pin=True)
+        assert office.told[-1].pinned
+        with pytest.raises(AlreadyExists):
+            await pin("r", key, 4096, 1024, ME)
+        text = r"4096 bytes cannot be pinned: 5120 of the 8192 bytes .*RLIMIT_MEMLOCK"
+        with pytest.raises(InvalidArgument, match=text):
+            await pin("s", key, 0, 4096, ME, pin=True)
+        await office.registrar.register("s", key, 0, 4096, ME)
+        assert not office.told[-1].pinned
+        await office.registrar.unregister("r", ME)
+        await office.registrar.unregister("s", ME)
+        office.registrar.gateway_exited(7)
+        await pin("s", key, 0, 8192, ME, pin=True)
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+        await pin("t", key, 0, 8192, ME, pin=True)
+        office.registrar.close()
+
+    asyncio.run(steps())
+
+
+def test_nothing_is_pinned_without_a_device_or_if_it_is_not_mapped(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        with pytest.raises(InvalidArgument, match="the server has none"):
+            await office.registrar.register("r", key, 0, 4096, ME, pin=True)
+        await office.registrar.register("r", key, 0, 4096, ME)
+        office.registrar.close()
+        os.chmod(f"/dev/shm{key}", 0o666)  # whoever may write to it may truncate it
+        office = Office(devices=1)
+        with pytest.raises(InvalidArgument, match="not mapped, nor pinned"):
+            await office.registrar.register("r", key, 0, 4096, ME, pin=True)
+        office.registrar.close()
+
+    asyncio.run(steps())
