@@ -21,7 +21,7 @@ from aiohttp.streams import StreamReader
 
 from shmserve.gateway.callers import Caller, Door
 from shmserve.gateway.replies import Reply, error_reply
-from shmserve.gateway.requests import CONTENT_LENGTH, EXPECT, Request
+from shmserve.gateway.requests import CONTENT_LENGTH, EXPECT, Request, WholeBody
 from shmserve.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -34,29 +34,6 @@ _IDLE_S = 3600.0  # keep-alive connections that send nothing cost nothing
 _LINGER_S = 2.0
 _SMALL_BODY = 64 * 1024
 _LONGEST_KNOWN_HEAD = 2048
-
-
-class WholeBody:
-    """A body that came in one piece with its head: of an aiohttp.StreamReader, what is used of one
-    that has ended."""
-
-    __slots__ = ("_data",)
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def is_eof(self) -> bool:
-        """Whether nothing more comes."""
-        return True
-
-    def read_nowait(self) -> bytes:
-        """All that is left."""
-        data, self._data = self._data, b""
-        return data
-
-    async def readany(self) -> bytes:
-        """All that is left; b"" at the end."""
-        return self.read_nowait()
 
 
 class Connection(web.RequestHandler):

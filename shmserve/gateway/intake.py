@@ -25,7 +25,7 @@ from shmserve.gateway.bigjson import LARGE, Numbers, loads_large
 from shmserve.gateway.bodies import JSON_TOO_LARGE, Body
 from shmserve.gateway.codec import TOO_LARGE, WireRequest, parse_request
 from shmserve.gateway.models import Model
-from shmserve.gateway.requests import CONTENT_ENCODING, HEADER_LENGTH, Request
+from shmserve.gateway.requests import CONTENT_ENCODING, HEADER_LENGTH, Request, WholeBody
 from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import loads
 from shmserve.ipc.tensors import INLINE_LIMIT
@@ -49,8 +49,9 @@ async def take(gateway: Gateway, model: Model, request: Request) -> Taken:
     headers = request.headers
     said = headers.get(HEADER_LENGTH)
     encoded = CONTENT_ENCODING in headers
-    if not encoded and request.content.is_eof():
-        return await _take_whole(gateway, model, request.content.read_nowait(), said)
+    content = request.content
+    if type(content) is WholeBody and not encoded:
+        return await _take_whole(gateway, model, content.read_nowait(), said)
     body = Body(request, gateway.settings)
     if encoded and body.compressed():
         return await _take_whole(gateway, model, await body.inflate(), said)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from aiohttp.http import HttpVersion, RawRequestMessage
 from aiohttp.streams import StreamReader
 from multidict import CIMultiDictProxy, istr
 
 from shmserve.gateway.callers import Caller
-
-if TYPE_CHECKING:
-    from shmserve.gateway.connections import WholeBody
 
 ACCEPT_ENCODING = istr("Accept-Encoding")
 CONTENT_ENCODING = istr("Content-Encoding")
@@ -35,6 +32,29 @@ class Channel(Protocol):
 
     async def drain(self) -> None:
         """Wait until it has caught up; raises ConnectionError when it is gone."""
+
+
+class WholeBody:
+    """A body that came in one piece with its head: of an aiohttp.StreamReader, what is used of one
+    that has ended."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def is_eof(self) -> bool:
+        """Whether nothing more comes."""
+        return True
+
+    def read_nowait(self) -> bytes:
+        """All that is left."""
+        data, self._data = self._data, b""
+        return data
+
+    async def readany(self) -> bytes:
+        """All that is left; b"" at the end."""
+        return self.read_nowait()
 
 
 class Request:
