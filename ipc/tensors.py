@@ -344,13 +344,22 @@ def unpack_inference(work: bytes) -> Inference:
         raise MalformedMessage(f"not an inference: {error}") from error
 
 
+_DIMENSION = {int}
+_REST = [int] * 5  # what follows the parameters of an `Inference` whose form is told
+
+
 def form_of(work: bytes) -> tuple[Any, ...] | None:
     """What of a packed `Inference` decides whether a model takes it, when that is no more than the
     names, types, shapes and sizes of tensors inside the message; else None. May raise anything.
     """
     request_id, inputs, outputs, parameters, *rest = msgpack.unpackb(work)
-    if request_id or outputs or parameters or rest[0] != 0 or len(rest) != 5:
+    if request_id != "" or outputs != [] or parameters != {}:
         return None
+    if rest[0] != 0 or [*map(type, rest)] != _REST:
+        return None
+    for _, _, shape, _ in inputs:
+        if not {*map(type, shape)} <= _DIMENSION:
+            return None  # 4.0 and 4 are equal, and not the same
     return tuple(
         [
             (name, datatype, *shape, len(data) if type(data) is bytes else -1)
