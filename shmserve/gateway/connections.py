@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from operator import itemgetter
 from typing import Any
 
 from aiohttp import web
@@ -32,6 +33,7 @@ _LONGEST_LINE = 8190
 _IDLE_S = 3600.0  # keep-alive connections that send nothing cost nothing
 _LINGER_S = 2.0
 _SMALL_BODY = 64 * 1024
+_COMPLAINTS = 10  # about too many connections
 
 
 class Connection(web.RequestHandler):
@@ -48,6 +50,7 @@ class Connection(web.RequestHandler):
         "_content",
         "_requests_then",
         "_settings",
+        "_since",
         "_starts",
         "caller",
     )
@@ -80,12 +83,14 @@ class Connection(web.RequestHandler):
         self._starts = False  # bytes of the next one are here, but not its whole head
         self._content: StreamReader | None = None  # a body that is not all here
         self._awaiting = False  # it is small, and awaited
+        self._since = loop.time()  # the last request was answered, or the connection made
 
     async def start(self) -> None:
         """Answer requests until the connection is to end; replaces aiohttp's loop."""
         try:
             while await self._serve_next():
-                self._next_keepalive_close_time = self._loop.time() + _IDLE_S
+                self._since = self._loop.time()
+                self._next_keepalive_close_time = self._since + _IDLE_S
         except ConnectionError:
             logger.debug("a client left before its response")
         except asyncio.CancelledError:
@@ -194,6 +199,16 @@ class Connection(web.RequestHandler):
         elif self._content is not None:
             self._content.set_exception(TimeoutError())
 
+    @property
+    def owed_nothing(self) -> tuple[bool, float] | None:
+        """Until when this client has been owed nothing, for no whole request of its is here; None
+        when one is. Who is sending a body sorts after all who are not."""
+        if self._force_close:
+            return None  # it is on its way out
+        if not self._busy:
+            return False, self._since
+        return (True, self._since) if self._content is not None else None
+
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget the clock too."""
         if self._clock is not None:
@@ -211,13 +226,19 @@ async def _linger(content: StreamReader) -> None:
 
 
 class Server(web.Server):
-    """Makes connections through one door, up to a limit."""
+    """Makes connections through one door, up to `most` of them.
 
-    def __init__(self, answer: Answer, settings: Settings, door: Door) -> None:
+    At the limit the connections that have been idle for longest make room for new ones: who opens
+    many and sends nothing keeps nobody out.
+    """
+
+    def __init__(self, answer: Answer, settings: Settings, door: Door, most: int) -> None:
         super().__init__(_unused, handler_cancellation=True)
         self._answer = answer
         self._settings = settings
         self._door = door
+        self._most = most
+        self._crowded = 0
 
     def __call__(self) -> Connection:
         """The protocol of a new connection."""
@@ -228,11 +249,29 @@ class Server(web.Server):
         super().connection_made(handler, transport)
         assert isinstance(handler, Connection)
         handler.caller = Caller(self._door, transport.get_extra_info("socket"))
-        if len(self._connections) > self._settings.max_connections:
-            logger.warning(
-                "more than %d connections: one was refused", self._settings.max_connections
-            )
-            transport.abort()
+        if len(self._connections) > self._most:
+            self._make_room(handler)
+
+    def _make_room(self, newcomer: Connection) -> None:
+        # Several at a time, so that a flood of newcomers costs little each.
+        spared = [
+            (owed, connection)
+            for connection in self._connections
+            if isinstance(connection, Connection)
+            and connection is not newcomer
+            and (owed := connection.owed_nothing) is not None
+        ]
+        spared.sort(key=itemgetter(0))
+        ended = [connection for _, connection in spared[: max(1, self._most // 64)]]
+        logger.log(
+            logging.WARNING if self._crowded < _COMPLAINTS else logging.DEBUG,
+            "more than %d connections: %s",
+            self._most,
+            f"{len(ended)} that were idle were ended" if ended else "one was refused",
+        )
+        self._crowded += 1
+        for connection in ended or [newcomer]:
+            connection.force_close()
 
 
 async def _unused(request: web.BaseRequest) -> web.StreamResponse:

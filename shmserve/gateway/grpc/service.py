@@ -171,7 +171,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         try:
-            await stream_infer(self._inferences, self._caller(context), requests, context)
+            patience_s = self._gateway.settings.body_timeout_s
+            await stream_infer(
+                self._inferences, self._caller(context), requests, context, patience_s
+            )
         except ShmserveError as error:
             await _abort(context, error)
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from shmserve.errors import ShmserveError
+from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.callers import Caller
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.responses import streamed, streamed_error
@@ -22,11 +22,16 @@ _Item = Submitted | Refused | None  # None: the client sends no more
 
 
 async def stream_infer(
-    inferences: Inferences, caller: Caller, requests: AsyncIterator[bytes], context: Any
+    inferences: Inferences,
+    caller: Caller,
+    requests: AsyncIterator[bytes],
+    context: Any,
+    patience_s: float,
 ) -> None:
     """Answer until the client has sent its last request, or is gone.
 
-    Raises the first error in strict mode.
+    Raises the first error in strict mode, and Unavailable when a response is not taken within
+    `patience_s` seconds: others need the memory of those behind it.
     """
     strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
     waiting: asyncio.Queue[_Item] = asyncio.Queue()
@@ -47,8 +52,12 @@ async def stream_infer(
     reader = asyncio.create_task(read())
     try:
         while (item := await waiting.get()) is not None:
-            await context.write(await _response(item, strict=strict))
+            response = await _response(item, strict=strict)
+            async with asyncio.timeout(patience_s):
+                await context.write(response)
             room.release()
+    except TimeoutError:
+        raise Unavailable("the responses are not read") from None
     finally:
         reader.cancel()
         await asyncio.wait((reader,))
