@@ -20,7 +20,6 @@ import itertools
 import logging
 import mmap
 import os
-import resource
 import socket
 import stat
 import struct
@@ -30,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shmserve import descriptors
 from shmserve.control import Acknowledgements
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
@@ -89,7 +89,7 @@ class Guests:
         self._numbers = itertools.count(FIRST)
         self._acknowledgements = Acknowledgements()
         self._loop = asyncio.get_running_loop()
-        self._most = _most_guests()
+        self._most = min(_MOST_GUESTS, descriptors.for_guests())
         door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = endpoints.door(run_dir)
         path.parent.mkdir(mode=0o700)
@@ -238,12 +238,6 @@ class Guests:
         self._regions.lend(memory_id, shared, byte_size, Peer(guest.uid), guest.number)
         fds.clear()
         return [memory_id, *rest]
-
-
-def _most_guests() -> int:
-    # Their connections and their memory must leave descriptors for the server's own.
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_GUESTS if soft == resource.RLIM_INFINITY else min(_MOST_GUESTS, soft // 4)
 
 
 def check_memory(fd: int, byte_size: int) -> SharedObject:

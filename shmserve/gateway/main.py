@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import resource
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import uvloop
 
+from shmserve import descriptors
 from shmserve.gateway import metrics, process
 from shmserve.gateway.app import App
 from shmserve.gateway.authorisation import Authorisation, decode_restrictions
@@ -21,7 +21,6 @@ from shmserve.gateway.settings import Settings
 from shmserve.gateway.state import Gateway
 
 _BACKLOG = 1024
-_OWN_DESCRIPTORS = 128
 
 
 def run(args: dict[str, Any]) -> None:
@@ -74,7 +73,8 @@ class HttpFront(process.Front):
         settings = self._gateway.settings
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
         door = Door(door_kind(sock), rules, settings.allow_client_shm, names)
-        server = Server(answer, settings, door, self._most_connections())
+        spared = descriptors.for_connections(len(self._http) + len(self._scrapes))
+        server = Server(answer, settings, door, min(settings.max_connections, spared))
         make = asyncio.get_running_loop()
         if sock.family == socket.AF_UNIX:
             listener = await make.create_unix_server(server, sock=sock, backlog=_BACKLOG)
@@ -82,15 +82,6 @@ class HttpFront(process.Front):
             listener = await make.create_server(server, sock=sock, backlog=_BACKLOG)
         self._listeners.append(listener)
         self._servers.append(server)
-
-    def _most_connections(self) -> int:
-        """So many a door that descriptors are left for other things."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = self._gateway.settings.max_connections
-        if soft == resource.RLIM_INFINITY:
-            return most
-        doors = len(self._http) + len(self._scrapes)
-        return max(1, min(most, (soft - _OWN_DESCRIPTORS) // doors))
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Every request counts: the last one to be answered ends the wait."""

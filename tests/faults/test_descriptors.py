@@ -18,6 +18,7 @@ from tests import repositories
 from tests.faults.scene import RECOVERY_S, State, assert_recovers, scene
 from tests.grpc_calls import is_right, simple_request, stub
 from tests.leaks import cpu_seconds
+from tests.regions import SharedObject
 from tests.servers import Server, running
 from tests.waiting import until
 
@@ -94,6 +95,27 @@ def test_connections_that_say_nothing(server: Server, name: str) -> None:
     until("it is what it was", lambda: not before.differences(State.of(server), 0))
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
+
+
+def test_registrations_leave_some(server: Server) -> None:
+    """Regions, and programs at the door with memory of theirs, until no more is taken: what dies is
+    started again all the same.
+    """
+    with scene(server) as stage, SharedObject(4096) as made, contextlib.ExitStack() as stack:
+        replies = [stage.http.register(f"r{n}", made.key, 4096) for n in range(_LIMIT)]
+        refused = replies[-1]
+        assert refused.status == 400 and "can be registered" in refused.error
+        for _ in range(_LIMIT):
+            plain = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            plain.connect(str(endpoints.door(server.run_dir)))
+        for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
+            victim = server.one(title)
+            victim.kill()
+            stage.replaced(victim, title)
+            assert_recovers(stage, time.monotonic())
+        stage.http.unregister().ok()
+        made.unlink()
+    assert [answer for answer in stage.load.troubles() if not answer.lost] == []
 
 
 def settled(server: Server) -> bool:

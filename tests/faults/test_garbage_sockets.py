@@ -10,6 +10,7 @@ import stat
 import time
 import typing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,12 @@ def test_the_identity_of_another(server: Server) -> None:
         assert stage.load.troubles() == []
 
 
+def ended(link: Dealer) -> bool:
+    """Whether the other end has ended this link."""
+    link.receive()
+    return not link.connected
+
+
 def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
     """R24: models run foreign code, as the server's user; that code may connect to the supervisor,
     but is not taken for a gateway, whatever it calls itself.
@@ -156,7 +163,7 @@ def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
                 intruder = Dealer(f"ipc://{server.run_dir}/control", name)
                 intruder.send(m.UnregisterRegion(1, "", 0, []))
                 intruder.send(m.Stop())
-                until("it is ended", lambda i=intruder: not i.receive() and not i.connected)
+                until("it is ended", partial(ended, intruder))
                 intruder.close()
         assert "kept" in [region["name"] for region in stage.http.regions().json()]
         stage.http.unregister("kept").ok()

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -15,7 +16,6 @@ import pytest
 
 from shmserve.ipc import endpoints, zmtp
 from shmserve.ipc import messages as m
-from shmserve.ipc.channels import Dealer
 from shmserve.ipc.tensors import (
     Inference,
     Memory,
@@ -27,7 +27,7 @@ from shmserve.ipc.tensors import (
 from tests.arrivals import arrived, send_raw
 from tests.faults.conftest import make_repository
 from tests.faults.scene import Scene, State, assert_recovers, scene
-from tests.faults.test_garbage_sockets import garbage
+from tests.faults.test_garbage_sockets import ended, garbage
 from tests.guests import Guest, answer, memfd, small, submit
 from tests.load import Load
 from tests.regions import punch
@@ -75,7 +75,7 @@ def garbage_as_frames(guest: Guest, stage: Scene) -> None:
         link.close()
     link = guest.link("identity", f"{guest.number}.{guest.token}.flood")
     send_raw(link, b"", zmtp.frame(b"x") * 50_000)
-    until("it is ended", lambda: not link.receive() and not link.connected)
+    until("it is ended", partial(ended, link))
 
 
 def no_zeromq(guest: Guest, stage: Scene) -> None:
@@ -144,7 +144,7 @@ def a_frame_too_large(guest: Guest, stage: Scene) -> None:
     for size in (65 * MIB, 1 << 40, 2**64 - 1):
         link = guest.link("identity", f"{guest.number}.{guest.token}.{size}")
         send_raw(link, b"", b"\2" + size.to_bytes(8, "big"))
-        until("it is ended", lambda link=link: not link.receive() and not link.connected)
+        until("it is ended", partial(ended, link))
 
 
 def a_request_too_large(guest: Guest, stage: Scene) -> None:
@@ -163,15 +163,9 @@ def many_links(guest: Guest, stage: Scene) -> None:
     made_up = [guest.link("identity", f"{guest.number}.{'0' * 32}.{n}") for n in range(200)]
     for link in (*mine, *made_up):
         link.send(submit((small(),)))
-    until("those are ended", lambda: not any(map(alive, made_up)))
-    until("some are left", lambda: sum(map(alive, mine)) == 16)
+    until("those are ended", lambda: all(map(ended, made_up)))
+    until("some are left", lambda: sum(map(ended, mine)) == 24)
     honest(stage)
-
-
-def alive(link: Dealer) -> bool:
-    """Whether the other end still holds this link."""
-    link.receive()
-    return link.connected
 
 
 def another_s_identity(guest: Guest, stage: Scene) -> None:
@@ -180,7 +174,7 @@ def another_s_identity(guest: Guest, stage: Scene) -> None:
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
     thief = guest.link("identity")
-    until("the second is ended", lambda: not alive(thief))
+    until("the second is ended", partial(ended, thief))
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
 
@@ -191,10 +185,10 @@ def stay_after_leaving(guest: Guest, stage: Scene) -> None:
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
     guest.door.close()
-    until("its link is ended", lambda: not alive(link))
+    until("its link is ended", partial(ended, link))
     again = guest.link("identity")
     again.send(submit((small(),)))
-    until("so is the next", lambda: not alive(again))
+    until("so is the next", partial(ended, again))
 
 
 def the_same_number_twice(guest: Guest, stage: Scene) -> None:
@@ -220,8 +214,8 @@ def odd_numbers(guest: Guest, stage: Scene) -> None:
     for field in range(4):
         for value in odd:
             number += 1
-            times = [value if field == n else 0 for n in range(4)]
-            link.send(m.Submit(number, 0, b"", *times, work, "x" * 70_000))
+            a, b, c, d = (value if field == n else 0 for n in range(4))
+            link.send(m.Submit(number, 0, b"", a, b, c, d, work, "x" * 70_000))
             replied = answer(link)
             assert isinstance(replied, m.Finished | m.Failed) and replied.id == number
     for value in odd:
@@ -263,14 +257,15 @@ def tensors_that_cannot_be(guest: Guest, stage: Scene) -> None:
     bad: list[list[Any]] = [["INPUT0", "FP32", list(shape), bytes(16)] for shape in shapes]
     bad += [["x" * 50_000, "FP32", [4], bytes(16)], [7, "FP32", [4], bytes(16)]]
     bad += [["INPUT0", kind, [4], bytes(16)] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
-    bad += [["INPUT0", "FP32", [4], data] for data in (b"", bytes(15), "x" * 16, None, 1, [], {})]
+    contents: list[Any] = [b"", bytes(15), "x" * 16, None, 1, [], {}]
+    bad += [["INPUT0", "FP32", [4], data] for data in contents]
     bad += [["INPUT0", "FP32", [4], [0] * count] for count in range(1, 12)]
     bad.append(["INPUT0", "FP32", [4.0], bytes(16)])  # as a number it is the right one
     request = msgpack.unpackb(pack_inference(Inference("", (small(),), ())))
     works = [[request[0], [tensor], *request[2:]] for tensor in bad]
     for field in range(len(request)):
         if field != 1:
-            odd = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
+            odd: tuple[Any, ...] = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
             works += [[*request[:field], value, *request[field + 1 :]] for value in odd]
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)

@@ -47,12 +47,12 @@ def server(repository: Path) -> Iterator[Server]:
 @pytest.mark.parametrize("moment", ["loading", "reloading"])
 def test_while_loading(server: Server, moment: str, victim: str) -> None:
     """The others are served; the load answers, and what it says is so; it can be repeated."""
-    with crowd(server) as people, Load(server, memory=0) as load, server.http() as http:
+    with crowd(server) as people, Load(server, memory=0) as load:
         if moment == "reloading":
             load_slow(server, people)
             assert ask_slow(server, people, 1) == [1]
         else:
-            http.post("/v2/repository/models/slow/unload").ok()
+            unload_slow(people)
         asked = people.do(lambda http: http.post("/v2/repository/models/slow/load"))
         visit = server.gate.next()
         dying = find(server, victim, visit)
@@ -76,7 +76,7 @@ def test_while_loading(server: Server, moment: str, victim: str) -> None:
             assert ask_slow(server, people, 2) == [2], "the old one is there while no new one is"
         load_slow(server, people)
         assert ask_slow(server, people, 3) == [3]
-        http.post("/v2/repository/models/slow/unload").ok()
+        unload_slow(people)
         load.wait_answered(time.monotonic(), RECOVERY_S)
         lost = [a for a in load.troubles() if not (victim == "gateway http 0" and a.lost)]
         assert lost == []
@@ -109,6 +109,11 @@ def load_slow(server: Server, people: Crowd) -> None:
     while not asked.done():
         server.gate.let_through(0.02)
     asked.result().ok()
+
+
+def unload_slow(people: Crowd) -> None:
+    """Unload the slow model."""
+    people.do(lambda http: http.post("/v2/repository/models/slow/unload")).result().ok()
 
 
 def ask_slow(server: Server, people: Crowd, value: int) -> list[int]:
