@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from aiohttp import web
@@ -200,14 +200,19 @@ class Connection(web.RequestHandler):
             self._content.set_exception(TimeoutError())
 
     @property
-    def owed_nothing(self) -> tuple[bool, float] | None:
-        """Until when this client has been owed nothing, for no whole request of its is here; None
-        when one is. Who is sending a body sorts after all who are not."""
-        if self._force_close:
-            return None  # it is on its way out
-        if not self._busy:
-            return False, self._since
-        return (True, self._since) if self._content is not None else None
+    def open(self) -> bool:
+        """Whether it is not on its way out."""
+        return not self._force_close
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when no request is here, not even the whole head of one; None when one is."""
+        return None if self._busy else self._since
+
+    @property
+    def sending_since(self) -> float | None:
+        """The same for the body of a request whose head is here; None when no body is missing."""
+        return self._since if self._busy and self._content is not None else None
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget the clock too."""
@@ -253,16 +258,17 @@ class Server(web.Server):
             self._make_room(handler)
 
     def _make_room(self, newcomer: Connection) -> None:
-        # Several at a time, so that a flood of newcomers costs little each.
-        spared = [
-            (owed, connection)
+        others = [
+            connection
             for connection in self._connections
-            if isinstance(connection, Connection)
-            and connection is not newcomer
-            and (owed := connection.owed_nothing) is not None
+            if isinstance(connection, Connection) and connection.open
         ]
-        spared.sort(key=itemgetter(0))
-        ended = [connection for _, connection in spared[: max(1, self._most // 64)]]
+        others.remove(newcomer)
+        if len(others) < self._most:
+            return  # the rest is on its way out
+        # Several at a time, so that a flood of newcomers costs little each.
+        ended = _longest(others, attrgetter("idle_since"), max(1, self._most // 64))
+        ended = ended or _longest(others, attrgetter("sending_since"), 1)
         logger.log(
             logging.WARNING if self._crowded < _COMPLAINTS else logging.DEBUG,
             "more than %d connections: %s",
@@ -272,6 +278,13 @@ class Server(web.Server):
         self._crowded += 1
         for connection in ended or [newcomer]:
             connection.force_close()
+
+
+def _longest(
+    connections: list[Connection], since: Callable[[Connection], float | None], count: int
+) -> list[Connection]:
+    found = [(began, connection) for connection in connections if (began := since(connection))]
+    return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]
 
 
 async def _unused(request: web.BaseRequest) -> web.StreamResponse:

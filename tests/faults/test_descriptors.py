@@ -15,7 +15,7 @@ import pytest
 
 from shmserve.ipc import endpoints
 from tests import repositories
-from tests.faults.scene import RECOVERY_S, State, assert_recovers, scene
+from tests.faults.scene import RECOVERY_S, State, assert_recovers, scene, wait_replaced
 from tests.grpc_calls import is_right, simple_request, stub
 from tests.leaks import cpu_seconds
 from tests.regions import SharedObject
@@ -24,6 +24,7 @@ from tests.waiting import until
 
 _LIMIT = 300
 _MANY = 2 * _LIMIT
+_STARTED_S = 15.0
 _BUSY = 0.5  # of a core, where nobody asks for anything
 _SOCKETS = ("http", "unix http", "metrics", "grpc", "control", "door", "guests", "gateways")
 
@@ -111,10 +112,10 @@ def test_registrations_leave_some(server: Server) -> None:
         for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
             victim = server.one(title)
             victim.kill()
-            stage.replaced(victim, title)
-            assert_recovers(stage, time.monotonic())
-        stage.http.unregister().ok()
-        made.unlink()
+            wait_replaced(server, victim, title, _STARTED_S)
+            assert_recovers(stage, time.monotonic(), _STARTED_S)
+        with server.http() as another:
+            another.unregister().ok()
     assert [answer for answer in stage.load.troubles() if not answer.lost] == []
 
 

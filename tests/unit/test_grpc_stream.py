@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.grpc.infer import Submitted
+from shmserve.gateway.grpc.infer import Refused, Submitted
 from shmserve.gateway.grpc.stream import stream_infer
 
 
@@ -43,6 +43,22 @@ class Deaf:
         if self.taken:
             await asyncio.Event().wait()
         self.taken += 1
+
+
+def test_a_refusal_that_waits_holds_nothing() -> None:
+    """Its request can be large, and many may wait behind a slow one."""
+
+    def refuse(raw: bytes) -> None:
+        try:
+            raise KeyError(raw)
+        except KeyError:
+            raise Refused(Unavailable("no"), "1") from None
+
+    with pytest.raises(Refused) as caught:
+        refuse(b"large")
+    refused = caught.value.bare()
+    for error in (refused, refused.error):
+        assert error.__traceback__ is None and error.__context__ is None
 
 
 def test_who_does_not_read_is_cut_off() -> None:

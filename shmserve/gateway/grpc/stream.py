@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
+from shmserve.gateway import trim
 from shmserve.gateway.callers import Caller
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.responses import streamed, streamed_error
@@ -44,8 +45,9 @@ async def stream_infer(
                 try:
                     item: _Item = inferences.submit(raw, caller, context.time_remaining())
                 except Refused as refused:
-                    item = refused
+                    item = refused.bare()
                 waiting.put_nowait(item)
+                trim.soon(len(raw))
         finally:
             waiting.put_nowait(None)
 
