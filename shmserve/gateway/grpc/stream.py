@@ -38,7 +38,10 @@ async def stream_infer(
     waiting: asyncio.Queue[_Item] = asyncio.Queue()
     room = asyncio.Semaphore(_MOST_WAITING)
 
+    largest = 0
+
     async def read() -> None:
+        nonlocal largest
         try:
             async for raw in requests:
                 await room.acquire()
@@ -47,6 +50,7 @@ async def stream_infer(
                 except Refused as refused:
                     item = refused.bare()
                 waiting.put_nowait(item)
+                largest = max(largest, len(raw))
                 trim.soon(len(raw))
         finally:
             waiting.put_nowait(None)
@@ -67,6 +71,7 @@ async def stream_infer(
             left = waiting.get_nowait()
             if isinstance(left, Submitted):
                 left.abandon()
+        trim.soon(largest)
 
 
 async def _response(item: Submitted | Refused, *, strict: bool) -> bytes:
