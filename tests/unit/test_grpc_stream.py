@@ -79,3 +79,18 @@ def test_who_does_not_read_is_cut_off() -> None:
     with pytest.raises(Unavailable):
         asyncio.run(stream_infer(inferences, caller, requests(), Deaf(), 0.05))
     assert abandoned == ["behind", "further behind"]
+
+    async def cancelled_twice() -> None:
+        streaming = stream_infer(inferences, caller, requests(), Deaf(), 60.0)
+        call = asyncio.create_task(streaming)
+        for _ in range(100):  # until it is stuck
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    abandoned.clear()
+    asyncio.run(cancelled_twice())
+    assert abandoned == ["behind", "further behind"]

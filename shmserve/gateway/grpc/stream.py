@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from grpc._cython import cygrpc
+
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway import trim
 from shmserve.gateway.callers import Caller
@@ -38,10 +40,10 @@ async def stream_infer(
     waiting: asyncio.Queue[_Item] = asyncio.Queue()
     room = asyncio.Semaphore(_MOST_WAITING)
 
-    largest = 0
+    total = 0  # bytes
 
     async def read() -> None:
-        nonlocal largest
+        nonlocal total
         try:
             async for raw in requests:
                 await room.acquire()
@@ -50,7 +52,7 @@ async def stream_infer(
                 except Refused as refused:
                     item = refused.bare()
                 waiting.put_nowait(item)
-                largest = max(largest, len(raw))
+                total += len(raw)
                 trim.soon(len(raw))
         finally:
             waiting.put_nowait(None)
@@ -59,19 +61,23 @@ async def stream_infer(
     try:
         while (item := await waiting.get()) is not None:
             response = await _response(item, strict=strict)
-            async with asyncio.timeout(patience_s):
-                await context.write(response)
+            try:
+                async with asyncio.timeout(patience_s):
+                    await context.write(response)
+            except cygrpc.ExecuteBatchError:
+                return  # the client is gone
             room.release()
     except TimeoutError:
         raise Unavailable("the responses are not read") from None
     finally:
+        # Nothing is awaited before all is given up: a call may be cancelled twice.
         reader.cancel()
-        await asyncio.wait((reader,))
         while not waiting.empty():
             left = waiting.get_nowait()
             if isinstance(left, Submitted):
                 left.abandon()
-        trim.soon(largest)
+        trim.soon(total)
+        await asyncio.wait((reader,))
 
 
 async def _response(item: Submitted | Refused, *, strict: bool) -> bytes:
