@@ -24,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/digits/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,11 +16,13 @@ import logging
 import os
 import select
 import socket
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shmserve.ipc import zmtp
+from shmserve.ipc.listener import Listener
 from shmserve.ipc.messages import pack, unpack
 from shmserve.ipc.tensors import MalformedMessage
 
@@ -29,13 +31,23 @@ logger = logging.getLogger(__name__)
 _CHUNK = 64 * 1024
 _BACKLOG = 1024
 _CONNECT_S = 1.0
+_COMPLAINTS = 32  # so many are logged, and then ever fewer
 _PREFIX = "ipc://"
 
 
 class _Connection:
     """A unix socket between two ends: whole frames in, bytes out as fast as they are taken."""
 
-    __slots__ = ("decoder", "events", "identity", "poll", "sock", "unsent")
+    __slots__ = (
+        "decoder",
+        "events",
+        "identity",
+        "malformed",
+        "most_unsent",
+        "poll",
+        "sock",
+        "unsent",
+    )
 
     def __init__(self, sock: socket.socket, poll: select.epoll, greeting: bytes) -> None:
         self.sock = sock
@@ -43,6 +55,8 @@ class _Connection:
         self.decoder = zmtp.Decoder()
         self.unsent = bytearray(greeting)
         self.identity: bytes | None = None
+        self.malformed = 0
+        self.most_unsent = sys.maxsize  # a peer with more than that to read is not read
         self.events = select.EPOLLIN
         sock.setblocking(False)
         poll.register(sock, self.events)
@@ -59,7 +73,7 @@ class _Connection:
             sent = 0
         if sent < len(data):
             self.unsent += data[sent:]
-            self._watch(select.EPOLLIN | select.EPOLLOUT)
+            self._watch()
 
     def push(self) -> None:
         """Send more of what is kept."""
@@ -68,9 +82,12 @@ class _Connection:
                 with memoryview(self.unsent) as left:
                     sent = self.sock.send(left[:_CHUNK])
                 del self.unsent[:sent]
-        self._watch(select.EPOLLIN | select.EPOLLOUT if self.unsent else select.EPOLLIN)
+        self._watch()
 
-    def _watch(self, events: int) -> None:
+    def _watch(self) -> None:
+        events = select.EPOLLIN if len(self.unsent) <= self.most_unsent else 0
+        if self.unsent:
+            events |= select.EPOLLOUT
         if events != self.events:
             self.events = events
             self.poll.modify(self.sock, events)
@@ -200,12 +217,12 @@ class Router:
         self._peers: dict[bytes, _Connection] = {}
         self._anonymous = itertools.count(1)
         self._path = endpoint.removeprefix(_PREFIX)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.setblocking(False)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # a server that was killed left it
-        self._listener.bind(self._path)
-        self._listener.listen(_BACKLOG)
+        sock.bind(self._path)
+        sock.listen(_BACKLOG)
+        self._listener = Listener(sock)
         self._poll.register(self._listener, select.EPOLLIN)
 
     def post(self, peer: bytes, message: Any) -> None:
@@ -256,17 +273,24 @@ class Router:
             try:
                 messages = unpack(frame)
             except MalformedMessage as error:
-                self.malformed += 1
-                logger.warning("dropped a malformed frame: %s", error)
+                connection.malformed += 1
+                self._complain("dropped a malformed frame: %s", error)
                 continue
             for message in messages:
                 yield peer, message
+        connection.malformed += decoder.dropped
         self.malformed += decoder.dropped
         decoder.dropped = 0
         if frames is None or decoder.broken:
             if decoder.broken:
-                logger.warning("a connection was ended: %s", decoder.broken)
+                self._complain("a connection was ended: %s", decoder.broken)
             self._drop(connection)
+
+    def _complain(self, text: str, what: object) -> None:
+        # Whoever sends garbage may send a lot of it: the log shall not be full of that.
+        self.malformed += 1
+        if self.malformed <= _COMPLAINTS or not self.malformed & (self.malformed - 1):
+            logger.warning(text, what)
 
     def _name(self, connection: _Connection, properties: dict[str, bytes]) -> None:
         identity = properties.get("identity") or b"\0%d" % next(self._anonymous)
@@ -276,16 +300,15 @@ class Router:
         connection.identity = identity
         self._peers[identity] = connection
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:  # gone again, or no descriptors are left
-            logger.debug("a connection could not be accepted: %s", error)
-            return
+    def _accept(self) -> _Connection | None:
+        sock = self._listener.accept()
+        if sock is None:
+            return None
         greeting = zmtp.GREETING + zmtp.ready("ROUTER")
         connection = self._connections[sock.fileno()] = _Connection(sock, self._poll, greeting)
         with contextlib.suppress(OSError):
             connection.push()
+        return connection
 
     def _drop(self, connection: _Connection) -> None:
         del self._connections[connection.sock.fileno()]

@@ -11,6 +11,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
 
 
 def signal_at_parents_death(number: int) -> None:
@@ -29,6 +30,11 @@ def die_with_parent(parent_pid: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent exits."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def renounce_privileges() -> None:
+    """Neither this process nor what it starts gains rights from a program that it runs (setuid)."""
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def exact_timers() -> None:

@@ -15,10 +15,12 @@ import struct
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
+_TELLING = 10
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _LONG_SIZE = struct.Struct(">Q")
 _VALUE_SIZE = struct.Struct(">I")
 _MAX_FRAME = 256 * 1024 * 1024
+_MAX_HANDSHAKE = 4096
 
 
 def ready(socket_type: str, identity: bytes = b"") -> bytes:
@@ -42,12 +44,22 @@ class Decoder:
 
     `properties` are the peer's once it has said READY; `broken` says what was no ZMTP: then the
     connection is of no further use; `dropped` counts messages of several parts, which nobody here
-    sends.
+    sends. `largest` is the size of the largest frame that is taken, in bytes.
     """
 
-    __slots__ = ("_buffer", "_greeted", "_needed", "_skipping", "broken", "dropped", "properties")
+    __slots__ = (
+        "_buffer",
+        "_greeted",
+        "_needed",
+        "_skipping",
+        "broken",
+        "dropped",
+        "largest",
+        "properties",
+    )
 
     def __init__(self) -> None:
+        self.largest = _MAX_FRAME
         self.properties: dict[str, bytes] | None = None
         self.broken = ""
         self.dropped = 0
@@ -55,6 +67,11 @@ class Decoder:
         self._needed = 0  # no whole frame is in the buffer until it has this many bytes
         self._greeted = False
         self._skipping = False  # inside a message of several parts
+
+    @property
+    def held(self) -> int:
+        """Bytes that wait for the rest of a frame."""
+        return len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that are complete with `data`."""
@@ -77,10 +94,10 @@ class Decoder:
 
     def _greet(self, data: bytes) -> int:
         # Whatever is no greeting shows in its first ten bytes.
-        if not GREETING.startswith(data[:1]) or (len(data) >= 10 and not data[9] & 1):
+        if not GREETING.startswith(data[:1]) or (len(data) >= _TELLING and not data[9] & 1):
             self.broken = "not ZMTP"
         elif len(data) < len(GREETING):
-            self._needed = len(GREETING)
+            self._needed = _TELLING if len(data) < _TELLING else len(GREETING)
         elif data[10] < 3 or data[12:32] != GREETING[12:32]:
             self.broken = "a version or a mechanism of ZMTP that is not spoken here"
         else:
@@ -102,7 +119,7 @@ class Decoder:
             else:
                 start = at + 2
                 end = start + data[at + 1]
-            if end - start > _MAX_FRAME:
+            if end - start > (self.largest if self.properties is not None else _MAX_HANDSHAKE):
                 self.broken = "a frame that is too large"
             elif end > size:
                 self._needed = end - at

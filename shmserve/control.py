@@ -5,15 +5,30 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.ipc.channels import Router
+from shmserve.ipc.channels import Router, _Connection
 
 logger = logging.getLogger(__name__)
 
 _MOST_STRANGERS = 64
+
+
+class _Family(Router):
+    """A process is who the kernel says it is: models run foreign code, which may connect here, but
+    not as a gateway."""
+
+    def _name(self, connection: _Connection, properties: dict[str, bytes]) -> None:
+        credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, _, _ = struct.unpack("iii", credentials)
+        if _pid_of(properties.get("identity", b"")) != pid:
+            connection.decoder.broken = "it claims to be another process"
+            return
+        super()._name(connection, properties)
 
 
 class Control:
@@ -28,7 +43,7 @@ class Control:
     def __init__(
         self, endpoint: str, knows: Callable[[int], bool], on_message: Callable[[int, Any], None]
     ) -> None:
-        self._router = Router(endpoint)
+        self._router = _Family(endpoint)
         self._knows = knows
         self._on_message = on_message
         self._peers: dict[int, bytes] = {}

@@ -259,7 +259,7 @@ class Deployment:
 
     async def _start_scheduler(self, number: int) -> None:
         plan, config = self.plan, self.host.config
-        self._scheduler_ready = asyncio.get_running_loop().create_future()
+        ready = self._scheduler_ready = asyncio.get_running_loop().create_future()
         child = await self.host.front.spawn(
             f"scheduler {plan.name}",
             "shmserve.scheduler.main:run",
@@ -282,8 +282,11 @@ class Deployment:
         )
         self.scheduler = child
         self.host.enrol(child.pid, "scheduler", self._from_scheduler)
-        await self.host.either(self._scheduler_ready, child.exited)
-        if not self._scheduler_ready.done():
+        if self.stopping:
+            child.kill()
+        self._refuse_if_stopping()
+        await self.host.either(ready, child.exited)
+        if not ready.done():
             raise Unavailable(f"the scheduler ended while starting ({child.exited.result()})")
         self.number = number  # now there is something at its endpoints
         for instance in self.instances:
@@ -320,7 +323,8 @@ class Deployment:
     def process_exited(self, child: Child) -> None:
         """A process of this version (or not: then nothing happens) has ended."""
         if child is self.scheduler:
-            if not self.stopping and self.loaded:
+            # Before it is ready, its end is seen by whoever starts it.
+            if not self.stopping and self._scheduler_ready.done():
                 self.host.background(self._replace_scheduler(child))
             return
         for instance in self.instances:

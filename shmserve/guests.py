@@ -31,12 +31,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shmserve import descriptors
 from shmserve.control import Acknowledgements
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.guests import FIRST, Seals
+from shmserve.ipc.listener import Listener
 from shmserve.ipc.posix_shm import SharedObject, described
 from shmserve.ipc.ranges import fits, whole
 from shmserve.ipc.tensors import CudaHandle, MalformedMessage, Memory
@@ -47,6 +49,9 @@ from shmserve.trust import NO_GROUP, Peer
 logger = logging.getLogger(__name__)
 
 _MOST_GUESTS = 1024
+_SHARE = 0.75  # of these, the most that are of one user
+_MOST_STRANGERS = 256  # who have not said hello; who has not for longest makes room
+_AT_ONCE = 64  # so many come in before those who did are listened to
 _MOST_UNREAD = 4096  # messages for a guest that does not read; then it is shown out
 _PATIENCE_S = 1.0  # a guest that is stopped must not hold up a reload for longer
 _MESSAGE = 64 * 1024
@@ -90,15 +95,16 @@ class Guests:
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = Acknowledgements()
         self._loop = asyncio.get_running_loop()
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._most = min(_MOST_GUESTS, descriptors.for_guests())
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = endpoints.door(run_dir)
         path.parent.mkdir(mode=0o700)
-        self._door.bind(str(path))
+        door.bind(str(path))
         if group != NO_GROUP:
             admit_group(path.parent, group)
             admit_group(path, group)
-        self._door.listen(128)
-        self._door.setblocking(False)
+        door.listen(128)
+        self._door = Listener(door)
         self._loop.add_reader(self._door.fileno(), self._accept)
 
     # --- news
@@ -123,17 +129,18 @@ class Guests:
     # --- coming and going
 
     def _accept(self) -> None:
-        while True:
-            try:
-                link, _ = self._door.accept()
-            except OSError:  # nobody more, or no descriptor left: then they wait
+        for _ in range(_AT_ONCE):
+            link = self._door.accept()
+            if link is None:
                 return
-            if len(self._guests) >= _MOST_GUESTS:
-                link.close()
-                continue
-            link.setblocking(False)
             credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             pid, uid, _ = struct.unpack("iII", credentials)
+            strangers = [guest for guest in self._guests.values() if not guest.welcomed]
+            if len(strangers) >= _MOST_STRANGERS:
+                self._leave(strangers[0])
+            if not self._has_room(uid):
+                link.close()
+                continue
             try:
                 process = os.pidfd_open(pid) if pid else -1
             except OSError:  # gone already, or no descriptor left
@@ -144,6 +151,11 @@ class Guests:
             self._loop.add_reader(link.fileno(), self._read, guest)
             if process >= 0:
                 self._loop.add_reader(process, self._leave, guest)
+
+    def _has_room(self, uid: int) -> bool:
+        """One user's programs do not take all the places."""
+        of_one = sum(guest.uid == uid for guest in self._guests.values())
+        return len(self._guests) < self._most and of_one < self._most * _SHARE
 
     def _leave(self, guest: _Guest) -> None:
         if self._guests.pop(guest.number, None) is None:

@@ -12,15 +12,15 @@ import ctypes
 import importlib.util
 import logging
 import os
-import resource
 import secrets
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from shmserve import devices, logs
+from shmserve import descriptors, devices, logs
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Control
@@ -61,7 +61,7 @@ def serve(config: ServerConfig) -> int:
 def _serve(config: ServerConfig) -> int:
     logs.configure("supervisor", config.log)
     name_process("supervisor")
-    _raise_descriptor_limit()
+    descriptors.raise_limit()
     http, metrics = _listen(config)
     group = config.shm.group
     try:
@@ -103,14 +103,6 @@ def _grpc_sockets(config: ServerConfig) -> list[socket.socket]:
         )
         return []
     return hold(config.grpc.address, config.grpc.port, "--grpc-address", config.guarded)
-
-
-def _raise_descriptor_limit() -> None:
-    # Each region, connection and model takes descriptors; the soft limit of 1024 is for programs
-    # that use select on all of them.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Supervisor:
@@ -192,11 +184,13 @@ class Supervisor:
         self.handles = HandleCheck(
             found.count, lambda device_id: self.models.workers_on(device_id), control.send
         )
+        # A server that has no descriptor left could start no process again.
+        most = min(self.config.shm.max_regions, descriptors.for_regions())
         self.regions = Registrar(
             self.doors.publish,
             self.doors.pids,
             lambda msg: self.host.broadcast(msg, "worker"),
-            self.config.shm,
+            replace(self.config.shm, max_regions=most),
             self.handles if found.kind == "cuda" else None,
         )
         self.host.guests = Guests(

@@ -27,7 +27,12 @@ from typing import Any
 
 import msgpack
 
-from shmserve.ipc.processes import die_with_parent, name_process, signal_at_parents_death
+from shmserve.ipc.processes import (
+    die_with_parent,
+    name_process,
+    renounce_privileges,
+    signal_at_parents_death,
+)
 
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
 
@@ -59,6 +64,7 @@ def main(argv: list[str]) -> int:
     # Reading the link tells it too, but not in the middle of the imports.
     signal.signal(signal.SIGHUP, supervisor_ended)
     signal_at_parents_death(signal.SIGHUP)
+    renounce_privileges()
     if os.getppid() != supervisor_pid:
         supervisor_ended()
     name_process(title)

@@ -140,3 +140,13 @@ def resident_bytes(server: servers.Server) -> int:
         with contextlib.suppress(OSError), open(f"/proc/{process.pid}/smaps_rollup") as rollup:
             total += next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
     return total
+
+
+def cpu_seconds(server: servers.Server) -> dict[str, float]:
+    """How long each process of a server has computed so far, by title."""
+    found = {}
+    for process in server.tree():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found[servers.title(process)] = times.user + times.system
+    return found

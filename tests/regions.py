@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import mmap
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 _FOLDER = Path("/dev/shm")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _numbers = itertools.count()
 
 
@@ -54,6 +57,10 @@ class SharedObject:
         """Cut it."""
         os.ftruncate(self.fd, byte_size)
 
+    def punch(self) -> None:
+        """Give its pages back."""
+        punch(self.fd, self.byte_size)
+
     def write(self, array: np.ndarray | bytes, offset: int = 0) -> None:
         """Copy an array (or bytes) into it, through a mapping as clients have it."""
         data = array if isinstance(array, bytes) else array.tobytes()
@@ -65,3 +72,8 @@ class SharedObject:
         with mmap.mmap(self.fd, self.byte_size) as mapped:
             size = count * np.dtype(dtype).itemsize
             return np.frombuffer(mapped[offset : offset + size], dtype)
+
+
+def punch(fd: int, size: int) -> None:
+    """Make a hole of the first `size` bytes of a file."""
+    _LIBC.fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size))

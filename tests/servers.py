@@ -286,10 +286,11 @@ def running(
     *flags: str,
     environment: Mapping[str, str] | None = None,
     grpc: bool = False,
+    prefix: Sequence[str] = (),
 ) -> Iterator[Server]:
     """A ready server, stopped at the end of the with block; with `grpc`, that door is open too."""
     repositories = [repository] if isinstance(repository, Path) else repository
-    server = Server(repositories, flags, environment=environment, grpc=grpc)
+    server = Server(repositories, flags, environment=environment, grpc=grpc, prefix=prefix)
     try:
         server.wait_ready()
         if grpc:

@@ -12,6 +12,9 @@ from shmserve.errors import InvalidArgument, Unsupported
 
 _STEP = 256 * 1024
 _AUTO = zlib.MAX_WBITS | 32  # gzip or zlib, whichever the header says
+_SMALLEST_MEMBER = 1024  # that a program makes again and again
+_FEW = 16
+_NO_USE = "failed to decompress the request body: it is mostly overhead"
 _WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
@@ -28,10 +31,16 @@ def check_encoding(name: str) -> bool:
 
 
 class Inflater:
-    """Decompresses a body that comes in chunks; at most `limit` bytes come out."""
+    """Decompresses a body that comes in chunks; at most `limit` bytes come out.
+
+    Neither may many more go in, which come to nothing, nor more members than there is use for:
+    each costs the time of starting over.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._taken = 0
+        self._members = 1
         self._stream = zlib.decompressobj(_AUTO)
         self._fed = False
         self._size = 0
@@ -42,9 +51,15 @@ class Inflater:
         Raises InvalidArgument for what is not compressed data and for more than `limit` bytes.
         """
         more = bool(chunk)
+        self._taken += len(chunk)
+        if self._taken > self._limit + self._limit // 64 + _STEP:
+            raise InvalidArgument(_NO_USE)
         while more:
             self._fed = True
             if self._stream.eof:
+                self._members += 1
+                if self._members > self._taken // _SMALLEST_MEMBER + _FEW:
+                    raise InvalidArgument(_NO_USE)
                 self._stream = zlib.decompressobj(_AUTO)  # another member follows
             try:
                 piece = self._stream.decompress(chunk, _STEP)

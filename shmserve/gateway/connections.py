@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from aiohttp import web
@@ -34,6 +35,7 @@ _IDLE_S = 3600.0  # keep-alive connections that send nothing cost nothing
 _LINGER_S = 2.0
 _SMALL_BODY = 64 * 1024
 _LONGEST_KNOWN_HEAD = 2048
+_COMPLAINTS = 10  # about too many connections
 
 
 class Connection(web.RequestHandler):
@@ -53,6 +55,7 @@ class Connection(web.RequestHandler):
         "_known_size",
         "_requests_then",
         "_settings",
+        "_since",
         "_starts",
         "caller",
     )
@@ -88,12 +91,13 @@ class Connection(web.RequestHandler):
         self._known_head = b""  # of the last request that came in one piece
         self._known_size = 0  # of that request, with its body
         self._known_message: RawRequestMessage | None = None
+        self._since = loop.time()  # the last request was answered, or the connection made
 
     async def start(self) -> None:
         """Answer requests until the connection is to end; replaces aiohttp's loop."""
         try:
             while await self._serve_next():
-                pass
+                self._since = self._loop.time()
         except ConnectionError:
             logger.debug("a client left before its response")
         except asyncio.CancelledError:
@@ -236,6 +240,21 @@ class Connection(web.RequestHandler):
         elif self._content is not None:
             self._content.set_exception(TimeoutError())
 
+    @property
+    def open(self) -> bool:
+        """Whether it is not on its way out."""
+        return not self._force_close
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when no request is here, not even the whole head of one; None when one is."""
+        return None if self._busy else self._since
+
+    @property
+    def sending_since(self) -> float | None:
+        """The same for the body of a request whose head is here; None when no body is missing."""
+        return self._since if self._busy and self._content is not None else None
+
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget the clock too."""
         if self._clock is not None:
@@ -253,13 +272,19 @@ async def _linger(content: StreamReader | WholeBody) -> None:
 
 
 class Server(web.Server):
-    """Makes connections through one door, up to a limit."""
+    """Makes connections through one door, up to `most` of them.
 
-    def __init__(self, answer: Answer, settings: Settings, door: Door) -> None:
+    At the limit the connections that have been idle for longest make room for new ones: who opens
+    many and sends nothing keeps nobody out.
+    """
+
+    def __init__(self, answer: Answer, settings: Settings, door: Door, most: int) -> None:
         super().__init__(_unused, handler_cancellation=True)
         self._answer = answer
         self._settings = settings
         self._door = door
+        self._most = most
+        self._crowded = 0
 
     def __call__(self) -> Connection:
         """The protocol of a new connection."""
@@ -270,11 +295,37 @@ class Server(web.Server):
         super().connection_made(handler, transport)
         assert isinstance(handler, Connection)
         handler.caller = Caller(self._door, transport.get_extra_info("socket"))
-        if len(self._connections) > self._settings.max_connections:
-            logger.warning(
-                "more than %d connections: one was refused", self._settings.max_connections
-            )
-            transport.abort()
+        if len(self._connections) > self._most:
+            self._make_room(handler)
+
+    def _make_room(self, newcomer: Connection) -> None:
+        others = [
+            connection
+            for connection in self._connections
+            if isinstance(connection, Connection) and connection.open
+        ]
+        others.remove(newcomer)
+        if len(others) < self._most:
+            return  # the rest is on its way out
+        # Several at a time, so that a flood of newcomers costs little each.
+        ended = _longest(others, attrgetter("idle_since"), max(1, self._most // 64))
+        ended = ended or _longest(others, attrgetter("sending_since"), 1)
+        logger.log(
+            logging.WARNING if self._crowded < _COMPLAINTS else logging.DEBUG,
+            "more than %d connections: %s",
+            self._most,
+            f"{len(ended)} that were idle were ended" if ended else "one was refused",
+        )
+        self._crowded += 1
+        for connection in ended or [newcomer]:
+            connection.force_close()
+
+
+def _longest(
+    connections: list[Connection], since: Callable[[Connection], float | None], count: int
+) -> list[Connection]:
+    found = [(began, connection) for connection in connections if (began := since(connection))]
+    return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]
 
 
 async def _unused(request: web.BaseRequest) -> web.StreamResponse:

@@ -112,13 +112,15 @@ class Peer:
     def _answer(self, pending: Pending, message: m.Finished | m.Failed) -> None:
         if not pending.future.done():
             pending.future.set_result(message)
-        elif isinstance(message, m.Finished):
-            self._discard(message.body)
+        else:
+            self.discard(message)
 
-    def _discard(self, body: bytes) -> None:
-        # Nobody waits for this answer, and its outputs take up a worker's memory.
+    def discard(self, message: m.Finished | m.Failed) -> None:
+        """Nobody reads this answer, and its outputs take up a worker's memory."""
+        if not isinstance(message, m.Finished):
+            return
         try:
-            self.release_outputs(unpack_inferred(body))
+            self.release_outputs(unpack_inferred(message.body))
         except MalformedMessage as error:
             logger.error("a worker's answer is malformed: %s", error)
 
@@ -179,7 +181,12 @@ class Dispatcher:
         return pending
 
     def cancel(self, pending: Pending) -> None:
-        """Nobody waits for this any more; its holds last until the scheduler answers."""
+        """Nobody waits for this any more, or will read its answer if that has come already; its
+        holds last until the scheduler answers."""
+        future = pending.future
+        if future.done() and not future.cancelled():
+            pending.peer.discard(future.result())
+        future.cancel()
         if pending.submit.id in pending.peer.pending:
             pending.peer.link.post(m.Cancel(pending.submit.id))
 

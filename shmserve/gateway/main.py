@@ -11,6 +11,7 @@ from typing import Any
 
 import uvloop
 
+from shmserve import descriptors
 from shmserve.gateway import metrics, process
 from shmserve.gateway.app import App
 from shmserve.gateway.authorisation import Authorisation, decode_restrictions
@@ -73,7 +74,8 @@ class HttpFront(process.Front):
         settings = self._gateway.settings
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
         door = Door(door_kind(sock), rules, settings.allow_client_shm, names)
-        server = Server(answer, settings, door)
+        spared = descriptors.for_connections(len(self._http) + len(self._scrapes))
+        server = Server(answer, settings, door, min(settings.max_connections, spared))
         make = asyncio.get_running_loop()
         if sock.family == socket.AF_UNIX:
             listener = await make.create_unix_server(server, sock=sock, backlog=_BACKLOG)

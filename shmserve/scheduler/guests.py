@@ -7,6 +7,7 @@ as in a batch is worked out from the request itself.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
@@ -22,34 +23,31 @@ from shmserve.ipc.tensors import (
     Place,
     unpack_inference,
 )
+from shmserve.ipc.wary import WaryRouter
 
+_MOST_LINKS = 16  # of one guest
+_LARGEST_WORK = 1 << 20
+_GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096
 _MOST_KNOWN = 1024
 _LONGEST_KNOWN = 1024  # bytes of a request that is remembered whole
 
 
 class GuestDoor:
-    """One scheduler's guests; `link` is the socket they are connected to."""
+    """One scheduler's guests; `link` is the socket at `endpoint` that they are connected to."""
 
-    def __init__(self, link: Router, seals: Seals, signature: Signature) -> None:
-        self.link = link
+    def __init__(self, endpoint: str, seals: Seals, signature: Signature) -> None:
+        self._gone: deque[int] = deque(maxlen=_GONE_REMEMBERED)
+        self.link = WaryRouter(endpoint, self._admits)
         self._seals = seals
-        self._signature = signature
-        self._numbers: dict[bytes, int] = {}
-        self._memories: set[tuple[int, Memory]] = set()
-        self._forms: Forms[Admission] = Forms()  # of small tensors
-        # By a guest and its request, whose tensors are in memory.
-        self._known: dict[tuple[int, bytes], Admission] = {}
+        self._rules = GuestRules(seals, signature)
 
     def check(self, peer: bytes, message: Any) -> Any:
         """The message as it may be believed, or None: then it is dealt with."""
-        number = self._numbers.get(peer) or self._admit(peer)
-        if not number:
-            return None
         if type(message) is not Submit:
             return message
         try:
-            return self._checked(number, message)
+            return self._rules.checked(_number(peer), message)
         except ShmserveError as error:
             self.link.post(peer, Failed(message.id, error.code, error.message, 0, False))
         except MalformedMessage:
@@ -57,24 +55,51 @@ class GuestDoor:
             self.link.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
         return None
 
-    def _admit(self, peer: bytes) -> int:
+    def _admits(self, peer: bytes) -> bool:
         number = self._seals.guest(peer)
-        if number:
-            self._numbers[peer] = number
-        return number
+        if not number or number in self._gone:
+            return False
+        return sum(_number(other) == number for other in self.link.peers()) < _MOST_LINKS
 
     def forget(self, number: int) -> None:
-        """A guest is gone."""
-        for peer in [peer for peer, of in self._numbers.items() if of == number]:
-            del self._numbers[peer]
-        self._memories = {item for item in self._memories if item[0] != number}
-        self._known.clear()
+        """A guest is gone: what it left connected is of no use to anybody."""
+        self._gone.append(number)
+        for peer in self.link.peers():
+            if _number(peer) == number:
+                self.link.dismiss(peer)
+        self._rules.forget(number)
 
     def knows(self, peer: bytes) -> bool:
         """Whether this address is a guest's."""
-        return peer in self._numbers
+        return self.link.connected(peer)
 
-    def _checked(self, number: int, submit: Submit) -> Submit:
+
+class GuestRules:
+    """What is true of a guest's request (pure)."""
+
+    def __init__(self, seals: Seals, signature: Signature) -> None:
+        self._seals = seals
+        self._signature = signature
+        self._memories: set[tuple[int, Memory]] = set()
+        self._forms: Forms[Admission] = Forms()  # of small tensors
+        # By a guest and its request, whose tensors are in memory.
+        self._known: dict[tuple[int, bytes], Admission] = {}
+
+    def forget(self, number: int) -> None:
+        """A guest is gone."""
+        self._memories = {item for item in self._memories if item[0] != number}
+        self._known.clear()
+
+    def checked(self, number: int, submit: Submit) -> Submit:
+        """The request of guest `number` as what it is.
+
+        Raises InvalidArgument when it cannot be, MalformedMessage when it is no request at all.
+        """
+        if len(submit.work) > _LARGEST_WORK:
+            raise InvalidArgument(
+                f"a request of {len(submit.work)} bytes is larger than {_LARGEST_WORK}: large "
+                "tensors go through shared memory"
+            )
         admission = self._admission(number, submit)
         if (submit.batch_size, submit.shape_key) == (admission.batch_size, admission.shape_key):
             return submit
@@ -127,6 +152,11 @@ class GuestDoor:
         if len(self._memories) >= _MOST_MEMORIES:
             self._memories.clear()
         self._memories.add(key)
+
+
+def _number(peer: bytes) -> int:
+    """Whose link this is; who has no guest's identity has no link."""
+    return int(peer.partition(b".")[0])
 
 
 def _check_types(inference: Inference) -> None:

@@ -63,8 +63,9 @@ def run(args: dict[str, Any]) -> None:
 
 def _open_door(args: dict[str, Any], run_dir: Path) -> GuestDoor:
     endpoint = endpoints.guests(run_dir, args["number"])
-    link = Router(endpoint)
+    signature = Signature(args["config"], args["version"])
+    door = GuestDoor(endpoint, Seals(args["guests"]["key"]), signature)
     group: int = args["guests"]["group"]
     if group != NO_GROUP:
         admit_group(Path(endpoint.removeprefix("ipc://")), group)
-    return GuestDoor(link, Seals(args["guests"]["key"]), Signature(args["config"], args["version"]))
+    return door

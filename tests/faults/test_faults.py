@@ -78,6 +78,31 @@ def stop(title: str) -> Callable[[Scene], None]:
     return commit
 
 
+def stop_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
+    """SIGSTOP to what starts the others, and then one of those dies: who is next is started all the
+    same.
+    """
+
+    def commit(stage: Scene) -> None:
+        old = stage.process(zygote)
+        old.suspend()
+        victim = stage.process(child)
+        victim.kill()
+        wait_replaced(stage.server, victim, child, within_s=15.0)
+        assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
+
+    return commit
+
+
+def stop_all_but_the_supervisor(stage: Scene) -> None:
+    """SIGSTOP to every child at once."""
+    victims = [process for process in stage.server.tree() if process.pid != stage.server.pid]
+    for victim in victims:
+        victim.suspend()
+    _, alive = psutil.wait_procs(victims, timeout=STOP_GRACE_S + 2 * RECOVERY_S)
+    assert not alive
+
+
 def stop_briefly(title: str) -> Callable[[Scene], None]:
     """SIGSTOP and soon SIGCONT: no reason to kill it."""
 
@@ -323,6 +348,18 @@ def truncate_while_executing(stage: Scene) -> None:
         stage.http.unregister("cut").ok()
 
 
+def give_pages_back(stage: Scene) -> None:
+    """Holes are punched into a region while it is used: whoever reads there reads zeros."""
+    with SharedObject(2 * NUMBERS.nbytes) as made:
+        made.write(NUMBERS)
+        stage.http.register("holes", made.key, 2 * NUMBERS.nbytes).ok()
+        for _ in range(20):
+            asked = stage.people.infer("identity", through("holes"))
+            made.punch()
+            assert asked.result().status == 200
+        stage.http.unregister("holes").ok()
+
+
 def unlink_while_used(stage: Scene) -> None:
     """The name goes; the object is what was registered, also for a worker that starts later."""
     with SharedObject(2 * NUMBERS.nbytes) as made:
@@ -381,6 +418,16 @@ CRIMES: dict[str, Crime] = {
     "stop a gateway": Crime(
         stop("gateway http 0"), within_s=STOP_GRACE_S + RECOVERY_S, connections=True
     ),
+    "stop the zygote of the workers": Crime(
+        stop_a_zygote("worker zygote", "worker gated.0"), more_memory=TORCH_BYTES
+    ),
+    "stop the zygote of the others": Crime(stop_a_zygote("front zygote", "scheduler gated")),
+    "stop everyone but the supervisor": Crime(
+        stop_all_but_the_supervisor,
+        within_s=10.0,
+        connections=True,
+        more_memory=TORCH_BYTES,
+    ),
     "stop a worker for a moment": Crime(stop_briefly("worker simple.0")),
     "an error for one of a batch": Crime(model_does("error", "as you wished")),
     "an exception": Crime(model_does("raise", "raised as you wished")),
@@ -399,6 +446,7 @@ CRIMES: dict[str, Crime] = {
     "a region cut to nothing": Crime(truncate(0)),
     "a region cut in its output": Crime(truncate(NUMBERS.nbytes + 4096)),
     "a region cut while executing": Crime(truncate_while_executing),
+    "a region whose pages are given back": Crime(give_pages_back),
     "a region unlinked while used": Crime(unlink_while_used),
     "a region unregistered while used": Crime(unregister_while_used),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import random
@@ -185,6 +186,31 @@ def test_connections_that_say_nothing(server: Server) -> None:
         finally:
             for connection in silent:
                 connection.close()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /v2/models/simple/config HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        head(f"Content-Length: {len(REQUEST)}") + REQUEST,
+        head("Content-Length: 2") + b"{}",
+    ],
+    ids=["config", "nothing", "infer", "infer nothing"],
+)
+def test_who_reads_no_answer_is_not_read(server: Server, request_bytes: bytes) -> None:
+    """Requests one behind the other, as many as are taken: a bounded number is."""
+    flood = request_bytes * (1 + 65536 // len(request_bytes))
+    with scene(server) as stage, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(1.0)
+        connection.connect(("127.0.0.1", server.http_port))
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 64 << 20:
+                sent += connection.send(flood)
+        assert sent < 64 << 20
+        fine(stage)
 
 
 def test_a_client_that_sends_slowly_holds_up_nobody(server: Server) -> None:

@@ -10,6 +10,7 @@ import stat
 import time
 import typing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ import pytest
 import zmq
 
 from shmserve.ipc import messages
+from shmserve.ipc import messages as m
+from shmserve.ipc.channels import Dealer
 from tests.faults.scene import assert_recovers, scene
+from tests.regions import SharedObject
 from tests.servers import Server
 from tests.waiting import until
 
@@ -138,6 +142,31 @@ def test_the_identity_of_another(server: Server) -> None:
                         dealer.connect(f"ipc://{path}")
                         dealer.send(os.urandom(20))
         context.term()
+        assert_recovers(stage, time.monotonic())
+        assert stage.load.troubles() == []
+
+
+def ended(link: Dealer) -> bool:
+    """Whether the other end has ended this link."""
+    link.receive()
+    return not link.connected
+
+
+def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
+    """R24: models run foreign code, as the server's user; that code may connect to the supervisor,
+    but is not taken for a gateway, whatever it calls itself.
+    """
+    with scene(server) as stage, SharedObject(4096) as made:
+        stage.http.register("kept", made.key, 4096).ok()
+        for process in server.tree():
+            for name in (f"gateway.0.{process.pid}", f"other.{process.pid}", str(process.pid)):
+                intruder = Dealer(f"ipc://{server.run_dir}/control", name)
+                intruder.send(m.UnregisterRegion(1, "", 0, []))
+                intruder.send(m.Stop())
+                until("it is ended", partial(ended, intruder))
+                intruder.close()
+        assert "kept" in [region["name"] for region in stage.http.regions().json()]
+        stage.http.unregister("kept").ok()
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []
 

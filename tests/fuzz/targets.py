@@ -8,6 +8,7 @@ that is written for clients.
 from __future__ import annotations
 
 import contextlib
+import math
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +24,9 @@ from shmserve.gateway.compression import Inflater, accepted_encoding, check_enco
 from shmserve.gateway.intake import header_size
 from shmserve.gateway.regions import Region, Spans
 from shmserve.gateway.values import loads
-from shmserve.ipc import messages, posix_shm
+from shmserve.ipc import messages, posix_shm, zmtp
+from shmserve.ipc.guests import FIRST, KEY_SIZE, Seals
+from shmserve.ipc.messages import Submit
 from shmserve.ipc.ranges import LARGEST, fits, whole
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import (
@@ -37,6 +40,7 @@ from shmserve.ipc.tensors import (
     unpack_inference,
     unpack_inferred,
 )
+from shmserve.scheduler.guests import GuestRules
 
 _LIMIT = 1 << 16
 _OURS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")
@@ -260,9 +264,77 @@ def _check_place(data: bytes | Place) -> None:
         assert 0 <= data.byte_size <= data.memory.byte_size - data.offset
 
 
+# --- what programs outside the server say to a scheduler
+
+_SEALS = Seals(b"k" * KEY_SIZE)
+_GUEST = FIRST + 7
+_HANDSHAKE = zmtp.GREETING + zmtp.ready("DEALER", b"fuzz")
+
+
+def native(data: bytes) -> None:
+    """The bytes of a guest's connection, what it says with them, and who it says it is."""
+    kind, rest = data[:1], data[1:]
+    if kind == b"z":
+        _decoded(_Bytes(rest))
+    elif kind == b"i":
+        number = _SEALS.guest(rest)
+        assert not number or rest.startswith(f"{number}.{_SEALS.token(number)}".encode())
+    elif kind == b"w":
+        _said(Submit(1, 0, b"", 0, 0, 0, 0, rest))
+    else:
+        with contextlib.suppress(MalformedMessage):
+            for message in messages.unpack(rest):
+                if type(message) is Submit:
+                    _said(message)
+
+
+def _decoded(given: _Bytes) -> None:
+    """However a stream is cut, the same comes out of it, and no more than went in."""
+    step = given.number(1) + 1
+    stream = _HANDSHAKE * (given.number(1) % 2) + given.rest
+    whole, cut = zmtp.Decoder(), zmtp.Decoder()
+    frames = whole.feed(stream)
+    pieces = []
+    for at in range(0, len(stream), step):
+        if not cut.broken:
+            pieces += cut.feed(stream[at : at + step])
+    assert whole.held <= len(stream)
+    assert sum(map(len, frames)) <= len(stream)
+    assert pieces == frames
+    assert (cut.broken, cut.dropped) == (whole.broken, whole.dropped)
+    assert cut.properties == whole.properties
+    with contextlib.suppress(MalformedMessage):
+        for frame in frames:
+            messages.unpack(frame)
+
+
+def _said(submit: Submit) -> None:
+    """A request is what it is, whatever it says of itself, and also after one of the same form."""
+    for signature in _SIGNATURES:
+        rules = GuestRules(_SEALS, signature)
+        counted = []
+        for _ in range(2):
+            with _refused(submit.work), contextlib.suppress(MalformedMessage):
+                counted.append(rules.checked(_GUEST, submit))
+        assert len(counted) in (0, 2)
+        for checked in counted:
+            assert (checked.id, checked.work) == (submit.id, submit.work)
+            assert 0 <= checked.batch_size <= 4
+            inference = unpack_inference(checked.work)
+            for tensor in inference.inputs:
+                _check_place(tensor.data)
+                if isinstance(tensor.data, Place):
+                    assert _SEALS.owns(_GUEST, tensor.data.memory)
+                elif item := ITEM_SIZE[tensor.datatype]:
+                    assert len(tensor.data) == item * math.prod(tensor.shape)
+            for output in inference.outputs:
+                assert output.place is None or _SEALS.owns(_GUEST, output.place.memory)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "http": http,
     "register": register,
     "ranges": ranges,
     "messages": wire,
+    "native": native,
 }

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import pytest
@@ -19,23 +16,19 @@ import zmq
 
 import shmserve.client
 from shmserve.devices import cuda_devices
-from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.channels import Dealer
 from shmserve.ipc.tensors import (
-    Inference,
     Memory,
     Place,
     RequestedOutput,
     TensorRef,
-    pack_inference,
 )
 from tests import repositories
+from tests.guests import Guest, answer, memfd, small, submit
 from tests.servers import ROOT, Server, running
 from tests.waiting import until
 
 CLIENT = ROOT / "examples" / "c_client" / "infer.c"
-_SHRINK, _ADD_SEALS = 2, 1033
 
 
 @pytest.fixture(scope="module")
@@ -48,87 +41,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-class Guest:
-    """A program that says what the test wants it to say."""
-
-    def __init__(self, server: Server) -> None:
-        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.door.settimeout(10)
-        self.door.connect(str(endpoints.door(server.run_dir)))
-        self.models: dict[str, str] = {}
-        self.number, self.token = 0, ""
-        self.links: list[Dealer] = []
-
-    def hello(self) -> Guest:
-        """Become a guest."""
-        self.tell(m.Hello(m.VERSION))
-        while True:
-            match self.next():
-                case m.Welcome(number, token):
-                    self.number, self.token = number, token
-                case m.ModelPublished(name=name, endpoint=endpoint):
-                    self.models[name] = endpoint
-                case m.HealthChanged():
-                    return self
-
-    def tell(self, message: Any, *fds: int) -> None:
-        socket.send_fds(self.door, [m.pack([message])], fds)
-
-    def next(self) -> Any:
-        (message,) = m.unpack(self.door.recv(1 << 20))
-        return message
-
-    def ask(self, message: Any, *fds: int) -> Any:
-        self.tell(message, *fds)
-        return self.next()
-
-    def link(self, model: str, identity: str = "") -> Dealer:
-        made = Dealer(self.models[model], identity or f"{self.number}.{self.token}.1")
-        self.links.append(made)
-        return made
-
-    def close(self) -> None:
-        self.door.close()
-        for link in self.links:
-            link.close()
-
-
 @pytest.fixture
 def guest(server: Server) -> Iterator[Guest]:
     """A guest."""
     with contextlib.closing(Guest(server).hello()) as made:
         yield made
-
-
-@contextlib.contextmanager
-def memfd(size: int = 4096, reserve: bool = True, seals: int = _SHRINK) -> Iterator[int]:
-    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        if reserve:
-            os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, _ADD_SEALS, seals)
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def submit(
-    inputs: tuple[TensorRef, ...], number: int = 1, outputs: tuple[RequestedOutput, ...] = ()
-) -> m.Submit:
-    work = pack_inference(Inference("", inputs, outputs))
-    return m.Submit(number, 0, b"", 0, 0, 0, 0, work, "")
-
-
-def answer(link: Dealer) -> Any:
-    while link.wait(10):
-        for message in link.receive():
-            return message
-    raise AssertionError("no answer")
-
-
-def small() -> TensorRef:
-    return TensorRef("INPUT0", "FP32", (4,), bytes(16))
 
 
 def test_memory_of_a_guest_is_checked(guest: Guest) -> None:

@@ -86,6 +86,14 @@ def test_models_see_no_sockets_of_clients(repository: Path, serve: Serve) -> Non
         assert server.one("scheduler simple").net_connections("tcp") == []
 
 
+def test_no_process_can_gain_privileges(repository: Path, serve: Serve) -> None:
+    """R24: what models run (setuid programs) has no more rights than the server."""
+    repositories.add(repository, "simple")
+    for process in serve(repository).tree()[1:]:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        assert "NoNewPrivs:\t1\n" in status, process.cmdline()
+
+
 def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
     repositories.add(repository, "gated")
     server = Server([repository])

@@ -214,11 +214,10 @@ def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, 
 
 def chaos(made: SharedObject, size: int, stop: threading.Event) -> None:
     """Truncate, extend again, punch holes, as fast as it goes."""
-    hole = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
     while not stop.is_set():
         os.ftruncate(made.fd, 0)
         os.ftruncate(made.fd, size)
-        _LIBC.fallocate(made.fd, hole, ctypes.c_long(0), ctypes.c_long(size))
+        made.punch()
 
 
 @needs_users

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import random
 import struct
 import zlib
 from typing import Any
@@ -585,6 +586,18 @@ def test_any_bytes_inflate_or_are_refused(raw: bytes) -> None:
     for body in (raw, gzip.compress(b"x" * 50)[: len(raw)], gzip.compress(b"x") + raw):
         with contextlib.suppress(InvalidArgument):
             inflated(body)
+
+
+def test_what_comes_to_nothing_is_given_up() -> None:
+    """R13: members, or blocks, with nothing in them are not read for ever."""
+    nothing = gzip.compress(b"") * 100
+    with pytest.raises(InvalidArgument, match="mostly overhead"):
+        list(Inflater(LIMIT).feed(nothing))
+    blocks = zlib.compress(b"")[:2] + b"\0\0\0\xff\xff" * (LIMIT // 2)
+    with pytest.raises(InvalidArgument, match="mostly overhead"):
+        list(Inflater(LIMIT).feed(blocks))
+    many = b"".join(gzip.compress(random.Random(n).randbytes(2000)) for n in range(100))
+    assert sum(map(len, Inflater(LIMIT).feed(many))) == 200_000
 
 
 def test_a_bomb_stops_at_the_ceiling() -> None:

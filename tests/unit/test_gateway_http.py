@@ -34,16 +34,26 @@ from tests.raw_http import Http, Reply, raw_connection, read_reply
 from tests.waiting import until
 
 MIB = 1024 * 1024
+HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SECONDS = 0.4
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     limits = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS, "max_input_size": 2 * MIB}
-    with rig(tmp_path_factory.mktemp("run"), max_connections=60, **limits) as made:
+    with rig(tmp_path_factory.mktemp("run"), **limits) as made:
         made.publish(SIMPLE, made.scheduler(add_sub))
         made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
         made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(one_byte))
+        made.open()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One that takes its time, but not many connections."""
+    with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
         made.open()
         yield made
 
@@ -146,9 +156,9 @@ def test_bodies_may_come_in_chunks(gateway: Rig, size: int) -> None:
     ask(gateway, start, chunks, b"0\r\n\r\n").ok()
 
 
-def test_too_many_chunks_are_refused(gateway: Rig) -> None:
+def test_too_many_chunks_are_refused(patient: Rig) -> None:
     start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-    reply = ask(gateway, start, b"1\r\n \r\n" * 70_000)
+    reply = ask(patient, start, b"1\r\n \r\n" * 70_000)
     assert reply.status == 400
     assert reply.error.startswith("Chunked request body exceeds maximum of 65536 non-empty chunks")
 
@@ -437,22 +447,39 @@ def test_health_answers_while_megabytes_of_json_are_read(tmp_path: Path) -> None
     assert max(slowest) < 0.3  # in one piece it is several times that
 
 
-def test_connections_have_a_limit(gateway: Rig) -> None:
-    connections = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(70)]
-    try:
-        refused = []
+def test_who_is_idle_makes_room(patient: Rig) -> None:
+    """R15: many connections that send nothing, or a part of something, keep nobody out, and cost
+    nobody the answer to a request that is on its way."""
+    body = simple_body()
+    with contextlib.ExitStack() as stack:
+        sending = stack.enter_context(raw_connection(patient.port))
+        sending.sendall(head(len(body)) + body[:10])
+        crowd = [stack.enter_context(raw_connection(patient.port)) for _ in range(100)]
+        for connection in crowd[::2]:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET /v2 HT")
+        with raw_connection(patient.port) as connection:
+            connection.sendall(HEALTH)
+            assert read_reply(connection).status == 200
+        sending.sendall(body[10:])
+        assert read_reply(sending).status == 200
+
+
+def test_connections_have_a_limit(patient: Rig) -> None:
+    """Of more than 60 some are ended."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(raw_connection(patient.port)) for _ in range(70)]
+        ended = 0
         for connection in connections:
-            connection.settimeout(0.2)
             try:
-                connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                refused.append(connection.recv(100) == b"")
+                connection.sendall(HEALTH)
+                ended += connection.recv(100) == b""
             except ConnectionError:
-                refused.append(True)
-        assert 5 <= sum(refused) <= 15
-    finally:
-        for connection in connections:
-            connection.close()
-    until("there is room again", lambda: gateway.http.get("/v2/health/live").status == 200)
+                ended += 1
+        assert 5 <= ended <= 15
+    with raw_connection(patient.port) as connection:
+        connection.sendall(HEALTH)
+        assert read_reply(connection).status == 200
 
 
 def test_descriptors_come_back(gateway: Rig) -> None:

@@ -30,11 +30,8 @@ def test_what_a_killed_server_left_is_cleared(tmp_path: Path) -> None:
     os.close(made.lock_fd)
 
 
-def test_what_is_not_a_servers_is_not_touched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_a_servers_is_not_touched(tmp_path: Path) -> None:
     """A home folder is private too."""
-    monkeypatch.setattr("shmserve.run_directory._LOCK_PATIENCE_S", 0.0)
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
     (home / "thesis").write_text("years of work")
@@ -43,7 +40,7 @@ def test_what_is_not_a_servers_is_not_touched(
             (home / "lock").write_text(lock)
         before = sorted(os.listdir(home))
         with pytest.raises(InvalidArgument, match="holds files that are no server's"):
-            RunDirectory(home)
+            RunDirectory(home, patience_s=0.0)
         assert sorted(os.listdir(home)) == before
 
 
@@ -53,11 +50,10 @@ def test_folders_that_cannot_be_made(tmp_path: Path, path: str) -> None:
         RunDirectory(tmp_path / path)
 
 
-def test_one_server_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmserve.run_directory._LOCK_PATIENCE_S", 0.0)
+def test_one_server_at_a_time(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run")
     with pytest.raises(InvalidArgument, match="in use by another server"):
-        RunDirectory(tmp_path / "run")
+        RunDirectory(tmp_path / "run", patience_s=0.0)
     os.close(first.lock_fd)
 
 

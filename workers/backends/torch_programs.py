@@ -12,7 +12,6 @@ import inspect
 import json
 import logging
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,7 +111,9 @@ def _load_archive(path: Path) -> torch.export.ExportedProgram:
     with _tensors_only():
         try:
             return torch.export.load(path)
-        except pickle.UnpicklingError as error:
+        except Exception as error:
+            if type(error).__name__ != "UnpicklingError":  # which is torch's to import
+                raise
             raise InvalidArgument(f"'{path.name}' holds objects that are no tensors") from error
 
 

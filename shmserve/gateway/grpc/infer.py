@@ -120,6 +120,12 @@ class Refused(Exception):
         self.error = error
         self.request_id = request_id
 
+    def bare(self) -> Refused:
+        """Without the frames that it came through: those hold the request, which can be large."""
+        for error in (self, self.error):
+            error.__traceback__ = error.__context__ = None
+        return self
+
 
 class Inferences:
     """The way in for inferences, in calls of their own and in streams.

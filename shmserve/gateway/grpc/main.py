@@ -54,6 +54,7 @@ class GrpcFront(process.Front):
 
     def __init__(self, gateway: Gateway, settings: GrpcSettings) -> None:
         self._settings = settings
+        self._header_timeout_s = gateway.settings.header_timeout_s
         self._inferences = Inferences(gateway)
         self._service = Service(gateway, self._inferences, _door(gateway, settings))
         self._server: Any = None
@@ -65,6 +66,8 @@ class GrpcFront(process.Front):
             handlers=(self._service,),
             options=(
                 ("grpc.so_reuseport", 0),  # the port is ours alone
+                # Who connects and says nothing, or half of it, is shown out.
+                ("grpc.server_handshake_timeout_ms", int(self._header_timeout_s * 1000)),
                 ("grpc.max_send_message_length", LARGEST_MESSAGE),
                 ("grpc.max_receive_message_length", LARGEST_MESSAGE),
                 *settings.options,

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
+from shmserve.gateway import trim
 from shmserve.gateway.callers import Caller, Door
 from shmserve.gateway.grpc import control, log_and_trace, memory
 from shmserve.gateway.grpc.callers import CallCaller, Users
@@ -110,7 +111,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        self._handlers[MODEL_INFER] = grpc.unary_unary_rpc_method_handler(self._infer)
+        self._handlers[MODEL_INFER] = grpc.unary_unary_rpc_method_handler(_answering(self._infer))
         self._handlers[MODEL_STREAM_INFER] = grpc.stream_stream_rpc_method_handler(self._stream)
         self._handlers[HEALTH_WATCH] = grpc.unary_stream_rpc_method_handler(self._watch)
 
@@ -146,7 +147,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         assert rpc.handler is not None and rpc.request is not None
         handle, parse = rpc.handler, rpc.request.FromString
 
-        async def call(raw: bytes, context: Any) -> bytes:
+        async def answer(raw: bytes, context: Any) -> bytes | _Ending:
             try:
                 try:
                     request = parse(raw)
@@ -155,20 +156,22 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 response = await handle(self._gateway, self._caller(context), request)
                 return response.SerializeToString()
             except ShmserveError as error:
-                await _abort(context, error)
+                return _ending(error)
             except Exception:
                 logger.exception("%s failed", path)
-                await context.abort(grpc.StatusCode.INTERNAL, "internal error")
-            raise AssertionError("abort raises")
+                return _INTERNAL
 
-        return call
+        return _answering(answer)
 
-    async def _infer(self, raw: bytes, context: Any) -> bytes:
+    async def _infer(self, raw: bytes, context: Any) -> bytes | _Ending:
         try:
-            return await self._submitted(raw, context).answer()
+            response = await self._submitted(raw, context).answer()
+            trim.soon(len(response))
+            return response
         except Exception as error:
-            await context.abort(*_status_of_inference(error, context))
-        raise AssertionError("abort raises")
+            return _ending_of_inference(error, context)
+        finally:
+            trim.soon(len(raw))
 
     def infer(self, raw: bytes, call: Call) -> None:
         """ModelInfer, for a call that no task waits for."""
@@ -177,15 +180,18 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 response = submitted.response()
             except Exception as error:
-                call.fail(*_status_of_inference(error, call))
+                call.fail(*_ending_of_inference(error, call))
             else:
                 call.finish(response)
+                trim.soon(len(response))
 
         try:
             submitted = self._submitted(raw, call)
         except Exception as error:
-            call.fail(*_status_of_inference(error, call))
+            call.fail(*_ending_of_inference(error, call))
             return
+        finally:
+            trim.soon(len(raw))
         call.on_gone = submitted.abandon
         submitted.when_answered(answered)
 
@@ -197,9 +203,12 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         try:
-            await stream_infer(self._inferences, self._caller(context), requests, context)
+            patience_s = self._gateway.settings.body_timeout_s
+            await stream_infer(
+                self._inferences, self._caller(context), requests, context, patience_s
+            )
         except ShmserveError as error:
-            await _abort(context, error)
+            await context.abort(*_ending(error))
 
     async def _watch(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         said = None
@@ -212,23 +221,13 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             await changed.wait()
 
 
-def _refusal(error: ShmserveError) -> Any:
-    """A handler that answers a call of any kind with this error."""
-
-    async def refuse(requests: Any, context: Any) -> None:
-        await _abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
+# How a call ends that is refused: its status, text and trailing metadata.
+_Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
+_INTERNAL: _Ending = (grpc.StatusCode.INTERNAL, "internal error", ())
+_OVER: _Ending = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
 
-async def _abort(context: Any, error: ShmserveError) -> None:
-    await context.abort(*_status(error))
-
-
-_Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
-
-
-def _status(error: ShmserveError) -> _Status:
+def _ending(error: ShmserveError) -> _Ending:
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFull):
         # gRPC's own word for Retry-After.
@@ -236,14 +235,44 @@ def _status(error: ShmserveError) -> _Status:
     return _STATUS[error.code], error.message, metadata
 
 
-def _status_of_inference(error: Exception, call: Any) -> _Status:
+def _ending_of_inference(error: Exception, call: Any) -> _Ending:
     """What a call ends with whose inference failed with this."""
     if isinstance(error, Refused):
-        return _status(error.error)
+        return _ending(error.error)
     if not isinstance(error, ShmserveError):
         logger.error("an inference failed", exc_info=error)
-        return grpc.StatusCode.INTERNAL, "internal error", ()
+        return _INTERNAL
     if (left_s := call.time_remaining()) is not None and left_s < _OVER_S:
         # The scheduler kept the call's own deadline, and was faster than the client.
-        return grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ()
-    return _status(error)
+        return _OVER
+    return _ending(error)
+
+
+def _answering(
+    answer: Callable[[bytes, Any], Awaitable[bytes | _Ending]],
+) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    """A handler of what `answer` makes of a request.
+
+    gRPC keeps the exception that `abort` raises for as long as the call's context lives, and that
+    is in a cycle with it: no frame that it goes through may hold the request, which can be large.
+    """
+
+    async def call(raw: bytes, context: Any) -> bytes:
+        answered = answer(raw, context)
+        del raw
+        outcome = await answered
+        if type(outcome) is bytes:
+            return outcome
+        await context.abort(*outcome)
+        raise AssertionError("abort raises")
+
+    return call
+
+
+def _refusal(error: ShmserveError) -> Any:
+    """A handler that answers a call of any kind with this error."""
+
+    async def refuse(requests: Any, context: Any) -> None:
+        await context.abort(*_ending(error))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,59 @@
+"""A listening socket that never stays readable: whoever cannot be let in is turned away.
+
+A process without a descriptor left cannot accept, so that who waits at its door would wake it up
+again and again, for ever. One descriptor is kept back for that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+
+class Listener:
+    """Accepts connections at `sock`, which is non-blocking from now on."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.setblocking(False)
+        self._spare = _spare()
+
+    def fileno(self) -> int:
+        """The listening socket's descriptor."""
+        return self._sock.fileno()
+
+    def accept(self) -> socket.socket | None:
+        """The next connection, non-blocking; None when nobody waits or who did was turned away."""
+        try:
+            accepted, _ = self._sock.accept()
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTOR:
+                self._turn_away()
+            return None
+        accepted.setblocking(False)
+        return accepted
+
+    def _turn_away(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            with contextlib.suppress(OSError):
+                self._sock.accept()[0].close()
+        self._spare = _spare()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
+
+def _spare() -> int:
+    try:
+        return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1

@@ -1,0 +1,41 @@
+"""How many descriptors a process may have, and what clients may take of them."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+_PLENTY = 1 << 20
+_OWN = 128  # of a gateway: for everything but connections
+
+
+def raise_limit() -> None:
+    """Let this process and what it starts have as many as they may.
+
+    Each region, connection and model takes some; the soft limit of 1024 is for programs that use
+    select on all of them.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def limit() -> int:
+    """How many this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _PLENTY if soft == resource.RLIM_INFINITY else soft
+
+
+def for_guests() -> int:
+    """For how many programs at its door the supervisor can spare descriptors: each takes two."""
+    return limit() // 8
+
+
+def for_regions() -> int:
+    """How many it can spare for registered memory."""
+    return limit() // 2
+
+
+def for_connections(doors: int) -> int:
+    """How many a gateway can spare for the connections through each of its `doors`."""
+    return max(1, (limit() - _OWN) // doors)

@@ -1,0 +1,127 @@
+"""Connections until no descriptor is left: who comes next is served or turned away, and nothing
+burns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shmserve.ipc import endpoints
+from tests import repositories
+from tests.faults.scene import RECOVERY_S, State, assert_recovers, scene, wait_replaced
+from tests.grpc_calls import is_right, simple_request, stub
+from tests.leaks import cpu_seconds
+from tests.regions import SharedObject
+from tests.servers import Server, running
+from tests.waiting import until
+
+_LIMIT = 300
+_MANY = 2 * _LIMIT
+_STARTED_S = 15.0
+_BUSY = 0.5  # of a core, where nobody asks for anything
+_SOCKETS = ("http", "unix http", "metrics", "grpc", "control", "door", "guests", "gateways")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose processes may have few descriptors."""
+    folder = tmp_path_factory.mktemp("descriptors")
+    (folder / "models").mkdir()
+    repositories.add(folder / "models", "simple", "identity")
+    limit = ["prlimit", f"--nofile={_LIMIT}:{_LIMIT}"]
+    flags = [f"--http-unix-socket={folder / 'socket'}"]
+    with running(folder / "models", *flags, grpc=True, prefix=limit) as started:
+        yield started
+
+
+def address(server: Server, name: str) -> tuple[int, int, str | tuple[str, int]]:
+    """Family, kind and address of one of its sockets."""
+    ports = {"http": server.http_port, "metrics": server.metrics_port, "grpc": server.grpc_port}
+    if name in ports:
+        return socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", ports[name])
+    guests = endpoints.guest_folder(server.run_dir)
+    found = {
+        "control": lambda: server.run_dir / "control",
+        "door": lambda: guests / "door",
+        "guests": lambda: next(path for path in sorted(guests.iterdir()) if path.name != "door"),
+        "gateways": lambda: next(
+            path for path in sorted(server.run_dir.glob("s*")) if stat.S_ISSOCK(path.stat().st_mode)
+        ),
+        "unix http": lambda: Path(
+            next(f for f in server.command if f.startswith("--http-unix")).partition("=")[2]
+        ),
+    }[name]()
+    kind = socket.SOCK_SEQPACKET if name == "door" else socket.SOCK_STREAM
+    return socket.AF_UNIX, kind, str(found)
+
+
+@contextlib.contextmanager
+def crowded(server: Server, name: str) -> Iterator[None]:
+    """Many connections, as far as they are taken, that say nothing."""
+    family, kind, where = address(server, name)
+    with contextlib.ExitStack() as stack:
+        for _ in range(_MANY):
+            sock = stack.enter_context(socket.socket(family, kind))
+            sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):  # or the backlog is full
+                sock.connect(where)
+        yield
+
+
+@pytest.mark.parametrize("name", _SOCKETS)
+def test_connections_that_say_nothing(server: Server, name: str) -> None:
+    before = State.of(server)
+    with scene(server) as stage:
+        with crowded(server, name):
+            assert_recovers(stage, time.monotonic())
+            if name != "grpc":
+                with stub(server) as call:
+                    assert is_right(call.ModelInfer(simple_request(), timeout=10))
+            # Who comes now is heard: health checks, too, come on connections of their own.
+            until("it is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
+        assert_recovers(stage, time.monotonic())
+    with crowded(server, name):
+        until("all have come", lambda: settled(server))
+        began = cpu_seconds(server)
+        time.sleep(1.0)
+        burnt = {title: now - began[title] for title, now in cpu_seconds(server).items()}
+        assert max(burnt.values()) < _BUSY, burnt
+    until("it is what it was", lambda: not before.differences(State.of(server), 0))
+    with stub(server) as call:
+        assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
+
+
+def test_registrations_leave_some(server: Server) -> None:
+    """Regions, and programs at the door with memory of theirs, until no more is taken: what dies is
+    started again all the same.
+    """
+    with scene(server) as stage, SharedObject(4096) as made, contextlib.ExitStack() as stack:
+        replies = [stage.http.register(f"r{n}", made.key, 4096) for n in range(_LIMIT)]
+        refused = replies[-1]
+        assert refused.status == 400 and "can be registered" in refused.error
+        for _ in range(_LIMIT):
+            plain = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            plain.connect(str(endpoints.door(server.run_dir)))
+        for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
+            victim = server.one(title)
+            victim.kill()
+            wait_replaced(server, victim, title, _STARTED_S)
+            assert_recovers(stage, time.monotonic(), _STARTED_S)
+        with server.http() as another:
+            for number in range(_LIMIT):
+                another.unregister(f"r{number}").ok()
+    assert [answer for answer in stage.load.troubles() if not answer.lost] == []
+
+
+def settled(server: Server) -> bool:
+    """Whether nobody computes any more because of what just came."""
+    began = cpu_seconds(server)
+    time.sleep(0.05)
+    return all(now - began[title] < 0.05 for title, now in cpu_seconds(server).items())

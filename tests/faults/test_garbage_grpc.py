@@ -1,0 +1,235 @@
+"""Garbage on gRPC: an error for its sender, or a closed connection, and nothing for others."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from tests import repositories
+from tests.faults.scene import Scene, State, assert_recovers, scene
+from tests.grpc_calls import is_right, request_of, simple_request, stub
+from tests.load import Load
+from tests.servers import Server, running
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+_PATIENCE_S = 20.0
+# gRPC keeps buffers and threads for what comes next.
+_GRPC_BYTES = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that sees one crime after the other."""
+    folder: Path = tmp_path_factory.mktemp("grpc-garbage") / "models"
+    folder.mkdir()
+    repositories.add(folder, "simple", "identity")
+    with running(folder, grpc=True) as started:
+        with Load(started), stub(started) as call:
+            assert is_right(call.ModelInfer(simple_request()))
+        yield started
+
+
+@pytest.fixture(scope="module")
+def beginning(server: Server) -> State:
+    """What the server was before the first crime."""
+    return State.of(server)
+
+
+def fine(stage: Scene) -> None:
+    """Others are served, over both doors."""
+    with stub(stage.server) as call:
+        assert is_right(call.ModelInfer(simple_request(), timeout=_PATIENCE_S))
+    assert_recovers(stage, time.monotonic())
+    assert stage.load.troubles() == []
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
+    head = struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream)
+    return head + payload
+
+
+# "POST /inference.../ModelInfer" as a block of literal headers, none of them remembered.
+_HEADERS = b"".join(
+    b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
+    for name, value in (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", _SERVICE.encode() + b"ModelInfer"),
+        (b":authority", b"localhost"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    )
+)
+_OPENED = _PREFACE + _SETTINGS
+_RANDOM = random.Random(11)
+
+STREAMS: dict[str, bytes] = {
+    "half a preface": _PREFACE[:10],
+    "no frames": _OPENED + _RANDOM.randbytes(5000),
+    "an unknown frame": _OPENED + frame(99, 255, 1, bytes(100)),
+    "a frame that is too large": _OPENED + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(100_000),
+    "half a frame": _OPENED + frame(0, 0, 1, bytes(1000))[:500],
+    "data for no stream": _OPENED + frame(0, 1, 7, bytes(1000)),
+    "headers that are no headers": _OPENED + frame(1, 5, 1, _RANDOM.randbytes(500)),
+    "headers without end": _OPENED + frame(1, 0, 1, b"") + frame(9, 0, 1, bytes(10_000)) * 500,
+    "a flood of settings": _OPENED + _SETTINGS * 20_000,
+    "a flood of pings": _OPENED + frame(6, 0, 0, bytes(8)) * 20_000,
+    "a flood of resets": _OPENED
+    + b"".join(frame(1, 5, n, _HEADERS) + frame(3, 0, n, bytes(4)) for n in range(1, 10_001, 2)),
+    "a window of nothing": _OPENED + frame(8, 0, 0, bytes(4)),
+    "a message of 4 GiB": _OPENED
+    + frame(1, 4, 1, _HEADERS)
+    + frame(0, 0, 1, b"\0\xff\xff\xff\xff" + bytes(1000)),
+    "a message that is compressed and is not": _OPENED
+    + frame(1, 4, 1, _HEADERS)
+    + frame(0, 1, 1, b"\1\0\0\0\4abcd"),
+    "a message that is cut short": _OPENED
+    + frame(1, 4, 1, _HEADERS)
+    + frame(0, 1, 1, b"\0\0\0\0\x10abcd"),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.usefixtures("beginning")
+def test_streams(server: Server, name: str) -> None:
+    with scene(server, _GRPC_BYTES) as stage:
+        for _ in range(3):
+            sock = socket.create_connection(("127.0.0.1", server.grpc_port), timeout=1)
+            with sock, contextlib.suppress(OSError):
+                sock.sendall(STREAMS[name])
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(65536):
+                    pass
+        fine(stage)
+
+
+def requests() -> Iterator[bytes]:
+    """Serialized requests that cannot be."""
+    right = simple_request().SerializeToString()
+    yield from (right[:cut] for cut in range(0, len(right), 3))
+    yield from (_RANDOM.randbytes(size) for size in (1, 10, 1000, 100_000))
+    shapes = ([2**62], [2**63 - 1, 2**63 - 1], [-1], [-(2**63)], [1] * 65_536, [0], [1 << 40] * 3)
+    for shape in shapes:
+        request = pb.ModelInferRequest(model_name="identity")
+        request.inputs.add(name="INPUT0", datatype="FP32", shape=shape)
+        request.raw_input_contents.append(bytes(16))
+        yield request.SerializeToString()
+    for _ in range(2):
+        request = simple_request()
+        request.inputs[0].name = "n" * 1_000_000
+        request.id = "i" * 1_000_000
+        yield request.SerializeToString()
+    request = simple_request()
+    for _ in range(10_000):
+        request.inputs.add().CopyFrom(request.inputs[0])
+    yield request.SerializeToString()
+    request = simple_request()
+    for number in range(50_000):
+        request.parameters[f"p{number}"].int64_param = number
+    request.parameters["triton_x"].bool_param = True
+    yield request.SerializeToString()
+    yield b"\x0a\xff\xff\xff\xff\x0f" + right  # a field of 4 GiB, of which little comes
+    yield b"\x33" * 100_000  # groups in groups
+
+
+def test_requests(server: Server) -> None:
+    """Each is refused, in few words that are meant for clients."""
+    with scene(server, _GRPC_BYTES) as stage, grpc.insecure_channel(server.grpc_url) as channel:
+        infer = channel.unary_unary(f"{_SERVICE}ModelInfer")
+        others = [channel.unary_unary(_SERVICE + name) for name in ("ModelConfig", "NoSuchCall")]
+        others.append(channel.unary_unary("/"))
+        others.append(channel.unary_unary("/" + "x" * 5000))
+        for data in requests():
+            with pytest.raises(grpc.RpcError) as caught:
+                infer(data, timeout=_PATIENCE_S)
+            assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "Traceback" not in caught.value.details()
+            assert str(server.run_dir) not in caught.value.details()
+        for call in others:
+            with pytest.raises(grpc.RpcError):
+                call(_RANDOM.randbytes(1000), timeout=_PATIENCE_S)
+        fine(stage)
+
+
+def test_metadata(server: Server) -> None:
+    """More than anybody needs, and odd."""
+    odd: list[list[tuple[str, Any]]] = [
+        [("x", "y" * 100_000)],
+        [(f"x{number}", "y") for number in range(5000)],
+        [("x-bin", _RANDOM.randbytes(4000))],
+        [("grpc-timeout", "99999999999S")],
+        [("authorization", "Bearer " + "x" * 6000)],
+    ]
+    with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
+        for metadata in odd:
+            with contextlib.suppress(grpc.RpcError, ValueError):
+                call.ModelInfer(simple_request(), timeout=_PATIENCE_S, metadata=metadata)
+        fine(stage)
+
+
+def test_bombs(server: Server) -> None:
+    """A message that inflates to a lot, again and again."""
+    request = request_of("simple", np.zeros(64 << 20, np.uint8), "INT32")
+    with scene(server, 3 * _GRPC_BYTES) as stage, stub(server) as call:
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError):
+                call.ModelInfer(request, timeout=_PATIENCE_S, compression=grpc.Compression.Gzip)
+        fine(stage)
+
+
+def test_streams_that_are_not_read(server: Server) -> None:
+    """A bounded number of requests is taken from who does not read the responses."""
+    large = request_of("identity", np.zeros(250_000, np.float32), "FP32")
+    options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
+    taken = 0
+
+    def ask() -> Iterator[Any]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield large
+
+    with scene(server, 4 * _GRPC_BYTES) as stage:
+        with grpc.insecure_channel(server.grpc_url, options) as channel:
+            stream = channel.stream_stream(
+                f"{_SERVICE}ModelStreamInfer",
+                request_serializer=pb.ModelInferRequest.SerializeToString,
+            )(ask())
+            seen = -1
+            while seen != taken:
+                seen = taken
+                time.sleep(1.0)
+            assert taken < 5000
+            fine(stage)
+            stream.cancel()
+        fine(stage)
+
+
+def test_calls_that_are_given_up(server: Server) -> None:
+    """Hundreds of calls and streams that are begun and cancelled."""
+    with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
+        for number in range(300):
+            asked = call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S)
+            asked.cancel()
+            call.ModelStreamInfer(iter([simple_request()]), timeout=_PATIENCE_S).cancel()
+        fine(stage)
+
+
+def test_after_all(server: Server, beginning: State) -> None:
+    """What each may have left has not added up."""
+    assert beginning.differences(State.of(server), 4 * _GRPC_BYTES) == []
+    assert "Traceback" not in server.log()

@@ -1,0 +1,169 @@
+"""Processes that die at a bad moment: while a model loads or reloads, or the server drains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import repositories
+from tests.crowd import Crowd, crowd, values
+from tests.faults.scene import RECOVERY_S, wait_replaced
+from tests.faults.test_readiness import SLOW_LOAD
+from tests.gates import Visit
+from tests.load import Load
+from tests.servers import Server, running
+from tests.waiting import until
+
+# A zygote has to import torch again before anything can go on.
+_ZYGOTE_S = 15.0
+LOADING = ("worker", "scheduler", "gateway http 0", "worker zygote", "front zygote")
+DRAINING = ("worker gated.0", "scheduler gated", "gateway http 0", "worker zygote", "front zygote")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that waits at the gate when it is loaded, one that does not, and one to be asked."""
+    folder = tmp_path_factory.mktemp("moments") / "models"
+    folder.mkdir()
+    slow = repositories.add_as(folder, "slow", "gated") / "1" / "model.py"
+    slow.write_text(slow.read_text().replace("    def execute(", SLOW_LOAD.lstrip("\n"), 1))
+    repositories.add(folder, "gated", "simple")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Server]:
+    """A server whose slow model is loaded by hand."""
+    flags = ("--model-control-mode=explicit", "--load-model=simple", "--load-model=gated")
+    with running(repository, *flags) as started:
+        yield started
+
+
+@pytest.mark.parametrize("victim", LOADING)
+@pytest.mark.parametrize("moment", ["loading", "reloading"])
+def test_while_loading(server: Server, moment: str, victim: str) -> None:
+    """The others are served; the load answers, and what it says is so; it can be repeated."""
+    with crowd(server) as people, Load(server, memory=0) as load:
+        if moment == "reloading":
+            load_slow(server, people)
+            assert ask_slow(server, people, 1) == [1]
+        else:
+            unload_slow(people)
+        asked = people.do(lambda http: http.post("/v2/repository/models/slow/load"))
+        visit = server.gate.next()
+        dying = find(server, victim, visit)
+        dying.kill()
+        if victim in ("gateway http 0", "worker zygote", "front zygote"):
+            wait_replaced(server, dying, victim, _ZYGOTE_S)
+        visit.release()
+        while not asked.done():
+            server.gate.let_through(0.05)
+        if victim == "gateway http 0":
+            assert isinstance(asked.exception(), Exception)
+            until_ready(server)
+        elif asked.result().status == 200:
+            assert server.answers("/v2/models/slow/ready")
+            assert ask_slow(server, people, 1) == [1]
+        else:
+            assert asked.result().error
+            if moment == "loading":
+                assert not server.answers("/v2/models/slow/ready")
+        if moment == "reloading":
+            assert ask_slow(server, people, 2) == [2], "the old one is there while no new one is"
+        load_slow(server, people)
+        assert ask_slow(server, people, 3) == [3]
+        unload_slow(people)
+        load.wait_answered(time.monotonic(), RECOVERY_S)
+        lost = [a for a in load.troubles() if not (victim == "gateway http 0" and a.lost)]
+        assert lost == []
+    until("it is unloaded", lambda: not server.find("worker slow") + server.find("scheduler slow"))
+    assert max(server.titles().values()) == 1
+
+
+def find(server: Server, victim: str, visit: Visit) -> psutil.Process:
+    """Who is to die: of two generations the one that loads."""
+    if victim == "worker":
+        return psutil.Process(visit.pid)
+    if victim == "scheduler":
+        return max(server.find("scheduler slow"), key=psutil.Process.create_time)
+    return server.one(victim)
+
+
+def until_ready(server: Server) -> None:
+    """Whoever comes to the gate may pass, until the slow model is there."""
+
+    def ready() -> bool:
+        server.gate.let_through(0.02)
+        return server.answers("/v2/models/slow/ready")
+
+    until("the model is there", ready, _ZYGOTE_S)
+
+
+def load_slow(server: Server, people: Crowd) -> None:
+    """Load the slow model, and let it."""
+    asked = people.do(lambda http: http.post("/v2/repository/models/slow/load"))
+    while not asked.done():
+        server.gate.let_through(0.02)
+    asked.result().ok()
+
+
+def unload_slow(people: Crowd) -> None:
+    """Unload the slow model."""
+    people.do(lambda http: http.post("/v2/repository/models/slow/unload")).result().ok()
+
+
+def ask_slow(server: Server, people: Crowd, value: int) -> list[int]:
+    """What the slow model answers."""
+    asked = people.number("slow", value)
+    while not asked.done():
+        server.gate.let_through(0.02)
+    return values(asked.result())
+
+
+@pytest.mark.parametrize("victim", DRAINING)
+def test_while_draining(repository: Path, victim: str) -> None:
+    """The server ends as it would have: in time, with status 0, and leaves nothing."""
+    flags = ("--model-control-mode=explicit", "--load-model=simple", "--load-model=gated")
+    server = Server([repository], flags)
+    try:
+        server.wait_ready()
+        members = server.tree()
+        with crowd(server) as people:
+            asked = people.number("gated", 1)
+            visit = server.gate.next()
+            server.process.terminate()
+            until("it is not ready any more", lambda: not server.answers("/v2/health/ready"))
+            server.one(victim).kill()
+            visit.release()
+            while not asked.done():
+                server.gate.let_through(0.05)
+            if asked.exception() is None:
+                assert asked.result().status in (200, 503)
+            else:
+                assert victim == "gateway http 0"
+        assert server.wait_exit(20) == 0, server.log()
+        server.assert_gone(members)
+        assert "Traceback" not in server.log()
+    finally:
+        server.discard()
+
+
+def test_the_supervisor_while_draining(repository: Path) -> None:
+    """Whoever was finishing ends too."""
+    server = Server([repository], ("--model-control-mode=explicit", "--load-model=gated"))
+    try:
+        server.wait_ready()
+        members = server.tree()
+        with crowd(server) as people:
+            people.number("gated", 1)
+            server.gate.next()
+            server.process.terminate()
+            until("it is not ready any more", lambda: not server.answers("/v2/health/ready"))
+            server.kill()
+            server.assert_gone(members)
+    finally:
+        server.discard()

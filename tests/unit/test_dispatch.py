@@ -1,0 +1,57 @@
+"""Requests that nobody waits for any more: what they were answered takes up a worker's memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from shmserve.gateway.dispatch import Dispatcher, Peer, Pending
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors import Inferred, Memory, Place, TensorRef, pack_inferred
+
+WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
+
+
+class Link:
+    """Keeps what is posted."""
+
+    def __init__(self, endpoint: str, identity: str, take: Any) -> None:
+        self.posted: list[Any] = []
+
+    def post(self, message: Any) -> None:
+        self.posted.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+def answer() -> m.Finished:
+    place = Place(WORKER, 4096, 64)
+    return m.Finished(1, pack_inferred(Inferred((TensorRef("OUT", "INT8", (64,), place),))))
+
+
+@pytest.mark.parametrize("answered", ["before", "after"])
+def test_an_answer_that_is_not_read_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, answered: str
+) -> None:
+    """Once, whether it came before the request was given up or after."""
+    monkeypatch.setattr("shmserve.gateway.dispatch.Link", Link)
+
+    async def give_up() -> list[Any]:
+        peer = Peer("ipc://nowhere", lambda peer: None)
+        submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
+        pending = Pending(peer, submit, lambda: None, asyncio.get_running_loop().create_future())
+        peer.pending[1] = pending
+        if answered == "before":
+            peer._take(answer())
+        Dispatcher().cancel(pending)
+        if answered == "after":
+            peer._take(answer())
+        link: Any = peer.link
+        return list(link.posted)
+
+    posted = asyncio.run(give_up())
+    assert posted.count(m.Release(4321, [4096])) == 1
+    assert (m.Cancel(1) in posted) == (answered == "after")
