@@ -294,7 +294,7 @@ def memory_of_which_little_is_there(guest: Guest, stage: Scene) -> None:
     size = 256 * 1024
     link = guest.link("identity")
     with memfd(2 * size) as fd:
-        memory = Memory(*guest.ask(m.ShareMemory(1, 2 * size), fd).payload["memory"])
+        memory = Memory(*guest.ask(m.ShareMemory(1, 2 * size, False), fd).payload["memory"])
         tensor = TensorRef("INPUT0", "FP32", (size // 4,), Place(memory, 0, size))
         output = RequestedOutput("OUTPUT0", Place(memory, size, size))
         for number in range(50):
@@ -308,7 +308,7 @@ def many_memories(guest: Guest, stage: Scene) -> None:
     refused = None
     with memfd(4096) as fd:
         for number in range(5000):
-            reply = guest.ask(m.ShareMemory(number, 4096), fd)
+            reply = guest.ask(m.ShareMemory(number, 4096, False), fd)
             if isinstance(reply, m.Refused):
                 refused = reply
                 break
@@ -325,7 +325,7 @@ def many_descriptors_at_the_door(guest: Guest, stage: Scene) -> None:
         for count in (0, 2, 4, 5, 50, 250):
             other = Guest(stage.server).hello()
             with contextlib.closing(other), contextlib.suppress(OSError):
-                other.tell(m.ShareMemory(1, 1), *[fd] * count)
+                other.tell(m.ShareMemory(1, 1, False), *[fd] * count)
                 other.tell(m.Acknowledged(1), *[fd] * count)
                 socket.send_fds(other.door, [b"\xff" * 10], [fd] * count)
 

@@ -56,7 +56,7 @@ def test_threads_start_with_the_first_copy_that_needs_them() -> None:
 def test_nothing_of_a_copy_is_kept() -> None:
     import weakref
 
-    class Array(np.ndarray):  # type: ignore[type-arg]
+    class Array(np.ndarray):
         """One that can be referred to weakly."""
 
     copier = Copier(2)

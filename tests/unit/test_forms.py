@@ -82,7 +82,8 @@ def test_inline_and_in_memory_may_be_mixed() -> None:
 
 
 def test_what_differs_each_time_is_not_learnt() -> None:
-    for n, more in enumerate(({"deadline_ns": 5}, {"request_id": "a"})):
+    differing: list[dict[str, Any]] = [{"deadline_ns": 5}, {"request_id": "a"}]
+    for n, more in enumerate(differing):
         work = pack_inference(inference([b"1234" * n], **more))
         assert taught(work, work, work).find(work) is None
 

@@ -81,7 +81,9 @@ def test_prints_what_a_real_triton_printed(name: str) -> None:
     config = normalise(config, name, 0)
     validate(config, gpu_count=0, complete=False)
     if name in ("auto", "partial"):
-        config = normalise(merge_autocomplete(config, COMPLETED), name, 0)
+        most = 8 if name == "partial" else 4  # what the model asked for when it was recorded
+        completed = {**COMPLETED, "max_batch_size": most}
+        config = normalise(merge_autocomplete(config, completed), name, 0)
     validate(config, gpu_count=0, complete=True)
     if "config" not in recorded:
         return

@@ -30,7 +30,6 @@ from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.guests import Guests
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.channels import Router
 from shmserve.ipc.guests import FIRST, Seals
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.signature import Signature
@@ -62,10 +61,11 @@ class Host:
         self.dropped: deque[int] = deque()
         self.looking = False  # whether a worker looks at handles
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
         assert self._ready.wait(10)
-        self.door = GuestDoor(self.link, SEALS, Signature(CONFIG, "1"))
+        self.door = GuestDoor(endpoints.guests(folder, 1), SEALS, Signature(CONFIG, "1"))
+        self.link = self.door.link
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -86,7 +86,6 @@ class Host:
             yield m.HealthChanged(True, True, False)
 
         guests = Guests(self.folder, NO_GROUP, SEALS, registrar, models, registrar.give_back)
-        self.link = Router(endpoints.guests(self.folder, 1))
         self._ready.set()
         await self._over.wait()
         guests.close()
@@ -328,7 +327,7 @@ def test_pinned_host_memory(
             client.allocate(TENSORS, pin=True)
         forged = dataclasses.replace(region.place("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.door._check_owner(FIRST, Place(forged, 0, 16))
+            host.door._rules._check_owner(FIRST, Place(forged, 0, 16))
     until("workers are told", lambda: bool(host.dropped))
     host.drop()
     assert not cuda.pinned
@@ -413,7 +412,7 @@ def test_a_guest_uses_no_handle_that_it_did_not_share(host: Host, client: Server
     ):
         assert not SEALS.owns(number, forged)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.door._check_owner(number, Place(forged, 0, 16))
+            host.door._rules._check_owner(number, Place(forged, 0, 16))
 
 
 def test_the_same_handle_shared_again_is_another_memory() -> None:
