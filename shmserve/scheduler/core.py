@@ -228,6 +228,11 @@ class Scheduler:
                     text = id_prefix(request.request_id) + _STOPPING
                     self._answers.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
 
+    @property
+    def live(self) -> int:
+        """How many requests are not done."""
+        return self._answers.live
+
     # --- time -------------------------------------------------------------------------------------
 
     def plan(self, now_ns: int) -> int:
