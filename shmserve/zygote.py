@@ -15,6 +15,7 @@ removes the run directory that nobody else could.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import select
@@ -70,6 +71,9 @@ def main(argv: list[str]) -> int:
     name_process(title)
     for module in argv[5:]:
         importlib.import_module(module)
+    # What was imported stays: a collection in a child that looked at it would copy all its pages.
+    gc.collect()
+    gc.freeze()
     link.send(msgpack.packb([0, os.getpid()]))
     while True:
         data, fds, _, _ = socket.recv_fds(link, 16, 16)
