@@ -26,7 +26,7 @@ _MOST_LATE_NS = 60_000
 # A client's deadline may be any number; no timer needs to be longer than this.
 _LONGEST_WAIT_NS = 3_600_000_000_000
 
-_SPIN_NS = 200_000
+_SPIN_NS = 400_000
 _FEW = 2  # requests; when there are more, the cores have better things to do
 
 
