@@ -27,28 +27,32 @@ _MOST_LATE_NS = 60_000
 _LONGEST_WAIT_NS = 3_600_000_000_000
 
 _SPIN_NS = 400_000
-_FEW = 2  # requests; when there are more, the cores have better things to do
+_FEW = 1.5  # requests at a time; where there are more, the cores have better things to do
 
 
 class Spin:
     """Whether to look again and again for a moment before sleeping (pure).
 
     Falling asleep and being woken costs as much as a small execution, twice for each request. Where
-    few requests are under way, and what is waited for has lately come within a moment, that moment
-    is spent awake; where nothing comes, nothing is spent.
+    requests have lately come one at a time, and what is waited for within a moment, that moment is
+    spent awake; where nothing comes, nothing is spent.
     """
 
     def __init__(self, cores: int) -> None:
         self._allowed = cores > 1
         # The mean wait for the next request, and for a worker that has some.
         self._mean_ns = [2.0 * _SPIN_NS, 2.0 * _SPIN_NS]
+        self._most = 0.0  # requests at a time, of late
 
     def worth(self, requests: int) -> bool:
         """Whether to stay awake while so many requests are under way."""
-        return self._allowed and requests <= _FEW and self._mean_ns[requests > 0] < _SPIN_NS
+        if self._most > _FEW or not self._allowed:
+            return False
+        return self._mean_ns[requests > 0] < _SPIN_NS
 
     def observe(self, requests: int, waited_ns: int) -> None:
         """It took so long until there was something to do."""
+        self._most = max(requests, self._most - 1 / 32)
         mean_ns = self._mean_ns[requests > 0]
         self._mean_ns[requests > 0] += (min(waited_ns, 4 * _SPIN_NS) - mean_ns) / 8
 
