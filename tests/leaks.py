@@ -102,6 +102,12 @@ def descriptors(pid: int) -> Counter[str]:
     return found
 
 
+def made_since(before: set[str]) -> set[str]:
+    """The objects in /dev/shm that were not there before, but for those of tests: several runs of
+    these may go on at once."""
+    return {name for name in set(os.listdir(_SHM)) - before if not name.startswith("test-")}
+
+
 def _in_foreign_use(name: str) -> bool:
     """Whether a process that is not ours has this object: then it is not our leak."""
     if (other := _TEST_OBJECT.match(name)) and int(other[1]) != os.getpid():

@@ -12,7 +12,7 @@ import pytest
 
 from tests.crowd import crowd
 from tests.faults.scene import wait_replaced
-from tests.leaks import unix_sockets
+from tests.leaks import made_since, unix_sockets
 from tests.load import Load
 from tests.servers import Server, running
 from tests.waiting import until
@@ -35,7 +35,7 @@ def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
     with Load(server, simple=2, memory=0) as load:
         server.kill()
         assert_nothing_is_left(server, members)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not made_since(before)
     assert all(answer.lost for answer in load.troubles())
 
 

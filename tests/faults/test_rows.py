@@ -25,7 +25,7 @@ from shmserve.devices import cuda_devices
 from tests import repositories
 from tests.crowd import Crowd, crowd
 from tests.faults.test_full import CLIENT, can_mount
-from tests.leaks import descriptors
+from tests.leaks import descriptors, made_since
 from tests.raw_http import Http, UnixHttp, in_region, json_input, shm_input
 from tests.regions import SharedObject
 from tests.servers import ROOT, Server, running
@@ -281,9 +281,7 @@ def killed_servers_leave_nothing(stage: Stage) -> None:
             # The last one clears the run directory away; if it was killed too, the next start does.
             server.assert_gone(members, within_s=1.0)
         server.discard(members)
-        assert not {
-            name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("test-")
-        }
+        assert not made_since(before)
 
 
 ATTACH = """

@@ -123,7 +123,7 @@ def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
 
 
 def test_one_name_space_for_both_kinds() -> None:
-    key = f"/shmserve-test-cuda-{os.getpid()}"
+    key = f"/test-{os.getpid()}-cuda"
     posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096).close_fd()
 
     async def steps() -> None:

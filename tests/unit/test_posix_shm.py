@@ -11,7 +11,7 @@ import pytest
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc import posix_shm
 
-KEY = f"/shmserve-test-{os.getpid()}"
+KEY = f"/test-{os.getpid()}-posix"
 
 
 @pytest.fixture

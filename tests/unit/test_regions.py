@@ -18,7 +18,7 @@ from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdraw
 from shmserve.regions import Registrar
 from shmserve.trust import NO_GROUP, Peer, ShmPolicy
 
-KEY = f"/shmserve-test-regions-{os.getpid()}"
+KEY = f"/test-{os.getpid()}-regions"
 ME = Peer(os.getuid(), tuple(os.getgroups()))
 POLICY = ShmPolicy(
     allow=None,
