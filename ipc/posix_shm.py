@@ -79,8 +79,8 @@ def open_object(key: str) -> SharedObject:
         raise Internal(
             f"Unable to open shared memory region: '{key}' (the server may not read and write it)"
         ) from None
-    except OSError as error:
-        if error.errno in (23, 24):  # ENFILE, EMFILE
+    except (OSError, ValueError) as error:  # ValueError: EINVAL, as for a folder
+        if getattr(error, "errno", 0) in (23, 24):  # ENFILE, EMFILE
             raise Unavailable("the server has no descriptor left for another region") from None
         raise Internal(f"Unable to open shared memory region: '{key}'") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):

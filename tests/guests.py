@@ -23,8 +23,9 @@ class Guest:
 
     def __init__(self, server: Server) -> None:
         self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.door.settimeout(10)
+        # With a timeout it would be told at once that the backlog is full, where it is.
         self.door.connect(str(endpoints.door(server.run_dir)))
+        self.door.settimeout(10)
         self.models: dict[str, str] = {}
         self.number, self.token = 0, ""
         self.links: list[Dealer] = []

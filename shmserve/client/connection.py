@@ -12,6 +12,7 @@ import itertools
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -62,8 +63,8 @@ class Connection:
         self._timed: list[tuple[int, int, Callable[[], None]]] = []
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            _connect(self._door, str(endpoints.door(run_dir)), timeout_s)
             self._door.settimeout(timeout_s)
-            self._door.connect(str(endpoints.door(run_dir)))
             self._door.send(m.pack([m.Hello(m.VERSION)]))
             while not self._informed(self._receive()):
                 pass
@@ -271,6 +272,16 @@ class Connection:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._door.close()
+
+
+def _connect(door: socket.socket, path: str, timeout_s: float) -> None:
+    """Connect within a time, waiting for a place where many want to come in: a socket with a
+    timeout of Python's is told at once that there is none."""
+    seconds, rest = divmod(timeout_s, 1)
+    limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+    door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    door.connect(path)
+    door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
 
 
 class _Answer:

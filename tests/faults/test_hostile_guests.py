@@ -14,6 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 
+import shmserve.client
 from shmserve.ipc import endpoints, zmtp
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import (
@@ -338,6 +339,8 @@ def crowd_at_the_door(guest: Guest, stage: Scene) -> None:
             silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             silent.connect(str(endpoints.door(stage.server.run_dir)))
         honest(stage)
+        with shmserve.client.connect(stage.server.run_dir) as program:
+            assert program.models()
         assert_recovers(stage, time.monotonic())
 
 

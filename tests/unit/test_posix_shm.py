@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import posix_ipc
 import pytest
@@ -83,3 +84,13 @@ def test_missing_and_wrong_objects_leave_no_descriptor() -> None:
         os.unlink(link)
         os.unlink(fifo)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_is_no_object() -> None:
+    folder = Path("/dev/shm") / f"test-{os.getpid()}-folder"
+    folder.mkdir()
+    try:
+        with pytest.raises(Internal, match="Unable to open shared memory region"):
+            posix_shm.open_object(f"/{folder.name}")
+    finally:
+        folder.rmdir()
