@@ -320,7 +320,8 @@ class SchedulerLost:
     """The scheduler at `endpoint` is gone: submit what it had again, to `successor` (a new
     ModelPublished follows).
 
-    No successor (only workers are told): its version was retired; `FindModel` says what serves now.
+    No successor: its version was retired. Gateways refuse what they have there; for workers,
+    `FindModel` says what serves now.
     """
 
     endpoint: str

@@ -2,7 +2,7 @@
 
     submit ──> pending ──Finished/Failed──────────────> answered, holds released
                   │  └──Failed(early)──> settling ──Settled──> holds released
-                  └──SchedulerLost──> submitted again to the successor
+                  └──SchedulerLost──> submitted again to the successor; failed where there is none
 
 A request's holds (its arena block, its references to regions) last until no worker can touch them
 any more. A client that leaves takes nobody's hold away: its request is cancelled at the scheduler
@@ -22,9 +22,12 @@ from typing import Any
 from shmserve.errors import Unavailable
 from shmserve.gateway.links import Link
 from shmserve.ipc import messages as m
+from shmserve.ipc.signature import id_prefix
 from shmserve.ipc.tensors import Inferred, MalformedMessage, Place, unpack_inferred
 
 logger = logging.getLogger(__name__)
+
+_UNLOADED = "the model was unloaded, and its scheduler ended before it could answer"
 
 
 class Pending:
@@ -191,22 +194,32 @@ class Dispatcher:
             pending.peer.link.post(m.Cancel(pending.submit.id))
 
     def lost(self, endpoint: str, successor: str) -> None:
-        """The scheduler at `endpoint` died: what it had not answered goes to `successor`."""
+        """The scheduler at `endpoint` is gone: what it had not answered goes to `successor`, or, if
+        that is "", is refused."""
         old = self._peers.get(endpoint)
         if old is None or old.successor is not None:
             return
-        new = old.successor = self.peer(successor)
-        new.use()  # models send there through the old one until they are published anew
+        old.use()
+        old.link.hear_out()
         waiting, over = list(old.pending.values()), list(old.settling.values())
         old.pending.clear()
         old.settling.clear()
+        new: Peer | None = None
+        if successor:
+            new = old.successor = self.peer(successor)
+            new.use()  # models send there through the old one until they are published anew
         for pending in waiting:
             if pending.future.done():
                 over.append(pending)
-                continue
-            pending.peer = new
-            new.pending[pending.submit.id] = pending
-            new.link.post(pending.submit)
+            elif new is None:
+                text = id_prefix(pending.submit.request_id) + _UNLOADED
+                failed = m.Failed(pending.submit.id, Unavailable.code, text, 0, early=False)
+                pending.future.set_result(failed)
+                over.append(pending)
+            else:
+                pending.peer = new
+                new.pending[pending.submit.id] = pending
+                new.link.post(pending.submit)
         # Nobody waits for these, and whoever could have said that their workers are done is gone.
         for pending in over:
             pending.release()
@@ -214,7 +227,6 @@ class Dispatcher:
             report = old.reports.pop(number)
             if not report.done():
                 report.set_exception(Unavailable("statistics are not available now"))
-        old.use()
         old.leave()
 
     def report(self, peer: Peer) -> asyncio.Future[dict[str, Any]]:

@@ -78,10 +78,11 @@ async def _run(
         if taken.regions:
             admit(taken.regions, request.connection.caller.peer())
         submit = submission(gateway, taken, dispatcher.next_number(), arrived_ns)
+        peer = gateway.models.current(model).peer
     except BaseException:
         taken.release()
         raise
-    pending = dispatcher.submit(model.peer, submit, taken.release)
+    pending = dispatcher.submit(peer, submit, taken.release)
     try:
         message = await pending.future
     except asyncio.CancelledError:

@@ -59,6 +59,11 @@ class Link:
             except Exception:
                 logger.exception("a %s could not be handled", type(message).__name__)
 
+    def hear_out(self) -> None:
+        """Handle all that has been said: whoever is there has ended."""
+        while self._dealer.wait(0):
+            self._drain()
+
     def retire(self) -> None:
         """Receive no more; close once the last posts are on their way."""
         if not self._closed:

@@ -107,6 +107,22 @@ class ModelTable:
         versions = self._models.get(name, {})
         return versions.get(version) or versions.get(whole_version(version))
 
+    def current(self, model: Model) -> Model:
+        """Who serves now what was found as `model` when its request began to arrive.
+
+        Raises NotFound or Unavailable when nobody does, and Unavailable when it is configured in
+        another way: the request was read by the old one.
+        """
+        now = self._models.get(model.name, {}).get(model.version)
+        if now is None:
+            self._absent(model.name, model.version)
+        if now is not model and now.config != model.config:
+            raise Unavailable(
+                f"model '{model.name}' was loaded with another configuration while the request "
+                "arrived"
+            )
+        return now
+
     def _absent(self, name: str, version: str) -> Never:
         unknown = f"Request for unknown model: '{name}'"
         was = self._withdrawn.get(name, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +21,21 @@ class Link:
     def __init__(self, endpoint: str, identity: str, take: Any) -> None:
         self.posted: list[Any] = []
 
+        self.take = take
+        self.last_words: list[Any] = []
+
     def post(self, message: Any) -> None:
         self.posted.append(message)
+
+    def hurry(self) -> None:
+        pass
+
+    def hear_out(self) -> None:
+        for message in self.last_words:
+            self.take(message)
+
+    def retire(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -55,3 +69,42 @@ def test_an_answer_that_is_not_read_is_given_back(
     posted = asyncio.run(give_up())
     assert posted.count(m.Release(4321, [4096])) == 1
     assert (m.Cancel(1) in posted) == (answered == "after")
+
+
+@pytest.mark.parametrize("successor", ["ipc://new", ""])
+def test_what_a_lost_scheduler_had_is_dealt_with(
+    monkeypatch: pytest.MonkeyPatch, successor: str
+) -> None:
+    """What it had answered is read first; the rest goes to the successor, or is refused."""
+    monkeypatch.setattr("shmserve.gateway.dispatch.Link", Link)
+    released: list[int] = []
+
+    async def lose() -> tuple[Dispatcher, list[Pending]]:
+        dispatcher = Dispatcher()
+        peer = dispatcher.peer("ipc://old")
+        asked = [
+            dispatcher.submit(
+                peer,
+                m.Submit(number, 1, b"", 0, 0, 0, 0, b"", "mine"),
+                partial(released.append, number),
+            )
+            for number in (1, 2)
+        ]
+        link: Any = peer.link
+        link.last_words = [m.Finished(1, pack_inferred(Inferred(())))]
+        dispatcher.lost("ipc://old", successor)
+        return dispatcher, asked
+
+    dispatcher, (answered, other) = asyncio.run(lose())
+    assert isinstance(answered.future.result(), m.Finished)
+    assert list(dispatcher._peers) == ([successor] if successor else [])
+    if successor:
+        link: Any = dispatcher.peer(successor).link
+        assert link.posted == [other.submit]
+        assert not other.future.done()
+        assert released == [1]
+    else:
+        failed = other.future.result()
+        assert isinstance(failed, m.Failed)
+        assert failed.code == "UNAVAILABLE" and failed.message.startswith("[request id: mine] ")
+        assert released == [1, 2]
