@@ -1,12 +1,13 @@
 """One loaded model version: its scheduler and its instances; started, watched, restarted, drained,
 stopped.
 
-start:   worker 0 completes the configuration -> scheduler -> all workers load -> READY
+start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
 worker dies:     its scheduler is told at once, it starts again after a pause that grows with
-deaths in a row scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit
-again what they had
-stop:    scheduler drains -> workers finalize and exit (all their memory comes back) -> scheduler
-ends
+                 deaths in a row
+scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
+                 had
+stop:            scheduler drains (workers that die meanwhile still start again) -> workers finalize
+                 and exit (all their memory comes back) -> scheduler ends
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shmserve.children import Child
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.host import Host
+from shmserve.instances import Instance, expand_instances
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.lifecycle import InstanceState, instance_after
+from shmserve.lifecycle import InstanceState
+from shmserve.restarts import Row
 
 logger = logging.getLogger(__name__)
 
-# Pauses before a start after the n-th death in a row; a process that lived longer than _HEALTHY_S
-# ends the row.
-_PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
-_HEALTHY_S = 30.0
 _MOST_FAILED_LOADS = 5
+# Of schedulers, in a row, while somebody waits for the first that serves.
+_MOST_FAILED_STARTS = 5
 _STOP_PATIENCE_S = 5.0
 # What workers say that is not about themselves.
 _CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.IndexRepository | m.MemoryChecked
@@ -54,51 +55,12 @@ class Plan:
     complete: Callable[[dict[str, Any]], dict[str, Any]]
 
 
-@dataclass(slots=True, eq=False)
-class Instance:
-    """One worker process of a model, or the place where the next one will be."""
-
-    index: int
-    name: str
-    device: str
-    kind: str
-    device_id: int
-    state: InstanceState = InstanceState.STARTING
-    child: Child | None = None
-    inbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    ready_at: float = 0.0
-    deaths_in_a_row: int = 0
-    failed_loads: int = 0
-
-    def event(self, name: str) -> None:
-        """Move to the next state."""
-        self.state = instance_after(self.state, name)
-
-
-def expand_instances(config: dict[str, Any]) -> list[Instance]:
-    """The instances that `instance_group` of a normalised configuration asks for, in order."""
-    made: list[Instance] = []
-    for group in config["instance_group"]:
-        gpu = group["kind"] == "KIND_GPU"
-        for device_id in group["gpus"] if gpu else [0]:
-            for number in range(group["count"]):
-                made.append(
-                    Instance(
-                        index=len(made),
-                        name=f"{group['name']}_{number}"
-                        if not gpu
-                        else f"{group['name']}_gpu{device_id}_{number}",
-                        device=f"gpu:{device_id}" if gpu else "cpu",
-                        kind="GPU" if gpu else "CPU",
-                        device_id=device_id,
-                    )
-                )
-    return made
-
-
 class Deployment:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
-    changes, `on_call` with what its models ask the server."""
+    changes (`changes` counts it), `on_call` with what its models ask the server.
+
+    `retiring`: it finishes what it has; `stopping`: its processes end.
+    """
 
     def __init__(
         self,
@@ -114,12 +76,17 @@ class Deployment:
         self.instances = expand_instances(plan.config)
         self.scheduler: Child | None = None
         self.loaded = False
+        self.retiring = False
         self.stopping = False
         self.failure = ""
+        self.changes = 0
         self.load_seconds = 0.0
         self._kept: list[Any] = []  # of StatisticsKept, for the scheduler's successor
         self._on_change = on_change
         self._on_call = on_call
+        self._news = asyncio.Event()
+        self._serving: Child | None = None  # the scheduler that is at `endpoint`
+        self._failed_starts = 0
         self._scheduler_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -133,15 +100,33 @@ class Deployment:
         """Whether a request submitted now would find an instance."""
         return (
             self.loaded
-            and self.scheduler is not None
-            and self._scheduler_ready.done()
+            and self._has_scheduler
             and any(i.state is InstanceState.READY for i in self.instances)
         )
+
+    @property
+    def _has_scheduler(self) -> bool:
+        return self._serving is not None and self._serving.alive
+
+    async def until_ready(self) -> None:
+        """Wait until it is ready. Raises Unavailable when it will not be."""
+        while not self.ready:
+            if self.failure or self.retiring or self.stopping:
+                raise Unavailable(self.failure or "the model is unloaded")
+            if self._failed_starts >= _MOST_FAILED_STARTS:
+                raise Unavailable("no scheduler could be started")
+            self._news.clear()
+            await self._news.wait()
+
+    def _changed(self) -> None:
+        self.changes += 1
+        self._news.set()
+        self._on_change(self)
 
     # --- start
 
     async def start(self) -> None:
-        """Load the model on every instance.
+        """Load the model on every instance; returns when it is ready, whoever died meanwhile.
 
         Raises ShmserveError with a text for the operator when it cannot be; nothing of it is left
         then.
@@ -153,16 +138,18 @@ class Deployment:
             groups = expand_instances(self.config)
             self.instances[1:] = groups[1:]
             await self._start_scheduler(self.number)
+            self.host.background(self._keep_scheduler())
             async with asyncio.TaskGroup() as group:
                 for instance in self.instances:
                     group.create_task(self._load(instance))
+            self.loaded = True
+            await self.until_ready()
         except* ShmserveError as errors:
             await self.kill()
             first: BaseException = errors
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
             raise first from None
-        self.loaded = True
         self.load_seconds = time.monotonic() - began
 
     async def _complete_config(self, instance: Instance) -> dict[str, Any]:
@@ -190,7 +177,7 @@ class Deployment:
         current = endpoints.instances(self.host.run_dir, self.number)
         if current != endpoint:  # the scheduler was replaced while the model loaded
             self._send(instance, m.Attach(current))
-        self._on_change(self)
+        self._changed()
 
     async def _spawn(self, instance: Instance) -> None:
         plan, config = self.plan, self.host.config
@@ -260,6 +247,7 @@ class Deployment:
     async def _start_scheduler(self, number: int) -> None:
         plan, config = self.plan, self.host.config
         ready = self._scheduler_ready = asyncio.get_running_loop().create_future()
+        alive = self.pids()
         child = await self.host.front.spawn(
             f"scheduler {plan.name}",
             "shmserve.scheduler.main:run",
@@ -270,7 +258,7 @@ class Deployment:
                 "config": self.config,
                 "run_dir": str(self.host.run_dir),
                 "kept": self._kept,
-                "alive": self.pids(),
+                "alive": alive,
                 "log": asdict(self.host.log),
                 "guests": {"key": self.host.seals.key, "group": config.shm.group},
                 "settings": {
@@ -282,16 +270,24 @@ class Deployment:
         )
         self.scheduler = child
         self.host.enrol(child.pid, "scheduler", self._from_scheduler)
+        if not self.stopping:
+            await self.host.either(ready, child.exited)
         if self.stopping:
             child.kill()
         self._refuse_if_stopping()
-        await self.host.either(ready, child.exited)
         if not ready.done():
             raise Unavailable(f"the scheduler ended while starting ({child.exited.result()})")
         self.number = number  # now there is something at its endpoints
+        self._serving = child
+        self._failed_starts = 0
+        # What happened while it could not be told.
+        for pid in set(alive) - set(self.pids()):
+            self._tell_scheduler(m.ProcessExited(pid))
         for instance in self.instances:
             if instance.state is not InstanceState.FAILED:
                 self._tell_scheduler(m.InstanceExpected(instance.index))
+        if self.failure:
+            self._tell_pool_failed()
 
     def _from_scheduler(self, message: Any) -> None:
         match message:
@@ -322,11 +318,6 @@ class Deployment:
 
     def process_exited(self, child: Child) -> None:
         """A process of this version (or not: then nothing happens) has ended."""
-        if child is self.scheduler:
-            # Before it is ready, its end is seen by whoever starts it.
-            if not self.stopping and self._scheduler_ready.done():
-                self.host.background(self._replace_scheduler(child))
-            return
         for instance in self.instances:
             if instance.child is child:
                 self._instance_exited(instance, child)
@@ -335,19 +326,17 @@ class Deployment:
         reason = child.exited.result()
         served = instance.state is InstanceState.READY
         instance.event("exited")
-        if self.stopping or not self.loaded or not served:
+        if self.stopping or not served:
             return  # whoever stops or starts it sees it end
         instance.child = None
         logger.error("%s ended (%s)", child.title, reason)
         self._tell_scheduler(m.InstanceExited(instance.index, reason))
-        self._on_change(self)
+        self._changed()
         self.host.background(self._restart(instance))
 
     async def _restart(self, instance: Instance) -> None:
         while not self.stopping:
-            lived = time.monotonic() - instance.ready_at
-            instance.deaths_in_a_row = 1 if lived > _HEALTHY_S else instance.deaths_in_a_row + 1
-            pause = _PAUSES_S[min(instance.deaths_in_a_row, len(_PAUSES_S)) - 1]
+            pause = instance.row.pause_s(time.monotonic() - instance.ready_at)
             self._tell_scheduler(m.InstanceExpected(instance.index))
             if pause:
                 await asyncio.sleep(pause)
@@ -383,28 +372,44 @@ class Deployment:
         self._tell_scheduler(m.InstanceExited(instance.index, reason))
         if all(i.state is InstanceState.FAILED for i in self.instances):
             self.failure = reason
-            self._tell_scheduler(
-                m.PoolFailed(f"model '{self.plan.name}' failed: no instance could be started")
-            )
-        self._on_change(self)
+            self._tell_pool_failed()
+        self._changed()
 
-    async def _replace_scheduler(self, dead: Child) -> None:
-        logger.error("%s ended (%s); a new one takes over", dead.title, dead.exited.result())
+    def _tell_pool_failed(self) -> None:
+        reason = f"model '{self.plan.name}' failed: no instance could be started"
+        self._tell_scheduler(m.PoolFailed(reason))
+
+    async def _keep_scheduler(self) -> None:
+        """Have another one take over from each scheduler that dies."""
+        row = Row()
+        while not self.retiring:
+            dead, born = self._serving, time.monotonic()
+            assert dead is not None
+            await self.host.either(dead.exited)
+            if not self.retiring:
+                reason = dead.exited.result()
+                logger.error("%s ended (%s); a new one takes over", dead.title, reason)
+                self._changed()
+                await self._replace_scheduler(row, row.pause_s(time.monotonic() - born))
+
+    async def _replace_scheduler(self, row: Row, pause: float) -> None:
         lost = self.endpoint
-        while not self.stopping:
-            self._scheduler_ready = asyncio.get_running_loop().create_future()
-            self._on_change(self)
+        while not self.retiring:
+            if pause:
+                await asyncio.sleep(pause)
             try:
                 await self._start_scheduler(next(self.host.numbers))
             except ShmserveError as error:
                 logger.error("%s", error.message)
-                await asyncio.sleep(0.5)
+                pause = row.pause_s(0)
+                self._failed_starts += 1
+                self._changed()
                 continue
             attach = m.Attach(endpoints.instances(self.host.run_dir, self.number))
             for instance in self.instances:
                 if instance.state is InstanceState.READY:
                     self._send(instance, attach)
-            self._on_change(self)
+            self._changed()
             # Whoever submits keeps what it submitted, and submits it again.
             successor = m.SchedulerLost(lost, self.endpoint)
             self.host.broadcast(successor, "gateway", "worker", "guest")
@@ -416,10 +421,15 @@ class Deployment:
 
     async def stop(self, drain: bool = True) -> None:
         """Finish what is in flight (unless not `drain`), then end every process."""
-        self.stopping = True
-        if drain and self.scheduler is not None and self.scheduler.alive and self.ready:
+        self.retiring = True
+        self._news.set()
+        if drain and self.loaded and self._has_scheduler:
+            assert self.scheduler is not None
             self._tell_scheduler(m.Drain())
             await self.host.either(self._drained, self.scheduler.exited)
+        self.stopping = True
+        if self.loaded and not self._has_scheduler:
+            await self.kill()  # what they execute, nobody waits for: it will run elsewhere
         workers = [i for i in self.instances if i.child is not None and i.child.alive]
         for instance in workers:
             self._send(instance, m.Stop())
@@ -430,7 +440,8 @@ class Deployment:
 
     async def kill(self) -> None:
         """End every process now."""
-        self.stopping = True
+        self.retiring = self.stopping = True
+        self._news.set()
         children = [self.scheduler, *(i.child for i in self.instances)]
         for child in children:
             if child is not None:

@@ -1,8 +1,8 @@
 """Which models are loaded: start-up, load, reload without downtime, unload, polling; one turn at a
 time for each name.
 
-load:    plan every version -> deploy all (or none) -> publish to the gateways -> drain and stop
-what was there before
+load:    plan every version -> deploy all (or none) -> publish to the gateways until all know that
+         all are ready -> drain and stop what was there before
 unload:  withdraw from the gateways -> drain -> stop
 """
 
@@ -31,6 +31,7 @@ from shmserve.progress import Progress
 logger = logging.getLogger(__name__)
 
 _UNLOADED = "unloaded"
+_RESTARTING = "a process that ended is started again"
 
 
 @dataclass(slots=True)
@@ -59,10 +60,29 @@ class _Model:
         """Whether a version of it could not be loaded, or broke."""
         return any(status.failed for status in self.status.values())
 
+    def states(self) -> dict[str, _Status]:
+        """The status of each version, as it is this moment: one whose last process has just died is
+        not ready, though it was loaded."""
+        return {
+            version: _Status(ModelState.LOADING, _RESTARTING)
+            if status.state is ModelState.READY and not self.serving[version].ready
+            else status
+            for version, status in self.status.items()
+        }
+
     @property
     def latest(self) -> str:
         """The version that serves requests that name none; "" when there is none."""
         return max(self.serving, key=int, default="")
+
+
+def _load_failed(model: _Model, reasons: dict[str, str]) -> InvalidArgument:
+    """What is said of a model whose versions could not be loaded, for these reasons."""
+    failures = "".join(
+        f"version {version} is at UNAVAILABLE state: {reason};\n"
+        for version, reason in reasons.items()
+    )
+    return InvalidArgument(f"load failed for model '{model.name}': {failures}")
 
 
 def _number(version: str) -> int:
@@ -160,7 +180,7 @@ class Models:
         """The repository index: models never loaded have a name, and why they cannot be, if so."""
         rows: list[dict[str, Any]] = []
         found = self._planner.scan()
-        known = {name: model.status for name, model in self._models.items() if model.status}
+        known = {name: model.states() for name, model in self._models.items() if model.status}
         for name in sorted({*found, *known}):
             status = known.get(name)
             if status is None:
@@ -178,11 +198,9 @@ class Models:
     def all_ready(self) -> bool:
         """Whether every model that should serve does."""
         return all(
-            (status.state is ModelState.READY and model.serving[version].ready)
-            or status.state is ModelState.UNLOADING
-            or status.reason == _UNLOADED
+            status.state in (ModelState.READY, ModelState.UNLOADING) or status.reason == _UNLOADED
             for model in self._models.values()
-            for version, status in model.status.items()
+            for status in model.states().values()
         )
 
     def published(self) -> Iterator[m.ModelPublished | m.ModelWithdrawn]:
@@ -235,7 +253,7 @@ class Models:
 
     async def _deploy(self, model: _Model, new: list[Deployment]) -> None:
         results = await asyncio.gather(*(d.start() for d in new), return_exceptions=True)
-        failures = ""
+        failures: dict[str, str] = {}
         for deployment, result in zip(new, results, strict=True):
             if not isinstance(result, BaseException):
                 continue
@@ -243,7 +261,7 @@ class Models:
                 logger.error("loading failed", exc_info=result)
                 result = Internal("internal error")
             version, reason = deployment.plan.version, f"{result.title}: {result.message}"
-            failures += f"version {version} is at UNAVAILABLE state: {reason};\n"
+            failures[version] = reason
             if version not in model.serving:
                 model.status[version] = _Status(ModelState.UNAVAILABLE, reason)
                 self._doors.tell(m.ModelWithdrawn(model.name, version, 0))
@@ -256,28 +274,46 @@ class Models:
                         ModelState.UNAVAILABLE, "another version failed"
                     )
             self._on_change()
-            raise InvalidArgument(f"load failed for model '{model.name}': {failures}")
+            raise _load_failed(model, failures)
 
     async def _switch(self, model: _Model, new: dict[str, Deployment]) -> None:
-        old = model.serving
-        model.serving = new
+        """Have `new` serve instead of what does now; that comes back when `new` breaks for good
+        before every gateway knows that it is ready."""
+        old, model.serving = model.serving, new
+        before = model.status
         model.status = {
             version: status
-            for version, status in model.status.items()
+            for version, status in before.items()
             # What failed and is not wanted any more is nobody's concern.
             if version in old or not status.failed
         }
-        for version, deployment in new.items():
-            await self._doors.publish_model(partial(self._publication, model, deployment))
-            # Only now may anybody be told; it may have broken meanwhile.
-            if version not in old and model.status[version].state is ModelState.LOADING:
-                model.status[version] = _Status(ModelState.READY)
         for version in old.keys() - new.keys():
             model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
-            await self._withdraw(model, version)
-        self._on_change()
-        for version, deployment in old.items():
-            self._host.background(self._retire(model, version, deployment))
+        for version, deployment in new.items():
+            try:
+                await self._announce(model, deployment)
+            except Unavailable as error:
+                model.serving, model.status = old, before
+                for former in old.values():
+                    self._changed(model, former)
+                reason = f"{error.title}: {error.message}"
+                for lost in new.keys() - old.keys():
+                    model.status[lost] = _Status(ModelState.UNAVAILABLE, reason)
+                await self._dismiss(model, new)
+                raise _load_failed(model, {version: reason}) from None
+        for version in new:
+            model.status[version] = _Status(ModelState.READY)
+        await self._dismiss(model, old)
+
+    async def _announce(self, model: _Model, deployment: Deployment) -> None:
+        """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
+        be."""
+        while True:
+            await deployment.until_ready()
+            changes = deployment.changes
+            await self._doors.publish_model(partial(self._publication, model, deployment))
+            if deployment.ready and deployment.changes == changes:
+                return
 
     async def _unload(self, name: str) -> None:
         if name not in self._models:
@@ -286,30 +322,42 @@ class Models:
             old, model.serving = model.serving, {}
             model.status.pop("", None)
             for version, status in model.status.items():
-                if version not in old and status.failed:
+                if version in old:
+                    model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
+                elif status.failed:
                     model.status[version] = _Status(ModelState.UNAVAILABLE, _UNLOADED)
-            for version, deployment in old.items():
-                model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
-                await self._withdraw(model, version)
-                self._host.background(self._retire(model, version, deployment))
             model.fingerprint = ""
-            self._on_change()
+            await self._dismiss(model, old)
 
-    async def _withdraw(self, model: _Model, version: str) -> None:
-        await self._doors.publish_model(partial(m.ModelWithdrawn, model.name, version))
-        self._host.broadcast(m.ModelWithdrawn(model.name, version, 0), "worker")
+    async def _dismiss(self, model: _Model, leaving: dict[str, Deployment]) -> None:
+        """These do not serve any more: the versions that no other serves are withdrawn, and what is
+        in flight is finished."""
+        for version in leaving.keys() - model.serving.keys():
+            await self._doors.publish_model(partial(m.ModelWithdrawn, model.name, version))
+            self._host.broadcast(m.ModelWithdrawn(model.name, version, 0), "worker")
+        self._on_change()
+        for deployment in leaving.values():
+            self._host.background(self._retire(model, deployment))
 
-    async def _retire(self, model: _Model, version: str, deployment: Deployment) -> None:
+    async def _retire(self, model: _Model, deployment: Deployment) -> None:
+        version = deployment.plan.version
         await deployment.stop()
-        # A model's call may have reached the old scheduler too late to be answered.
+        # What reached the old scheduler too late to be answered, or died with it, goes to who
+        # serves now.
+        self._host.broadcast(self._lost(model, deployment), "gateway")
         self._host.broadcast(m.SchedulerLost(deployment.endpoint, ""), "worker", "guest")
         self._forget([deployment])
-        if version not in model.serving and model.status.get(version) is not None:
-            if model.status[version].state is ModelState.UNLOADING:
-                model.status[version] = _Status(ModelState.UNAVAILABLE, _UNLOADED)
-        elif version not in model.serving:
-            model.status.pop(version, None)
+        status = model.status.get(version)
+        last = all((d.plan.name, d.plan.version) != (model.name, version) for d in self._live)
+        if status is not None and status.state is ModelState.UNLOADING and last:
+            model.status[version] = _Status(ModelState.UNAVAILABLE, _UNLOADED)
         self._on_change()
+
+    @staticmethod
+    def _lost(model: _Model, deployment: Deployment) -> m.SchedulerLost:
+        now = model.serving.get(deployment.plan.version)
+        same = now is not None and now.config == deployment.config
+        return m.SchedulerLost(deployment.endpoint, now.endpoint if now and same else "")
 
     def _forget(self, ended: list[Deployment]) -> None:
         self._live.difference_update(ended)

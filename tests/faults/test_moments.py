@@ -66,8 +66,7 @@ def test_while_loading(server: Server, moment: str, victim: str) -> None:
             assert isinstance(asked.exception(), Exception)
             until_ready(server)
         elif asked.result().status == 200:
-            # The scheduler that takes over for one that died may not have said so yet.
-            until("it is so", lambda: server.answers("/v2/models/slow/ready"), RECOVERY_S)
+            assert server.answers("/v2/models/slow/ready")
             assert ask_slow(server, people, 1) == [1]
         else:
             assert asked.result().error

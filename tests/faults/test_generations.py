@@ -1,0 +1,248 @@
+"""One generation of a model takes over from another, whoever dies meanwhile: what was in flight is
+answered, and what is said of the model is so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import repositories
+from tests.crowd import Crowd, crowd, values
+from tests.faults.test_readiness import SLOW_LOAD
+from tests.raw_http import Reply, binary_request
+from tests.servers import Server, running
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models of all tests; nothing is loaded at first."""
+    folder = tmp_path_factory.mktemp("generations") / "models"
+    folder.mkdir()
+    repositories.add(folder, "simple", "gated", "identity")
+    slow_load(repositories.add_as(folder, "slow", "gated"))
+    twin = repositories.add_as(folder, "twin", "gated")
+    slow_load(twin)
+    config = twin / "config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1", "count: 2"))
+    two = repositories.add_as(folder, "two", "gated")
+    (two / "1").rename(two / "2")
+    repositories.add_as(folder, "once", "gated")
+    return folder
+
+
+def slow_load(folder: Path) -> None:
+    """Have a model wait at the gate when it is loaded, too."""
+    code = folder / "1" / "model.py"
+    code.write_text(code.read_text().replace("    def execute(", SLOW_LOAD.lstrip("\n"), 1))
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Server]:
+    """A server with a gateway of each kind: one may be stopped while the other is asked."""
+    flags = ("--model-control-mode=explicit", "--load-model=simple")
+    with running(repository, *flags, grpc=True) as started:
+        yield started
+
+
+def change(people: Crowd, name: str, verb: str = "load", body: Any = None) -> Future[Reply]:
+    """Ask for a load, or an unload."""
+    return people.do(lambda http: http.post(f"/v2/repository/models/{name}/{verb}", body))
+
+
+def state(server: Server, name: str, version: str = "1") -> str:
+    """What the index says of a version."""
+    with server.http() as http:
+        rows = http.post("/v2/repository/index").ok().json()
+    (row,) = (row for row in rows if (row["name"], row.get("version")) == (name, version))
+    return str(row["state"])
+
+
+def attached(server: Server) -> int:
+    """How many connections workers have to their schedulers."""
+    with open("/proc/net/unix") as table:
+        rows = [line.split() for line in table]
+    start = f"{server.run_dir}/w"
+    return sum(row[-1].startswith(start) and row[5] == "03" for row in rows)
+
+
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_a_worker_that_dies_while_its_generation_drains(server: Server, verb: str) -> None:
+    """What it had is executed by another one, and then the generation ends."""
+    with crowd(server) as people:
+        change(people, "gated").result().ok()
+        asked = people.number("gated", 7)
+        visit = server.gate.next()
+        change(people, "gated", verb).result().ok()
+        os.kill(visit.pid, signal.SIGKILL)
+        again = server.gate.next()
+        assert again.pid != visit.pid
+        again.release()
+        assert values(asked.result()) == [7]
+        change(people, "gated", "unload").result().ok()
+        until("it has ended", lambda: state(server, "gated") == "UNAVAILABLE")
+        assert not server.find("scheduler gated")
+
+
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_a_scheduler_that_dies_while_its_generation_drains(server: Server, verb: str) -> None:
+    """What it had goes to the new generation, or is refused where there is none."""
+    with crowd(server) as people:
+        change(people, "gated").result().ok()
+        asked = people.number("gated", 7)
+        visit = server.gate.next()
+        dying = server.one("scheduler gated")
+        change(people, "gated", verb).result().ok()
+        dying.kill()
+        if verb == "load":
+            again = server.gate.next()
+            assert again.pid != visit.pid
+            again.release()
+            assert values(asked.result()) == [7]
+        else:
+            assert asked.result().status == 503
+        change(people, "gated", "unload").result().ok()
+        until("it has ended", lambda: not server.find("scheduler gated"))
+
+
+def test_an_instance_that_dies_while_another_loads(server: Server) -> None:
+    """It starts again, and the load succeeds with both."""
+    with crowd(server) as people:
+        asked = change(people, "twin")
+        first, second = server.gate.next(), server.gate.next()
+        before = attached(server)
+        first.release()
+        until("the first offers itself to its scheduler", lambda: attached(server) > before)
+        state(server, "twin")  # the supervisor has heard of it, too
+        os.kill(first.pid, signal.SIGKILL)
+        server.gate.next().release()
+        second.release()
+        asked.result().ok()
+        assert server.answers("/v2/models/twin/ready")
+        until("both are there", lambda: len(server.find("worker twin")) == 2)
+        change(people, "twin", "unload").result().ok()
+
+
+def test_a_load_while_the_last_generation_drains(server: Server) -> None:
+    """What ends does not make what begins look unloaded."""
+    with crowd(server) as people:
+        change(people, "slow")
+        server.gate.next().release()
+        until("it is there", lambda: server.answers("/v2/models/slow/ready"))
+        asked = people.number("slow", 7)
+        executing = server.gate.next()
+        change(people, "slow", "unload").result().ok()
+        assert state(server, "slow") == "UNLOADING"
+        loaded = change(people, "slow")
+        loading = server.gate.next()
+        executing.release()
+        assert values(asked.result()) == [7]
+        until("the old one has ended", lambda: len(server.find("scheduler slow")) == 1)
+        assert state(server, "slow") == "LOADING"
+        loading.release()
+        loaded.result().ok()
+        assert server.answers("/v2/models/slow/ready")
+        assert state(server, "slow") == "READY"
+        change(people, "slow", "unload").result().ok()
+
+
+def test_a_version_gives_way_to_another_while_models_change(
+    server: Server, repository: Path
+) -> None:
+    """Readiness can be told at every moment between."""
+    with crowd(server) as people:
+        before = len(server.log())
+        change(people, "two").result().ok()
+        (repository / "two" / "2").rename(repository / "two" / "1")
+        gateway = server.one("gateway grpc")
+        gateway.suspend()  # the change waits for it
+        asked = change(people, "two")
+        until("two generations", lambda: len(server.find("scheduler two")) == 2)
+        server.one("worker simple").kill()
+        until("the other one is killed, being stopped", lambda: not gateway.is_running(), 10)
+        asked.result().ok()
+        assert "Traceback" not in server.log()[before:]
+        assert state(server, "two", "1") == "READY"
+        until("the old one has ended", lambda: state(server, "two", "2") == "UNAVAILABLE")
+        change(people, "two", "unload").result().ok()
+    until("it is ready", lambda: server.answers("/v2/health/ready"))
+
+
+def test_a_model_that_broke_is_loaded_again(server: Server, repository: Path) -> None:
+    """It is ready, and so is the server."""
+    code = repository / "once" / "1" / "model.py"
+    good = code.read_text()
+    with crowd(server) as people:
+        change(people, "once").result().ok()
+        code.write_text("raise SystemError('not again')")
+        server.one("worker once").kill()
+        until("it has failed", lambda: state(server, "once") == "UNAVAILABLE", 20)
+        assert not server.answers("/v2/health/ready")
+        code.write_text(good)
+        change(people, "once").result().ok()
+        assert state(server, "once") == "READY"
+        assert server.answers("/v2/models/once/ready")
+        assert server.answers("/v2/health/ready")
+        change(people, "once", "unload").result().ok()
+
+
+def test_a_generation_that_breaks_as_it_takes_over(server: Server, repository: Path) -> None:
+    """The load fails, and the old one serves as it did."""
+    code = repository / "slow" / "1" / "model.py"
+    good = code.read_text()
+    with crowd(server) as people:
+        loading = change(people, "slow")
+        old = server.gate.next()
+        old.release()
+        loading.result().ok()
+        loading = change(people, "slow")
+        new = server.gate.next()
+        code.write_text("raise SystemError('not again')")
+        before = attached(server)
+        gateway = server.one("gateway grpc")
+        gateway.suspend()  # what it is not told yet is not so
+        new.release()
+        until("the new one offers itself to its scheduler", lambda: attached(server) > before)
+        asked = people.number("slow", 7)
+        assert server.gate.next().pid == new.pid
+        os.kill(new.pid, signal.SIGKILL)
+        reply = loading.result()
+        assert reply.status == 400, "the gateway that was stopped is gone, and the model broken"
+        assert asked.result().status == 503
+        assert state(server, "slow") == "READY"
+        assert server.answers("/v2/models/slow/ready")
+        asked = people.number("slow", 8)
+        visit = server.gate.next()
+        assert visit.pid == old.pid
+        visit.release()
+        assert values(asked.result()) == [8]
+        code.write_text(good)
+        change(people, "slow", "unload").result().ok()
+        until("both have ended", lambda: not server.find("scheduler slow"))
+
+
+def test_a_request_that_arrives_slowly_while_its_model_is_loaded_again(server: Server) -> None:
+    """It goes to the new generation."""
+    data = np.arange(1 << 20, dtype=np.float32).tobytes()
+    body, headers = binary_request([("INPUT0", "FP32", [len(data) // 4], data)])
+    with crowd(server) as people, socket.create_connection(("127.0.0.1", server.http_port)) as link:
+        change(people, "identity").result().ok()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"POST /v2/models/identity/infer HTTP/1.1\r\nHost: {server.url}\r\n{lines}"
+        link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:100_000])
+        change(people, "identity").result().ok()
+        until("the old one has ended", lambda: len(server.find("scheduler identity")) == 1)
+        link.sendall(body[100_000:])
+        link.settimeout(10)
+        with link.makefile("rb") as answer:
+            assert answer.readline().split()[1] == b"200"
+        change(people, "identity", "unload").result().ok()
