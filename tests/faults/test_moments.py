@@ -15,7 +15,7 @@ from tests.faults.scene import RECOVERY_S, wait_replaced
 from tests.faults.test_readiness import SLOW_LOAD
 from tests.gates import Visit
 from tests.load import Load
-from tests.servers import Server, running
+from tests.servers import Server, running, wait_gone
 from tests.waiting import until
 
 # A zygote has to import torch again before anything can go on.
@@ -59,6 +59,8 @@ def test_while_loading(server: Server, moment: str, victim: str) -> None:
         dying.kill()
         if victim in ("gateway http 0", "worker zygote", "front zygote"):
             wait_replaced(server, dying, victim, _ZYGOTE_S)
+        else:
+            assert wait_gone(dying, RECOVERY_S), "a signal is only sent; it takes a moment to die"
         visit.release()
         while not asked.done():
             server.gate.let_through(0.05)
