@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _UNLOADED = "unloaded"
 _RESTARTING = "a process that ended is started again"
+_MOST_ANNOUNCEMENTS = 8
 
 
 @dataclass(slots=True)
@@ -307,13 +308,14 @@ class Models:
 
     async def _announce(self, model: _Model, deployment: Deployment) -> None:
         """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
-        be."""
-        while True:
+        be, or is never so for long enough to be told."""
+        for _ in range(_MOST_ANNOUNCEMENTS):
             await deployment.until_ready()
             changes = deployment.changes
             await self._doors.publish_model(partial(self._publication, model, deployment))
             if deployment.ready and deployment.changes == changes:
                 return
+        raise Unavailable("its processes end as soon as they are ready")
 
     async def _unload(self, name: str) -> None:
         if name not in self._models:
