@@ -34,6 +34,7 @@ _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0
 _MOST_FAILED_LOADS = 5
 _STOP_PATIENCE_S = 5.0
+_MOST_UNREAD = 16  # of a worker that says more than it is asked for
 # What workers say that is not about themselves.
 _CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.IndexRepository | m.MemoryChecked
 
@@ -54,6 +55,10 @@ class Plan:
     complete: Callable[[dict[str, Any]], dict[str, Any]]
 
 
+def _inbox() -> asyncio.Queue[Any]:
+    return asyncio.Queue(_MOST_UNREAD)
+
+
 @dataclass(slots=True, eq=False)
 class Instance:
     """One worker process of a model, or the place where the next one will be."""
@@ -65,7 +70,7 @@ class Instance:
     device_id: int
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
-    inbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    inbox: asyncio.Queue[Any] = field(default_factory=_inbox)
     ready_at: float = 0.0
     deaths_in_a_row: int = 0
     failed_loads: int = 0
@@ -176,6 +181,7 @@ class Deployment:
     async def _load(self, instance: Instance) -> None:
         if instance.child is None:
             await self._spawn(instance)
+        self._announce(instance)
         endpoint = endpoints.instances(self.host.run_dir, self.number)
         self._send(instance, m.LoadInstance(self.config, endpoint))
         message = await self._reply(instance)
@@ -213,7 +219,7 @@ class Deployment:
             "auto_complete": True,
             "threads": config.worker_threads(len(self.instances)),
         }
-        instance.inbox = asyncio.Queue()
+        instance.inbox = _inbox()
         child = await self.host.makers.spawn(title, "shmserve.workers.main:run", args)
         instance.child = child
         self.host.enrol(child.pid, "worker", lambda msg: self._from_worker(instance, child, msg))
@@ -231,7 +237,7 @@ class Deployment:
     def _from_worker(self, instance: Instance, child: Child, message: Any) -> None:
         if isinstance(message, _CALLS):
             self._on_call(child.pid, message)
-        elif instance.child is child:
+        elif instance.child is child and not instance.inbox.full():
             instance.inbox.put_nowait(message)
 
     async def _reply(self, instance: Instance) -> Any:
@@ -251,6 +257,11 @@ class Deployment:
             f"the process of instance '{instance.name}' ended while loading "
             f"({child.exited.result()})"
         )
+
+    def _announce(self, instance: Instance) -> None:
+        """Tell the scheduler of an instance, and which process it is once that is known."""
+        pid = instance.child.pid if instance.child is not None else 0
+        self._tell_scheduler(m.InstanceExpected(instance.index, pid))
 
     def _failure_of(self, message: Any) -> ShmserveError:
         if isinstance(message, m.LoadFailed):
@@ -291,7 +302,7 @@ class Deployment:
         self.number = number  # now there is something at its endpoints
         for instance in self.instances:
             if instance.state is not InstanceState.FAILED:
-                self._tell_scheduler(m.InstanceExpected(instance.index))
+                self._announce(instance)
 
     def _from_scheduler(self, message: Any) -> None:
         match message:
@@ -348,7 +359,7 @@ class Deployment:
             lived = time.monotonic() - instance.ready_at
             instance.deaths_in_a_row = 1 if lived > _HEALTHY_S else instance.deaths_in_a_row + 1
             pause = _PAUSES_S[min(instance.deaths_in_a_row, len(_PAUSES_S)) - 1]
-            self._tell_scheduler(m.InstanceExpected(instance.index))
+            self._announce(instance)
             if pause:
                 await asyncio.sleep(pause)
             if self.stopping:

@@ -40,8 +40,9 @@ SECONDS = 0.4
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    limits = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS, "max_input_size": 2 * MIB}
-    with rig(tmp_path_factory.mktemp("run"), **limits) as made:
+    folder = tmp_path_factory.mktemp("run")
+    limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
+    with rig(folder, max_input_size=2 * MIB, **limits) as made:
         made.publish(SIMPLE, made.scheduler(add_sub))
         made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
         made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(one_byte))
