@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import random
 import re
 import select
 import socket
@@ -394,6 +395,29 @@ def test_bombs_do_not_go_off(gateway: Rig, name: str) -> None:
         assert reply.status == 400
         assert reply.error.startswith("Decompressed data size exceeds the maximum allowed value")
     assert memory_of(gateway.process.pid) - before < 20 * MIB
+
+
+def test_a_thousand_failures_leave_nothing(gateway: Rig) -> None:
+    """R13, R14: what was read, or inflated, of a body that is refused is given back."""
+    cut = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
+    wrong: list[tuple[bytes, dict[str, str]]] = [
+        (cut, {"Content-Encoding": "gzip"}),
+        (zlib.compress(b"x" * 800_000)[:-5], {"Content-Encoding": "deflate"}),
+        (b"x" * 200_000, {"Content-Encoding": "gzip"}),
+        (b"x" * 200_000, {"Inference-Header-Content-Length": "-1"}),
+        (b"x" * 200_000, {"Inference-Header-Content-Length": "200001"}),
+        (b"x" * 200_000, {"Inference-Header-Content-Length": "100"}),
+    ]
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            for body, headers in wrong:
+                assert gateway.http.infer("simple", body, headers).status in (400, 500)
+
+    fail(20)
+    before = memory_of(gateway.process.pid)
+    fail(1000 // len(wrong))
+    assert memory_of(gateway.process.pid) - before < 10 * MIB
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900_000 + "]" * 900_000])
