@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import random
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -88,7 +89,9 @@ def test_frames_that_were_changed_on_the_way() -> None:
     chance = random.Random(3)
     place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (1,), b"\0\0\0\0"))
-    frames = [(messages.unpack, messages.pack([example(cls)])) for cls in ALL]
+    frames: list[tuple[Callable[[bytes], Any], bytes]] = [
+        (messages.unpack, messages.pack([example(cls)])) for cls in ALL
+    ]
     frames += [
         (unpack_inference, pack_inference(Inference("id", tensors, (RequestedOutput("c"),)))),
         (unpack_inferred, pack_inferred(Inferred(tensors, {"x": "y"}))),
