@@ -499,9 +499,11 @@ class SchedulerReady:
 
 @_message
 class InstanceExpected:
-    """An instance is loading or restarting; requests wait for it."""
+    """An instance is loading or restarting; requests wait for it. `pid` is its process, once there
+    is one (0: not yet): nobody else is taken for it."""
 
     index: int
+    pid: int
 
 
 @_message

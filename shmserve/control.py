@@ -5,45 +5,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.ipc.channels import Router, _Connection
+from shmserve.ipc.kin import KinRouter, last_number
 
 logger = logging.getLogger(__name__)
 
 _MOST_STRANGERS = 64
-
-
-class _Family(Router):
-    """A process is who the kernel says it is: models run foreign code, which may connect here, but
-    not as a gateway."""
-
-    def _name(self, connection: _Connection, properties: dict[str, bytes]) -> None:
-        credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid, _, _ = struct.unpack("iii", credentials)
-        if _pid_of(properties.get("identity", b"")) != pid:
-            connection.decoder.broken = "it claims to be another process"
-            return
-        super()._name(connection, properties)
+_MOST_WORDS = 4  # of each
 
 
 class Control:
     """Routes messages in the event loop. `on_message(pid, message)` runs for each that a known
     process sends.
 
-    A peer's identity is "role.....pid". A process may speak a moment before the supervisor has
-    entered it, so what comes from a pid that is not a child of ours waits for `admit` in a short
-    queue, where a stranger's words are forgotten.
+    A peer's identity is "role.....pid": models run foreign code, which may connect here, but not as
+    a gateway. A process may speak a moment before the supervisor has entered it, so what comes from
+    a pid that is not a child of ours waits for `admit` in a short queue, where a stranger's words
+    are forgotten.
     """
 
     def __init__(
         self, endpoint: str, knows: Callable[[int], bool], on_message: Callable[[int, Any], None]
     ) -> None:
-        self._router = _Family(endpoint)
+        self._router = KinRouter(endpoint, last_number)
         self._knows = knows
         self._on_message = on_message
         self._peers: dict[int, bytes] = {}
@@ -54,10 +41,10 @@ class Control:
 
     def _drain(self) -> None:
         for identity, message in self._router.receive():
-            pid = _pid_of(identity)
+            pid = last_number(identity)
             if self._knows(pid):
                 self._take(pid, identity, message)
-            else:
+            elif sum(item[0] == pid for item in self._strangers) < _MOST_WORDS:
                 self._strangers.append((pid, identity, message))
 
     def _take(self, pid: int, identity: bytes, message: Any) -> None:
@@ -102,11 +89,6 @@ class Control:
         self._router.flush()
         self._loop.remove_reader(self._router.fd)
         self._router.close()
-
-
-def _pid_of(identity: bytes) -> int:
-    tail = identity.rpartition(b".")[2]
-    return int(tail) if tail.isdigit() and len(tail) < 10 else 0
 
 
 class Acknowledgements:

@@ -39,7 +39,7 @@ class HandleCheck:
         self._workers = workers
         self._send = send
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Future[MemoryChecked]] = {}
+        self._open: dict[int, tuple[list[int], asyncio.Future[MemoryChecked]]] = {}
 
     async def check(self, memory: Memory) -> None:
         """Raise InvalidArgument for memory that a worker cannot open, Unavailable where no worker
@@ -52,7 +52,8 @@ class HandleCheck:
         if not workers:
             return
         number = next(self._numbers)
-        future = self._open[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[MemoryChecked] = asyncio.get_running_loop().create_future()
+        self._open[number] = workers, future
         for pid in workers:
             self._send(
                 pid, CheckMemory(number, handle.raw, handle.device, handle.uuid, memory.byte_size)
@@ -69,10 +70,10 @@ class HandleCheck:
         if answer.code:
             raise from_code(answer.code, answer.message)
 
-    def checked(self, message: MemoryChecked) -> None:
-        """A worker's answer; the first counts."""
-        future = self._open.get(message.id)
-        if future is not None and not future.done():
+    def checked(self, pid: int, message: MemoryChecked) -> None:
+        """The answer of worker `pid`; the first of those who were asked counts."""
+        workers, future = self._open.get(message.id, ((), None))
+        if future is not None and pid in workers and not future.done():
             future.set_result(message)
 
 

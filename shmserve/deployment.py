@@ -23,7 +23,7 @@ from typing import Any
 from shmserve.children import Child
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.host import Host
-from shmserve.instances import Instance, expand_instances
+from shmserve.instances import Instance, expand_instances, inbox
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.lifecycle import InstanceState
@@ -163,6 +163,7 @@ class Deployment:
     async def _load(self, instance: Instance) -> None:
         if instance.child is None:
             await self._spawn(instance)
+        self._announce(instance)
         endpoint = endpoints.instances(self.host.run_dir, self.number)
         self._send(instance, m.LoadInstance(self.config, endpoint))
         message = await self._reply(instance)
@@ -200,7 +201,7 @@ class Deployment:
             "auto_complete": True,
             "threads": config.worker_threads(len(self.instances)),
         }
-        instance.inbox = asyncio.Queue()
+        instance.inbox = inbox()
         child = await self.host.makers.spawn(title, "shmserve.workers.main:run", args)
         instance.child = child
         self.host.enrol(child.pid, "worker", lambda msg: self._from_worker(instance, child, msg))
@@ -218,7 +219,7 @@ class Deployment:
     def _from_worker(self, instance: Instance, child: Child, message: Any) -> None:
         if isinstance(message, _CALLS):
             self._on_call(child.pid, message)
-        elif instance.child is child:
+        elif instance.child is child and not instance.inbox.full():
             instance.inbox.put_nowait(message)
 
     async def _reply(self, instance: Instance) -> Any:
@@ -238,6 +239,11 @@ class Deployment:
             f"the process of instance '{instance.name}' ended while loading "
             f"({child.exited.result()})"
         )
+
+    def _announce(self, instance: Instance) -> None:
+        """Tell the scheduler of an instance, and which process it is once that is known."""
+        pid = instance.child.pid if instance.child is not None else 0
+        self._tell_scheduler(m.InstanceExpected(instance.index, pid))
 
     def _failure_of(self, message: Any) -> ShmserveError:
         if isinstance(message, m.LoadFailed):
@@ -285,7 +291,7 @@ class Deployment:
             self._tell_scheduler(m.ProcessExited(pid))
         for instance in self.instances:
             if instance.state is not InstanceState.FAILED:
-                self._tell_scheduler(m.InstanceExpected(instance.index))
+                self._announce(instance)
         if self.failure:
             self._tell_pool_failed()
 
@@ -337,7 +343,7 @@ class Deployment:
     async def _restart(self, instance: Instance) -> None:
         while not self.stopping:
             pause = instance.row.pause_s(time.monotonic() - instance.ready_at)
-            self._tell_scheduler(m.InstanceExpected(instance.index))
+            self._announce(instance)
             if pause:
                 await asyncio.sleep(pause)
             if self.stopping:

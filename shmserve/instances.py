@@ -10,6 +10,13 @@ from shmserve.children import Child
 from shmserve.lifecycle import InstanceState, instance_after
 from shmserve.restarts import Row
 
+_MOST_UNREAD = 16  # of a worker that says more than it is asked for
+
+
+def inbox() -> asyncio.Queue[Any]:
+    """What a worker has said about itself and nobody has read yet; bounded."""
+    return asyncio.Queue(_MOST_UNREAD)
+
 
 @dataclass(slots=True, eq=False)
 class Instance:
@@ -22,7 +29,7 @@ class Instance:
     device_id: int
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
-    inbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    inbox: asyncio.Queue[Any] = field(default_factory=inbox)
     ready_at: float = 0.0
     row: Row = field(default_factory=Row)
     failed_loads: int = 0

@@ -303,7 +303,7 @@ class Supervisor:
                 peer = Peer(uid, tuple(groups))
                 self._answer(pid, number, self.regions.unregister(name, peer, cuda))
             case m.MemoryChecked():
-                self.handles.checked(message)
+                self.handles.checked(pid, message)
             case m.LoadModel(id=number, name=name, config=config, files=files):
                 self._answer(pid, number, self.models.load_on_request(name, config, files))
             case m.UnloadModel(id=number, name=name, unload_dependents=dependents):

@@ -21,6 +21,7 @@ if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
 from tests import leaks, servers
 
 _LOG_END = 12_000
+_LONGEST_SHOWN = 24
 
 
 @functools.cache
@@ -48,6 +49,13 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     before = leaks.Snapshot.take()
     yield
     before.assert_restored()
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Long bytes do not show in a test's name."""
+    if isinstance(val, bytes) and len(val) > _LONGEST_SHOWN:
+        return f"{argname} of {len(val)} bytes"
+    return None
 
 
 @pytest.hookimpl(wrapper=True)

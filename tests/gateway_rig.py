@@ -142,9 +142,12 @@ class Scheduler:
 
 
 class Rig:
-    """A gateway on free ports, its supervisor (`tell`, `heard`) and its schedulers."""
+    """A gateway on free ports, its supervisor (`tell`, `heard`) and its schedulers.
 
-    def __init__(self, run_dir: Path, **settings: Any) -> None:
+    `door` is a listening socket, if not one on 127.0.0.1.
+    """
+
+    def __init__(self, run_dir: Path, door: socket.socket | None = None, **settings: Any) -> None:
         self.run_dir = run_dir
         self.heard: list[Any] = []
         self.refusals: dict[type, tuple[str, str]] = {}
@@ -152,11 +155,9 @@ class Rig:
         self.schedulers: list[Scheduler] = []
         self._peer = b""
         self._puppet = Puppet(endpoints.control(run_dir), self._take)
-        self._http, self._scrapes = (
-            socket.create_server(("127.0.0.1", 0)),
-            socket.create_server(("127.0.0.1", 0)),
-        )
-        self.port = self._http.getsockname()[1]
+        self._http = door or socket.create_server(("127.0.0.1", 0))
+        self._scrapes = socket.create_server(("127.0.0.1", 0))
+        self.port = 0 if self._http.family == socket.AF_UNIX else self._http.getsockname()[1]
         self.http = Http(self.port)
         self.metrics_port = self._scrapes.getsockname()[1]
         fds = [self._http.fileno(), self._scrapes.fileno()]
@@ -261,9 +262,9 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rig(run_dir: Path, **settings: Any) -> Iterator[Rig]:
+def rig(run_dir: Path, door: socket.socket | None = None, **settings: Any) -> Iterator[Rig]:
     """A rig for the with block."""
-    made = Rig(run_dir, **settings)
+    made = Rig(run_dir, door, **settings)
     try:
         yield made
     finally:

@@ -115,7 +115,7 @@ class Rig:
     def start(self, index: int = 0, pid: int = 100) -> bytes:
         """An instance that is announced and ready; its address."""
         peer = b"%d.%d" % (index, pid)
-        self.supervisor(m.InstanceExpected(index))
+        self.supervisor(m.InstanceExpected(index, pid))
         self.worker(peer, m.InstanceReady(index, pid))
         return peer
 

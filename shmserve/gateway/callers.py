@@ -122,6 +122,11 @@ class Caller:
         return rules.refuse_restricted(scope, headers) if rules.restrictions else None
 
     @property
+    def uid(self) -> int | None:
+        """The user that the kernel names, as it does at a unix socket."""
+        return None if self._peer is None else self._peer.uid
+
+    @property
     def anonymous(self) -> bool:
         """Whether it comes from another host and no token was asked for."""
         door = self.door

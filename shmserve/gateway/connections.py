@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from operator import attrgetter, itemgetter
 from typing import Any
 
 from aiohttp import web
@@ -20,7 +19,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 
-from shmserve.gateway.callers import Caller, Door
+from shmserve.gateway.callers import Caller
 from shmserve.gateway.replies import Reply, error_reply
 from shmserve.gateway.requests import CONTENT_LENGTH, EXPECT, Request, WholeBody
 from shmserve.gateway.settings import Settings
@@ -35,7 +34,6 @@ _IDLE_S = 3600.0  # keep-alive connections that send nothing cost nothing
 _LINGER_S = 2.0
 _SMALL_BODY = 64 * 1024
 _LONGEST_KNOWN_HEAD = 2048
-_COMPLAINTS = 10  # about too many connections
 
 
 class Connection(web.RequestHandler):
@@ -269,64 +267,3 @@ async def _linger(content: StreamReader | WholeBody) -> None:
         async with asyncio.timeout(_LINGER_S):
             while not content.is_eof():
                 await content.readany()
-
-
-class Server(web.Server):
-    """Makes connections through one door, up to `most` of them.
-
-    At the limit the connections that have been idle for longest make room for new ones: who opens
-    many and sends nothing keeps nobody out.
-    """
-
-    def __init__(self, answer: Answer, settings: Settings, door: Door, most: int) -> None:
-        super().__init__(_unused, handler_cancellation=True)
-        self._answer = answer
-        self._settings = settings
-        self._door = door
-        self._most = most
-        self._crowded = 0
-
-    def __call__(self) -> Connection:
-        """The protocol of a new connection."""
-        return Connection(self, self._loop, self._answer, self._settings)
-
-    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Enter a connection, or end it when there are too many."""
-        super().connection_made(handler, transport)
-        assert isinstance(handler, Connection)
-        handler.caller = Caller(self._door, transport.get_extra_info("socket"))
-        if len(self._connections) > self._most:
-            self._make_room(handler)
-
-    def _make_room(self, newcomer: Connection) -> None:
-        others = [
-            connection
-            for connection in self._connections
-            if isinstance(connection, Connection) and connection.open
-        ]
-        others.remove(newcomer)
-        if len(others) < self._most:
-            return  # the rest is on its way out
-        # Several at a time, so that a flood of newcomers costs little each.
-        ended = _longest(others, attrgetter("idle_since"), max(1, self._most // 64))
-        ended = ended or _longest(others, attrgetter("sending_since"), 1)
-        logger.log(
-            logging.WARNING if self._crowded < _COMPLAINTS else logging.DEBUG,
-            "more than %d connections: %s",
-            self._most,
-            f"{len(ended)} that were idle were ended" if ended else "one was refused",
-        )
-        self._crowded += 1
-        for connection in ended or [newcomer]:
-            connection.force_close()
-
-
-def _longest(
-    connections: list[Connection], since: Callable[[Connection], float | None], count: int
-) -> list[Connection]:
-    found = [(began, connection) for connection in connections if (began := since(connection))]
-    return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]
-
-
-async def _unused(request: web.BaseRequest) -> web.StreamResponse:
-    raise NotImplementedError("connections answer by themselves")

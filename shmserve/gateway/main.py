@@ -16,7 +16,8 @@ from shmserve.gateway import metrics, process
 from shmserve.gateway.app import App
 from shmserve.gateway.authorisation import Authorisation, decode_restrictions
 from shmserve.gateway.callers import Door, door_kind
-from shmserve.gateway.connections import Answer, Server
+from shmserve.gateway.connections import Answer
+from shmserve.gateway.crowds import Server
 from shmserve.gateway.settings import Settings
 from shmserve.gateway.state import Gateway
 

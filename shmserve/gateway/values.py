@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from shmserve.doubles import DoubledName, members
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway.jsonfaults import explain
+from shmserve.gateway.jsonnames import OBJECTS_IN_REQUEST, doubled, members_of_request
 
 MOST_DEEP = 100
 LARGEST_UNSIGNED = 2**64 - 1
@@ -18,6 +20,7 @@ LARGEST_UNSIGNED = 2**64 - 1
 # A second, slow reading finds the words for what is wrong: milliseconds at most.
 _LONGEST_EXPLAINED = 16 * 1024
 
+_UNREADABLE = "failed to parse the request JSON buffer: "
 _TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEEP})"
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = np.zeros(256, np.int8)
@@ -34,14 +37,19 @@ class JsonFault(Internal):
 def loads(raw: bytes) -> Any:
     """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton.
 
-    Raises JsonFault for what is not JSON, InvalidArgument for nesting deeper than 100.
+    Raises JsonFault for what is not JSON, InvalidArgument for nesting deeper than 100 and for a
+    name that stands twice in one object.
     """
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         return _loads_lenient(raw, error)
-    if raw.count(b"[") + raw.count(b"{") > MOST_DEEP and _too_deep(raw):
+    plain = raw.count(b":") == members_of_request(value)
+    objects = OBJECTS_IN_REQUEST if plain else raw.count(b"{")
+    if objects + raw.count(b"[") > MOST_DEEP and _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
+    if not plain and (fault := doubled(raw, value)) is not None:
+        raise InvalidArgument(_UNREADABLE + fault)
     return value
 
 
@@ -50,13 +58,17 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         return loads(raw[3:])
     if _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
-    fault = JsonFault(f"failed to parse the request JSON buffer: {_reason(raw, strict)}")
+    fault = JsonFault(_UNREADABLE + _reason(raw, strict))
     if b"NaN" not in raw and b"Inf" not in raw:
         raise fault
     spelled = _STRING_OR_INF.sub(lambda m: b"Infinity" if m[0] == b"Inf" else m[0], raw)
     try:
-        value = json.loads(spelled, parse_float=_finite, parse_int=_whole)
+        value = json.loads(
+            spelled, parse_float=_finite, parse_int=_whole, object_pairs_hook=members
+        )
         orjson.dumps(value)  # half a surrogate pair is not text
+    except DoubledName as found:
+        raise InvalidArgument(f"{_UNREADABLE}{found}") from None
     except (ValueError, TypeError, RecursionError):
         raise fault from None
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from shmserve.doubles import members
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.build import Builder
 from shmserve.model_config.jsonform import tree_from_json
@@ -37,7 +38,7 @@ def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfi
     Raises InvalidArgument with one line for each mistake, `origin: key.path[0]: what is wrong ...`.
     """
     try:
-        decoded = json.loads(value) if isinstance(value, str) else value
+        decoded = json.loads(value, object_pairs_hook=members) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None

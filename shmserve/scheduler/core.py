@@ -185,7 +185,7 @@ class Scheduler:
         """Handle the supervisor's message."""
         match message:
             case InstanceExpected():
-                self._pool.expect(message.index)
+                self._pool.expect(message.index, message.pid)
             case InstanceExited():
                 lost = self._pool.exit(message.index)
                 self._executions.exited(lost, message.reason, now_ns)

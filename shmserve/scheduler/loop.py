@@ -11,6 +11,7 @@ from typing import get_args
 from shmserve.ipc.channels import Dealer, Router
 from shmserve.ipc.messages import (
     ClientToScheduler,
+    Drain,
     GuestToScheduler,
     ProcessExited,
     SupervisorToScheduler,
@@ -25,6 +26,8 @@ _MOST_LATE_NS = 60_000
 
 # A client's deadline may be any number; no timer needs to be longer than this.
 _LONGEST_WAIT_NS = 3_600_000_000_000
+
+_MOST_READS = 1024  # before a drain begins: some client may never end
 
 _SPIN_NS = 400_000
 _FEW = 1.5  # requests at a time; where there are more, the cores have better things to do
@@ -79,9 +82,11 @@ class Loop:
             workers.fd: lambda: self._from_workers(workers),
             clients.fd: lambda: self._from_clients(clients),
         }
+        self._fronts = [clients.fd]
         if guests is not None:
             self._links.append(guests.link)
             self._inboxes[guests.link.fd] = lambda: self._from_guests(guests)
+            self._fronts.append(guests.link.fd)
 
     def run(self) -> None:
         """Return after `Stop`."""
@@ -134,12 +139,23 @@ class Loop:
     def _from_control(self, control: Dealer) -> None:
         scheduler, now_ns = self._scheduler, time.monotonic_ns()
         for message in control.receive():
+            if type(message) is Drain:
+                self._catch_up()
             if type(message) is ProcessExited and self._guests is not None:
                 self._guests.forget(message.pid)
             if type(message) in _FROM_CONTROL:
                 scheduler.from_control(message, now_ns)
             else:
                 scheduler.misplaced()
+
+    def _catch_up(self) -> None:
+        """Take what clients sent before they heard of a successor: it is here, and was promised."""
+        for _ in range(_MOST_READS):
+            ready = select.select(self._fronts, (), (), 0)[0]
+            if not ready:
+                return
+            for fd in ready:
+                self._inboxes[fd]()
 
     def _from_workers(self, workers: Router) -> None:
         scheduler, now_ns = self._scheduler, time.monotonic_ns()

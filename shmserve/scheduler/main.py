@@ -13,6 +13,7 @@ from shmserve import logs
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.channels import Dealer, Router
 from shmserve.ipc.guests import Seals
+from shmserve.ipc.kin import KinRouter, first_number, last_number
 from shmserve.ipc.messages import SchedulerReady
 from shmserve.ipc.signature import Signature
 from shmserve.run_directory import admit_group
@@ -43,8 +44,8 @@ def run(args: dict[str, Any]) -> None:
     processes.exact_timers()
 
     number, run_dir = args["number"], Path(args["run_dir"])
-    clients = Router(endpoints.scheduler(run_dir, number))
-    workers = Router(endpoints.instances(run_dir, number))
+    clients = KinRouter(endpoints.scheduler(run_dir, number), first_number)
+    workers = KinRouter(endpoints.instances(run_dir, number), last_number)
     control = Dealer(endpoints.control(run_dir), f"scheduler.{number}.{os.getpid()}")
     door = _open_door(args, run_dir) if "guests" in args else None
     fronts = clients if door is None else Fronts(clients, door)

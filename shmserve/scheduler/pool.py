@@ -4,7 +4,8 @@
 
 The supervisor announces (`InstanceExpected`) and reports ends (`InstanceExited`, `ProcessExited`);
 a worker offers itself (`InstanceReady`). These come on two sockets, in any order: an offer that is
-ahead of the announcement is kept until then.
+ahead of the announcement is kept until then. Only the process that was announced is taken: the
+models of others run foreign code, which may offer itself too.
 
 An idle instance gets a batch at once. One that is busy may get more ahead, as many as it has credit
 for: that hides the messages' way between two batches, but what is sent ahead cannot grow any more
@@ -20,6 +21,8 @@ from enum import StrEnum
 
 from shmserve.scheduler.dynamic import Closed
 from shmserve.scheduler.requests import NEVER, Request
+
+_MOST_OFFERS = 16
 
 
 class SlotState(StrEnum):
@@ -76,8 +79,9 @@ class Slot:
     state: SlotState = SlotState.GONE
     peer: bytes = b""
     pid: int = 0
+    awaited: int = 0  # the process that was announced
+    offers: dict[int, bytes] = field(default_factory=dict)  # the latest, by pid
     executions: deque[Execution] = field(default_factory=deque)
-    offer: tuple[bytes, int] | None = None
 
     @property
     def execution(self) -> Execution | None:
@@ -101,20 +105,21 @@ class Pool:
 
     # --- coming and going -------------------------------------------------------------------------
 
-    def expect(self, index: int) -> None:
-        """An instance is loading; requests wait for it."""
+    def expect(self, index: int, pid: int) -> None:
+        """An instance is loading; requests wait for it. `pid` is its process, 0: not yet known."""
         slot = self._slot(index)
         slot.meet("expect")
-        if slot.state is SlotState.EXPECTED:
-            self._take_offer(slot)
+        slot.awaited = pid or slot.awaited
+        self._take_offer(slot)
 
     def offer(self, index: int, peer: bytes, pid: int) -> None:
         """A worker is ready for batches; it counts once the supervisor's word of it is here."""
         slot = self._slot(index)
         if slot.pid != pid:
-            slot.offer = (peer, pid)
-            if slot.state is SlotState.EXPECTED:
-                self._take_offer(slot)
+            slot.offers[pid] = peer
+            if len(slot.offers) > _MOST_OFFERS:
+                del slot.offers[next(iter(slot.offers))]
+            self._take_offer(slot)
 
     def exit(self, index: int) -> list[Execution]:
         """The instance's process is gone; returns what it had, first what it was running."""
@@ -123,8 +128,9 @@ class Pool:
     def exit_process(self, pid: int) -> list[Execution]:
         """Some process is gone; returns what it had if it was an instance."""
         for slot in self._slots.values():
-            if slot.offer is not None and slot.offer[1] == pid:
-                slot.offer = None
+            slot.offers.pop(pid, None)
+            if slot.awaited == pid != slot.pid:
+                slot.awaited = 0
             if slot.pid == pid:
                 return self._leave(slot)
         return []
@@ -145,11 +151,12 @@ class Pool:
         return slot
 
     def _take_offer(self, slot: Slot) -> None:
-        if slot.offer is None:
+        if slot.state is not SlotState.EXPECTED or slot.awaited not in slot.offers:
             return
         slot.meet("offer")
-        slot.peer, slot.pid = slot.offer
-        slot.offer = None
+        slot.pid = slot.awaited
+        slot.peer = slot.offers[slot.pid]
+        slot.offers.clear()
         self._by_peer[slot.peer] = slot
         self._free.append(slot)
         self._failure = ""
@@ -161,6 +168,8 @@ class Pool:
         self._by_peer.pop(slot.peer, None)
         if slot in self._free:
             self._free.remove(slot)
+        if slot.awaited == slot.pid:
+            slot.awaited = 0
         slot.peer, slot.pid = b"", 0
         return lost
 

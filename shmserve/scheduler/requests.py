@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from enum import StrEnum, auto
 from typing import Any
 
+from shmserve.ipc.kin import first_number
+
 NEVER = 1 << 63  # later than any time
 
 
@@ -72,7 +74,7 @@ class Client:
 
     def __init__(self, peer: bytes) -> None:
         self.peer = peer
-        self.pid = _pid_in(peer)
+        self.pid = first_number(peer)
         self.requests: dict[int, Request] = {}
 
 
@@ -138,8 +140,3 @@ class Request:
             self.state = LIFE[self.state][event]
         except KeyError:
             raise IllegalEvent(f"{event.name} in state {self.state.name}") from None
-
-
-def _pid_in(peer: bytes) -> int:
-    digits = peer.partition(b".")[0]
-    return int(digits) if digits.isdigit() and len(digits) < 10 else 0

@@ -127,6 +127,22 @@ def test_streams(server: Server, name: str) -> None:
         fine(stage)
 
 
+def test_messages_that_do_not_come_whole(server: Server) -> None:
+    """R15: a hundred calls that begin and go on byte by byte hold up nobody, and leave nothing."""
+    begun = _OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
+    with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port)))
+            for _ in range(100)
+        ]
+        for sock in slow:
+            sock.sendall(begun)
+        for _ in range(5):
+            for sock in slow:
+                sock.sendall(frame(0, 0, 1, b"x"))
+            fine(stage)
+
+
 def requests() -> Iterator[bytes]:
     """Serialized requests that cannot be."""
     right = simple_request().SerializeToString()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import socket
@@ -89,12 +90,23 @@ def sockets(server: Server) -> list[Path]:
     return sorted(found)
 
 
+OUR_OWN = b"%d.%d" % (os.getpid(), os.getpid())
+
+
 @pytest.mark.parametrize(
-    "identity", [None, b"x", b"gateway.0.1", b"worker.1.0.1", b"0.1", b"99999.abc", b"\xff" * 200]
+    "identity",
+    [
+        *(OUR_OWN, None, b"x", b"gateway.0.1", b"worker.1.0.1", b"0.1", b"99999.abc"),
+        b"\xff" * 200,
+    ],
 )
 def test_frames(server: Server, identity: bytes | None) -> None:
+    """Who has the pid that it claims is listened to, and its frames are dropped one by one; with
+    any other its connections are ended.
+    """
     context = zmq.Context()
     dropped = server.metric("shmserve_malformed")
+    least = len(TAGS) if identity == OUR_OWN else 0
     with scene(server) as stage:
         for path in sockets(server):
             with context.socket(zmq.DEALER) as dealer:
@@ -106,7 +118,7 @@ def test_frames(server: Server, identity: bytes | None) -> None:
                     dealer.send(sent)
                 dealer.send_multipart([b"", b"a", b"b", b"c"] * 10)
         context.term()
-        until("it arrived", lambda: server.metric("shmserve_malformed") > dropped + len(TAGS))
+        until("it arrived", lambda: server.metric("shmserve_malformed") > dropped + least)
         assert_recovers(stage, time.monotonic(), 3.0)
         assert stage.load.troubles() == []
 
@@ -153,15 +165,19 @@ def ended(link: Dealer) -> bool:
 
 
 def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
-    """R24: models run foreign code, as the server's user; that code may connect to the supervisor,
-    but is not taken for a gateway, whatever it calls itself.
+    """R24: models run foreign code, as the server's user; that code may connect to the server's own
+    sockets, but is not taken for a gateway or for a worker, whatever it calls itself.
     """
     with scene(server) as stage, SharedObject(4096) as made:
         stage.http.register("kept", made.key, 4096).ok()
-        for process in server.tree():
-            for name in (f"gateway.0.{process.pid}", f"other.{process.pid}", str(process.pid)):
-                intruder = Dealer(f"ipc://{server.run_dir}/control", name)
+        for path, process in itertools.product(sockets(server), server.tree()):
+            pid = process.pid
+            names = [f"gateway.0.{pid}", f"0.{pid}", f"{pid}.abc", f"other.{pid}", str(pid), ""]
+            for name in names:
+                intruder = Dealer(f"ipc://{path}", name)
                 intruder.send(m.UnregisterRegion(1, "", 0, []))
+                intruder.send(m.InstanceReady(0, pid))
+                intruder.send(m.Release(pid, list(range(0, 1 << 20, 4096))))
                 intruder.send(m.Stop())
                 until("it is ended", partial(ended, intruder))
                 intruder.close()

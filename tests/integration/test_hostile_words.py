@@ -17,8 +17,17 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors import (
+    Inference,
+    RequestedOutput,
+    TensorRef,
+    encode_bytes,
+    pack_inference,
+)
 from tests import repositories
 from tests.grpc_calls import simple_request, stub
+from tests.guests import Guest, answer
 from tests.raw_http import json_input, raw_connection
 from tests.servers import Server, running
 
@@ -185,6 +194,30 @@ def test_over_grpc(server: Server, word: str) -> None:
             # An error's text is in a header, and those have a limit.
             assert refused.value.code() is not grpc.StatusCode.UNKNOWN
             assert refused.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("word", [SHORT, LONG[: 1 << 18]], ids=["short", "long"])
+def test_over_the_native_door(server: Server, word: str) -> None:
+    ones = (TensorRef("INPUT0", "INT32", (1, 16), ONES.tobytes()),)
+    with contextlib.closing(Guest(server).hello()) as guest:
+        link = guest.link("simple")
+        for number, request in enumerate(
+            (
+                Inference(word, (TensorRef(word, "INT32", (1, 16), ONES.tobytes()),), ()),
+                Inference(word, (TensorRef("INPUT0", word, (1, 16), b""),), ()),
+                Inference(word, ones, (RequestedOutput(word),)),
+                Inference(word, ones, (), {word: word}),
+            )
+        ):
+            work = pack_inference(request)
+            link.send(m.Submit(number, 0, b"", 0, 0, 0, 0, work, word))
+            assert isinstance(answer(link), m.Failed)
+        shouter = guest.link("shouter", f"{guest.number}.{guest.token}.2")
+        said = TensorRef("INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object)))
+        for number, name in enumerate(("error", word)):
+            work = pack_inference(Inference(name, (said,), ()))
+            shouter.send(m.Submit(number, 0, b"", 0, 0, 0, 0, work, name))
+            assert isinstance(answer(shouter), m.Failed)
 
 
 def renamed(name: str) -> Any:

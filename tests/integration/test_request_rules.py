@@ -253,6 +253,11 @@ def test_wrong_binary_sizes(http: Http) -> None:
     [
         ("x", "Unable to parse Inference-Header-Content-Length, got: x"),
         ("99999999999", "value is out of range [ -2147483648, 2147483647 ], got: 99999999999"),
+        (str(2**64), f"value is out of range [ -2147483648, 2147483647 ], got: {2**64}"),
+        *(
+            (word, f"Unable to parse Inference-Header-Content-Length, got: {word}")
+            for word in ("1e3", "+1", "0x10", "1 1", "1,1", "1.0", "")
+        ),
         ("-1", "inference header size should be in range (0, "),
         ("100000", "inference header size should be in range (0, "),
     ],

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,6 +91,18 @@ def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
     assert others
     assert all(name.startswith(f"{server.run_dir}/") for name in others), others
     assert os.stat(server.run_dir).st_mode & 0o777 == 0o700
+
+
+def test_what_is_listened_to_was_asked_for(server: Server) -> None:
+    """R3, R4: on loopback alone, too."""
+    listening = {
+        (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
+        for process in server.tree()
+        for connection in process.net_connections("inet")
+        if connection.status == "LISTEN" or connection.type == socket.SOCK_DGRAM
+    }
+    ports = (server.http_port, server.grpc_port, server.metrics_port)
+    assert listening == {("127.0.0.1", port) for port in ports}
 
 
 def test_every_process_has_a_title(server: Server) -> None:

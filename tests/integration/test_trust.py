@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from http.client import parse_headers
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,17 @@ import pytest
 
 from tests import repositories
 from tests.crowd import crowd
-from tests.leaks import descriptors
-from tests.raw_http import Http, Reply, UnixHttp, in_region, join_bytes, json_input, shm_input
+from tests.leaks import made_since, server_descriptors
+from tests.raw_http import (
+    Http,
+    Reply,
+    UnixHttp,
+    in_region,
+    join_bytes,
+    json_input,
+    raw_connection,
+    shm_input,
+)
 from tests.regions import SharedObject
 from tests.servers import ROOT, Server, running
 from tests.users import ALICE, BOB, FRIENDS, as_user, needs_users
@@ -306,18 +318,42 @@ def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
         assert "--shm-max-byte-size" in http.register("huge", huge.key, 65 << 20).error
 
 
+def in_one_go(port: int, requests: list[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Status and body of the answers to requests that are sent a hundred at a time, without
+    waiting for answers between.
+    """
+    with raw_connection(port) as connection, connection.makefile("rb") as answers:
+        for at in range(0, len(requests), 100):
+            some = requests[at : at + 100]
+            connection.sendall(b"".join(some))
+            for _ in some:
+                status = int(answers.readline().split()[1])
+                size = int(parse_headers(answers)["Content-Length"])
+                yield status, answers.read(size)
+
+
 def test_registrations_have_a_limit(server: Server, http: Http) -> None:
-    """R10: thousands of registrations end at the limit with 400, and take no descriptor more."""
+    """R10: ten thousand registrations end at the limit with 400, and no process has a descriptor
+    more, nor /dev/shm an object.
+    """
     with SharedObject(SIZE) as made:
         made.write(VALUES)
         for number in range(MOST):
             http.register(f"r{number}", made.key, SIZE).ok()
-        before = descriptors(server.pid)
-        for number in range(1000):
-            refused = http.register(f"s{number}", made.key, SIZE)
-            assert refused.status == 400
-        assert refused.error.startswith(f"at most {MOST} shared memory regions can be registered")
-        assert descriptors(server.pid) == before
+        before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
+        body = json.dumps({"key": made.key, "byte_size": SIZE}).encode()
+        asked = [
+            b"POST /v2/systemsharedmemory/region/s%d/register HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (number, len(body), body)
+            for number in range(10_000)
+        ]
+        answers = Counter(in_one_go(server.http_port, asked))
+        ((status, text),) = answers
+        assert (status, answers[status, text]) == (400, 10_000)
+        assert f"at most {MOST} shared memory regions can be registered".encode() in text
+        until("descriptors are what they were", lambda: server_descriptors(server) == before)
+        assert not made_since(objects)
+        assert len(http.regions().json()) == MOST
         http.unregister().ok()
         http.register("again", made.key, SIZE).ok()
 

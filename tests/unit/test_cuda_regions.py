@@ -266,7 +266,7 @@ class Workers:
         code = self._answers[pid]
         if code is not None:
             loop = asyncio.get_running_loop()
-            loop.call_soon(self.handles.checked, m.MemoryChecked(message.id, code, "reason"))
+            loop.call_soon(self.handles.checked, pid, m.MemoryChecked(message.id, code, "reason"))
 
     def check(self, device: int, uuid: bytes = b"") -> None:
         memory = Memory.on_device(1, 64, CudaHandle(HANDLE, device, uuid))
@@ -280,7 +280,20 @@ def test_the_workers_on_the_device_are_asked() -> None:
     assert workers.asked[0][1] == m.CheckMemory(1, HANDLE, 0, UUID, 64)
     workers.check(1)
     assert workers.asked[-1][0] == 12
-    workers.handles.checked(m.MemoryChecked(1, "", ""))  # late: nobody waits
+    workers.handles.checked(10, m.MemoryChecked(1, "", ""))  # late: nobody waits
+
+
+def test_who_was_not_asked_is_not_heard() -> None:
+    """R24: what a worker says of a handle that others were asked about."""
+    workers = Workers({0: [10]}, {10: ""})
+    ask = workers.handles._send
+
+    def lie(pid: int, message: m.CheckMemory) -> None:
+        workers.handles.checked(12, m.MemoryChecked(message.id, "INVALID_ARG", "a lie"))
+        ask(pid, message)
+
+    workers.handles._send = lie
+    workers.check(0)
 
 
 def test_what_they_refuse_is_refused() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import random
 import re
 import select
 import socket
@@ -40,8 +41,9 @@ SECONDS = 0.4
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    limits = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS, "max_input_size": 2 * MIB}
-    with rig(tmp_path_factory.mktemp("run"), **limits) as made:
+    folder = tmp_path_factory.mktemp("run")
+    limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
+    with rig(folder, max_input_size=2 * MIB, **limits) as made:
         made.publish(SIMPLE, made.scheduler(add_sub))
         made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
         made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(one_byte))
@@ -302,8 +304,9 @@ def test_a_body_that_drips_is_given_up(gateway: Rig) -> None:
     assert time.monotonic() - began < 8 * SECONDS
 
 
-def test_a_client_that_does_not_read_is_cut_off(gateway: Rig, tmp_path: Path) -> None:
-    """R15: answers have a deadline."""
+@pytest.mark.parametrize("reads", [0, 1, 1000])
+def test_a_client_that_does_not_read_is_cut_off(gateway: Rig, reads: int) -> None:
+    """R15: answers have a deadline, also for who takes a few bytes from time to time."""
     big = bytes(64 * MIB)
     config = model_config(
         "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
@@ -319,8 +322,17 @@ def test_a_client_that_does_not_read_is_cut_off(gateway: Rig, tmp_path: Path) ->
         connection.sendall(head(len(body)).replace(b"/simple/", b"/big/") + body)
         port = connection.getsockname()[1]
         until("the gateway has accepted", lambda: port in client_ports(gateway))
-        until("the client is cut off", lambda: port not in client_ports(gateway), 30)
+        connection.setblocking(False)
         received = 0
+
+        def cut_off() -> bool:
+            nonlocal received
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                received += len(connection.recv(reads)) if reads else 0
+            return port not in client_ports(gateway)
+
+        until("the client is cut off", cut_off, 30)
+        connection.setblocking(True)
         with contextlib.suppress(ConnectionError):
             while piece := connection.recv(MIB):
                 received += len(piece)
@@ -383,6 +395,29 @@ def test_bombs_do_not_go_off(gateway: Rig, name: str) -> None:
         assert reply.status == 400
         assert reply.error.startswith("Decompressed data size exceeds the maximum allowed value")
     assert memory_of(gateway.process.pid) - before < 20 * MIB
+
+
+def test_a_thousand_failures_leave_nothing(gateway: Rig) -> None:
+    """R13, R14: what was read, or inflated, of a body that is refused is given back."""
+    cut = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
+    wrong: list[tuple[bytes, dict[str, str]]] = [
+        (cut, {"Content-Encoding": "gzip"}),
+        (zlib.compress(b"x" * 800_000)[:-5], {"Content-Encoding": "deflate"}),
+        (b"x" * 200_000, {"Content-Encoding": "gzip"}),
+        (b"x" * 200_000, {"Inference-Header-Content-Length": "-1"}),
+        (b"x" * 200_000, {"Inference-Header-Content-Length": "200001"}),
+        (b"x" * 200_000, {"Inference-Header-Content-Length": "100"}),
+    ]
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            for body, headers in wrong:
+                assert gateway.http.infer("simple", body, headers).status in (400, 500)
+
+    fail(20)
+    before = memory_of(gateway.process.pid)
+    fail(1000 // len(wrong))
+    assert memory_of(gateway.process.pid) - before < 10 * MIB
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900_000 + "]" * 900_000])

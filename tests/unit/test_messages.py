@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -26,6 +28,8 @@ from shmserve.ipc.tensors import (
     unpack_inference,
     unpack_inferred,
 )
+
+_CHANGES = 200_000
 
 ALL = [
     value
@@ -76,6 +80,34 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
     for unpack in (messages.unpack, unpack_inference, unpack_inferred):
         with contextlib.suppress(MalformedMessage):
             unpack(frame)
+
+
+def test_frames_that_were_changed_on_the_way() -> None:
+    """R2: each message, and each body, with bytes of it changed, doubled or lost: a message again,
+    or malformed.
+    """
+    chance = random.Random(3)
+    place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
+    tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (1,), b"\0\0\0\0"))
+    frames: list[tuple[Callable[[bytes], Any], bytes]] = [
+        (messages.unpack, messages.pack([example(cls)])) for cls in ALL
+    ]
+    frames += [
+        (unpack_inference, pack_inference(Inference("id", tensors, (RequestedOutput("c"),)))),
+        (unpack_inferred, pack_inferred(Inferred(tensors, {"x": "y"}))),
+    ] * 20
+    malformed = 0
+    for number in range(_CHANGES):
+        unpack, whole = frames[number % len(frames)]
+        frame = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(len(frame) + 1)
+            frame[at : at + chance.randint(0, 2)] = chance.randbytes(chance.randint(0, 2))
+        try:
+            unpack(bytes(frame))
+        except MalformedMessage:
+            malformed += 1
+    assert _CHANGES // 2 < malformed < _CHANGES
 
 
 VALUES = st.recursive(

@@ -73,7 +73,7 @@ class Host:
         checker = self._cuda.device_memory()
 
         def look(_: int, question: m.CheckMemory) -> None:
-            self._loop.call_soon(handles.checked, checker.check(question))
+            self._loop.call_soon(handles.checked, 1, checker.check(question))
 
         handles = HandleCheck(self._devices, lambda _: [1] if self.looking else [], look)
         self.registrar = registrar = Registrar(
@@ -431,6 +431,10 @@ def test_the_same_handle_shared_again_is_another_memory() -> None:
         (bytes(64), -1, b"", 64, "not negative"),
         (bytes(64), 2, b"", 64, "the server has 2 CUDA devices"),
         (bytes(64), 0, b"", 1 << 40, "--shm-max-byte-size-per-uid"),
+    ],
+    ids=[
+        *("a handle too short", "a uuid too short", "no bytes", "a negative size"),
+        *("a negative device", "a device that is not there", "more than a user may have"),
     ],
 )
 def test_what_is_wrong_with_a_handle(

@@ -22,7 +22,7 @@ def execution(number: int = 1, started_ns: int = NOW) -> Execution:
 def ready(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
     """Announce and offer an instance; its address."""
     peer = b"%d.%d" % (index, pid)
-    pool.expect(index)
+    pool.expect(index, pid)
     pool.offer(index, peer, pid)
     return peer
 
@@ -34,7 +34,7 @@ def counts(pool: Pool) -> dict[str, int]:
 
 def test_an_instance_counts_when_it_is_announced_and_offers_itself() -> None:
     pool = Pool(0)
-    pool.expect(0)
+    pool.expect(0, 100)
     assert not pool.free and counts(pool) == {"expected": 1}
     pool.offer(0, b"0.100", 100)
     assert pool.free and counts(pool) == {"idle": 1}
@@ -44,7 +44,7 @@ def test_an_offer_ahead_of_its_announcement_is_kept() -> None:
     pool = Pool(0)
     pool.offer(0, b"0.100", 100)
     assert not pool.free
-    pool.expect(0)
+    pool.expect(0, 100)
     assert pool.free
 
 
@@ -56,7 +56,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
     pool.offer(0, b"0.101", 101)
     assert not pool.free
     assert pool.exit(0) == [batch]
-    pool.expect(0)
+    pool.expect(0, 101)
     slot = pool.by_peer(b"0.101")
     assert slot is not None and pool.free
 
@@ -65,7 +65,31 @@ def test_an_offer_of_a_process_that_is_gone_is_forgotten() -> None:
     pool = Pool(0)
     pool.offer(0, b"0.100", 100)
     assert pool.exit_process(100) == []
-    pool.expect(0)
+    pool.expect(0, 100)
+    assert not pool.free
+
+
+def test_only_who_was_announced_is_taken() -> None:
+    """R24: whoever else offers itself waits for ever, whenever it comes and how often."""
+    pool = Pool(0)
+    for stranger in range(500, 600):
+        pool.offer(0, b"0.%d" % stranger, stranger)
+    pool.expect(0, 0)
+    pool.offer(0, b"0.500", 500)
+    assert not pool.free
+    pool.expect(0, 100)
+    pool.offer(0, b"0.501", 501)
+    assert not pool.free
+    pool.offer(0, b"0.100", 100)
+    assert pool.by_peer(b"0.100") is not None
+    # Nor when the one that was taken, or the one that was to come, is gone.
+    pool.offer(0, b"0.502", 502)
+    pool.exit(0)
+    pool.expect(0, 0)
+    assert not pool.free
+    pool.expect(0, 101)
+    pool.exit_process(101)
+    pool.offer(0, b"0.101", 101)
     assert not pool.free
 
 
@@ -139,7 +163,7 @@ def test_failure_lasts_until_an_instance_is_ready() -> None:
     assert pool.failure == ""
     pool.fail("broken")
     assert pool.failure == "broken"
-    pool.expect(0)
+    pool.expect(0, 100)
     assert pool.failure == "broken"
     pool.offer(0, b"0.100", 100)
     assert pool.failure == ""

@@ -197,7 +197,7 @@ def test_a_number_that_is_in_use_is_dropped_and_others_may_use_it() -> None:
 
 def test_a_failed_pool_refuses_what_waits_and_what_comes() -> None:
     rig = Rig()
-    rig.supervisor(m.InstanceExpected(0))
+    rig.supervisor(m.InstanceExpected(0, 100))
     (waiting,) = rig.submit()
     rig.supervisor(m.PoolFailed("model 'm' failed"))
     assert rig.answers() == [failed(waiting, "UNAVAILABLE", "model 'm' failed")]
@@ -482,7 +482,7 @@ def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
 
 def test_strangers_at_the_workers_door_are_ignored() -> None:
     rig = Rig()
-    rig.supervisor(m.InstanceExpected(0))
+    rig.supervisor(m.InstanceExpected(0, 100))
     rig.submit()
     rig.worker(b"\x00abcd", m.InstanceReady(0, 100))
     rig.worker(b"0.99", m.InstanceReady(0, 100))

@@ -138,7 +138,7 @@ class Life(RuleBasedStateMachine):
             ready = m.InstanceReady(index, worker.pid)
             if early:
                 self.rig.worker(worker.peer, ready)
-            self.rig.supervisor(m.InstanceExpected(index))
+            self.rig.supervisor(m.InstanceExpected(index, worker.pid))
             if not early:
                 self.rig.worker(worker.peer, ready)
             self.look()

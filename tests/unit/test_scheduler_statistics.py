@@ -114,7 +114,7 @@ def test_gauges_show_what_is_here_now() -> None:
     rig.start()
     rig.submit(2)
     rig.submit(3)
-    rig.supervisor(m.InstanceExpected(1))
+    rig.supervisor(m.InstanceExpected(1, 0))
     rig.clients.malformed = 2
     ours = rig.report()["shmserve"]
     assert (ours["pending"], ours["executing"], ours["malformed"]) == (3, 2, 2)

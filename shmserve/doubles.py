@@ -1,0 +1,28 @@
+"""Names that stand twice in one JSON object: parsers keep one of the values and say nothing (pure).
+
+Two readers of one text may then see two requests, so such a text is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LONGEST_SHOWN = 64
+
+
+class DoubledName(ValueError):
+    """A JSON object has two members of one name."""
+
+    def __init__(self, name: str) -> None:
+        shown = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
+        super().__init__(f"duplicate key '{shown}' in an object")
+
+
+def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of its members, as json's `object_pairs_hook`; raises DoubledName."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise DoubledName(name)
+        found[name] = value
+    return found

@@ -1,0 +1,103 @@
+"""Goes to every socket of the server that it runs in, and says what only others may say."""
+
+import json
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.channels import Dealer
+
+PATIENCE_S = 5.0
+
+
+def commands(pid):
+    """What changes something, from whoever may say it; `pid` is the process that it is about."""
+    return [
+        m.GatewayReady(pid),
+        m.SchedulerReady(pid),
+        m.WorkerStarted(pid),
+        m.UnregisterRegion(1, "", 0, []),
+        m.RegisterRegion(2, "foreign", "/foreign", 0, 4096, 0, [], False, False),
+        m.ChangeLogging(3, {"log_verbose_level": 7}),
+        m.UnloadModel(4, "constant", False),
+        m.LoadModel(5, "spare", "", {}),
+        m.StatisticsKept({}, []),
+        m.KillInstance(0, "it was asked for"),
+        m.InstanceReady(0, pid),
+        m.BatchFinished(1, 0, 0, 0, 0, []),
+        m.Release(pid, list(range(0, 1 << 20, 4096))),
+        m.ProcessExited(pid),
+        m.InstanceExited(0, "it was asked for"),
+        m.PoolFailed("it was asked for"),
+        m.Drain(),
+        m.Drained(),
+        m.Stop(),
+    ]
+
+
+class TritonPythonModel:
+    """PLAN: {"run_dir", "pids"}; REPORT: by socket and name, whether it was let in."""
+
+    def initialize(self, args):
+        """Links that are let in are kept, for later."""
+        self.links = []
+
+    def execute(self, requests):
+        """Try everything."""
+        responses = []
+        for request in requests:
+            plan = pb_utils.get_input_tensor_by_name(request, "PLAN").as_numpy().flat[0]
+            report = json.dumps(self.intrude(**json.loads(plan))).encode()
+            tensor = pb_utils.Tensor("REPORT", np.array([report], object))
+            responses.append(pb_utils.InferenceResponse([tensor]))
+        return responses
+
+    def intrude(self, run_dir, pids):
+        """Every socket, in the name of every process, this one included."""
+        found = {}
+        for path in sorted(Path(run_dir).rglob("*")):
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                continue
+            if path.name == "door":
+                found["door"] = self.at_the_door(path)
+                continue
+            for pid in (os.getpid(), *pids):
+                names = (f"gateway.0.{pid}", f"0.{pid}", f"{pid}.1.ab", f"scheduler.1.{pid}")
+                patience_s = 0.0 if pid == os.getpid() else PATIENCE_S
+                told = [self.let_in(path, name, commands(pid), patience_s) for name in names]
+                found[f"{path.relative_to(run_dir)} {pid}"] = told
+        return found
+
+    def let_in(self, path, name, said, patience_s):
+        """Whether the other end keeps the link after all that was said."""
+        link = Dealer(f"ipc://{path}", name)
+        for message in said:
+            link.send(message)
+        end = time.monotonic() + patience_s
+        while link.connected and time.monotonic() < end:
+            link.wait(end - time.monotonic())
+            link.receive()
+        self.links.append(link)
+        return link.connected
+
+    @staticmethod
+    def at_the_door(path):
+        """What a guest is told when it says what only others may say."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+            door.settimeout(PATIENCE_S)
+            door.connect(str(path))
+            for message in commands(os.getpid()):
+                try:
+                    door.send(m.pack([message]))
+                except OSError:
+                    break
+            try:
+                return door.recv(1 << 16) != b""
+            except OSError:
+                return False
