@@ -130,7 +130,7 @@ def test_floods(server: Server, name: str) -> None:
     with scene(server, 2 * _GRPC_BYTES) as stage:
         with flood(server.grpc_port, FLOODS[name]), flood(server.grpc_port, FLOODS[name]):
             with stub(server) as old:
-                for _ in range(10):
+                for _ in range(5):
                     with stub(server) as new:
                         for call in (old, new):
                             answer = call.ModelInfer(simple_request(), timeout=_PATIENCE_S)

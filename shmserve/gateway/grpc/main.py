@@ -37,8 +37,8 @@ _LAST_WORDS_S = 0.2
 # which its own calls wait at the client or are refused, and the queue has room for many shares.
 # Calls that have ended are a share of their own until they are cleared away: a client that begins
 # the next call as soon as one is answered does not wait for that.
-_MOST_CALLS = 1024
-_MOST_QUEUED = 64 * _MOST_CALLS
+_MOST_CALLS = 512
+_MOST_QUEUED = 128 * _MOST_CALLS
 
 
 def run(args: dict[str, Any]) -> None:
