@@ -111,7 +111,7 @@ def call_of(path: str, *frames: bytes, flags: int = 4) -> Callable[[int], bytes]
     return make
 
 
-FLOODS = {
+FLOODS: dict[str, Callable[[int], bytes]] = {
     "begun and reset": call_of(f"{SERVICE}ModelInfer", _RESET),
     "asked and reset": call_of(f"{SERVICE}ModelInfer", _REQUEST, _RESET),
     "streams that are reset": call_of(f"{SERVICE}ModelStreamInfer", _RESET),
@@ -120,6 +120,8 @@ FLOODS = {
     "begun and left": call_of(f"{SERVICE}ModelInfer"),
     "asked, the answer not read": call_of(f"{SERVICE}ModelInfer", _REQUEST),
     "no such method": call_of("/no/Such", flags=5),
+    "pings": lambda _: frame(6, 0, 0, bytes(8)) * 1000,
+    "settings": lambda _: frame(4, 0, 0, b"\0\4\0\0\0\x64" * 10) * 100,
 }
 
 
