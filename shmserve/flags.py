@@ -254,7 +254,9 @@ ACTED_ON: tuple[Flag, ...] = (
                 300_000,
                 "milliseconds between pings of a client that sends no data",
             ),
-            ("http2-max-ping-strikes", 2, "pings too many before a client is cut off; 0: any"),
+            # Not Triton's 2: past it, gRPC's core takes ever longer for each further ping, and a
+            # client that goes on has it busy for minutes. An answer costs next to nothing.
+            ("http2-max-ping-strikes", 0, "pings too many before a client is cut off; 0: any"),
             ("max-connection-age", 0, "milliseconds that a connection may last; 0: any"),
             ("max-connection-age-grace", 0, "milliseconds for its calls after that; 0: any"),
         )

@@ -140,6 +140,7 @@ def submission(
     limit_us = gateway.settings.request_timeout_us
     if timeout_us and (not limit_us or timeout_us < limit_us):
         limit_us = timeout_us
+    call_limit_us = min(call_limit_us, LONGEST_TIMEOUT_US)
     if call_limit_us and (not limit_us or call_limit_us < limit_us):
         limit_us = call_limit_us
     deadline_ns = arrived_ns + limit_us * 1000 if limit_us else 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from tritonclient.grpc import service_pb2 as pb
 from tests import repositories
 from tests.faults.scene import Scene, State, assert_recovers, scene
 from tests.grpc_calls import is_right, request_of, simple_request, stub
+from tests.http2 import OPENED, PREFACE, SERVICE, flood, frame, message, post
 from tests.load import Load
 from tests.servers import Server, running
 
-_SERVICE = "/inference.GRPCInferenceService/"
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 _PATIENCE_S = 20.0
 # gRPC keeps buffers and threads for what comes next.
 _GRPC_BYTES = 64 << 20
@@ -56,64 +53,36 @@ def fine(stage: Scene) -> None:
     assert stage.load.troubles() == []
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A frame of HTTP/2."""
-    head = struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream)
-    return head + payload
-
-
-# "POST /inference.../ModelInfer" as a block of literal headers, none of them remembered.
-_HEADERS = b"".join(
-    b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
-    for name, value in (
-        (b":method", b"POST"),
-        (b":scheme", b"http"),
-        (b":path", _SERVICE.encode() + b"ModelInfer"),
-        (b":authority", b"localhost"),
-        (b"te", b"trailers"),
-        (b"content-type", b"application/grpc"),
-    )
-)
-_OPENED = _PREFACE + _SETTINGS
+_HEADERS = post(f"{SERVICE}ModelInfer")
 _RANDOM = random.Random(11)
 
 STREAMS: dict[str, bytes] = {
-    "half a preface": _PREFACE[:10],
-    "no frames": _OPENED + _RANDOM.randbytes(5000),
-    "an unknown frame": _OPENED + frame(99, 255, 1, bytes(100)),
-    "a frame that is too large": _OPENED + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(100_000),
-    "half a frame": _OPENED + frame(0, 0, 1, bytes(1000))[:500],
-    "data for no stream": _OPENED + frame(0, 1, 7, bytes(1000)),
-    "headers that are no headers": _OPENED + frame(1, 5, 1, _RANDOM.randbytes(500)),
-    "headers without end": _OPENED + frame(1, 0, 1, b"") + frame(9, 0, 1, bytes(10_000)) * 500,
-    "a flood of settings": _OPENED + _SETTINGS * 20_000,
-    "a flood of pings": _OPENED + frame(6, 0, 0, bytes(8)) * 20_000,
-    "a flood of resets": _OPENED
+    "half a preface": PREFACE[:10],
+    "no frames": OPENED + _RANDOM.randbytes(5000),
+    "an unknown frame": OPENED + frame(99, 255, 1, bytes(100)),
+    "a frame that is too large": OPENED + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(100_000),
+    "half a frame": OPENED + frame(0, 0, 1, bytes(1000))[:500],
+    "data for no stream": OPENED + frame(0, 1, 7, bytes(1000)),
+    "headers that are no headers": OPENED + frame(1, 5, 1, _RANDOM.randbytes(500)),
+    "headers without end": OPENED + frame(1, 0, 1, b"") + frame(9, 0, 1, bytes(10_000)) * 500,
+    "a flood of settings": OPENED + frame(4, 0, 0) * 20_000,
+    "a flood of pings": OPENED + frame(6, 0, 0, bytes(8)) * 20_000,
+    "a flood of resets": OPENED
     + b"".join(frame(1, 5, n, _HEADERS) + frame(3, 0, n, bytes(4)) for n in range(1, 10_001, 2)),
-    "a window of nothing": _OPENED + frame(8, 0, 0, bytes(4)),
-    "a message of 4 GiB": _OPENED
+    "a window of nothing": OPENED + frame(8, 0, 0, bytes(4)),
+    "a message of 4 GiB": OPENED
     + frame(1, 4, 1, _HEADERS)
     + frame(0, 0, 1, b"\0\xff\xff\xff\xff" + bytes(1000)),
-    "a message that is compressed and is not": _OPENED
+    "a message that is compressed and is not": OPENED
     + frame(1, 4, 1, _HEADERS)
     + frame(0, 1, 1, b"\1\0\0\0\4abcd"),
-    "a message that is cut short": _OPENED
+    "a message that is cut short": OPENED
     + frame(1, 4, 1, _HEADERS)
     + frame(0, 1, 1, b"\0\0\0\0\x10abcd"),
 }
 
 
-_REFUSES = pytest.mark.xfail(
-    strict=False,
-    raises=grpc.RpcError,
-    reason="a known defect: with a thousand calls of a flood before it, gRPC's core refuses others",
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=_REFUSES if name == "a flood of resets" else ()) for name in STREAMS],
-)
+@pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.usefixtures("beginning")
 def test_streams(server: Server, name: str) -> None:
     with scene(server, _GRPC_BYTES) as stage:
@@ -129,7 +98,7 @@ def test_streams(server: Server, name: str) -> None:
 
 def test_messages_that_do_not_come_whole(server: Server) -> None:
     """R15: a hundred calls that begin and go on byte by byte hold up nobody, and leave nothing."""
-    begun = _OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
+    begun = OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
     with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
         slow = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port)))
@@ -141,6 +110,51 @@ def test_messages_that_do_not_come_whole(server: Server) -> None:
             for sock in slow:
                 sock.sendall(frame(0, 0, 1, b"x"))
             fine(stage)
+
+
+_REQUEST = frame(0, 1, 0, message(simple_request().SerializeToString()))
+_RESET = frame(3, 0, 0, bytes(4))
+
+
+def call_of(path: str, *frames: bytes, flags: int = 4) -> Callable[[int], bytes]:
+    """A call that consists of its headers and `frames`, whatever their stream."""
+    every = (frame(1, flags, 0, post(path)), *frames)
+
+    def make(stream: int) -> bytes:
+        number = stream.to_bytes(4, "big")
+        return b"".join(each[:5] + number + each[9:] for each in every)
+
+    return make
+
+
+FLOODS: dict[str, Callable[[int], bytes]] = {
+    "begun and reset": call_of(f"{SERVICE}ModelInfer", _RESET),
+    "asked and reset": call_of(f"{SERVICE}ModelInfer", _REQUEST, _RESET),
+    "streams that are reset": call_of(f"{SERVICE}ModelStreamInfer", _RESET),
+    "another method, reset": call_of(f"{SERVICE}ServerLive", frame(0, 1, 0, bytes(5)), _RESET),
+    "reset by the server": call_of(f"{SERVICE}ModelInfer", frame(0, 0, 0, bytes(9)), flags=5),
+    "begun and left": call_of(f"{SERVICE}ModelInfer"),
+    "asked, the answer not read": call_of(f"{SERVICE}ModelInfer", _REQUEST),
+    "no such method": call_of("/no/Such", flags=5),
+    "pings": lambda _: frame(6, 0, 0, bytes(8)) * 1000,
+    "settings": lambda _: frame(4, 0, 0, b"\0\4\0\0\0\x64" * 10) * 100,
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+@pytest.mark.usefixtures("beginning")
+def test_floods(server: Server, name: str) -> None:
+    """However many calls somebody begins, nobody else is refused one, meanwhile or afterwards."""
+    with scene(server, 2 * _GRPC_BYTES) as stage:
+        with flood(server.grpc_port, FLOODS[name]), flood(server.grpc_port, FLOODS[name]):
+            with stub(server) as old:
+                for _ in range(5):
+                    with stub(server) as new:
+                        for call in (old, new):
+                            answer = call.ModelInfer(simple_request(), timeout=_PATIENCE_S)
+                            assert is_right(answer)
+            assert stage.load.troubles() == []
+        fine(stage)
 
 
 def requests() -> Iterator[bytes]:
@@ -175,8 +189,8 @@ def requests() -> Iterator[bytes]:
 def test_requests(server: Server) -> None:
     """Each is refused, in few words that are meant for clients."""
     with scene(server, _GRPC_BYTES) as stage, grpc.insecure_channel(server.grpc_url) as channel:
-        infer = channel.unary_unary(f"{_SERVICE}ModelInfer")
-        others = [channel.unary_unary(_SERVICE + name) for name in ("ModelConfig", "NoSuchCall")]
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        others = [channel.unary_unary(SERVICE + name) for name in ("ModelConfig", "NoSuchCall")]
         others.append(channel.unary_unary("/"))
         others.append(channel.unary_unary("/" + "x" * 5000))
         for data in requests():
@@ -207,6 +221,23 @@ def test_metadata(server: Server) -> None:
         fine(stage)
 
 
+@pytest.mark.parametrize(
+    ("timeout", "status"),
+    [(b"99999999H", b"0"), (b"18446744073709551616n", b"0"), (b"0n", b"4"), (b"soon", b"13")],
+)
+def test_deadlines(server: Server, timeout: bytes, status: bytes) -> None:
+    """Odd ones are refused, enormous ones are kept."""
+    call = frame(1, 4, 1, post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout)))
+    asked = frame(0, 1, 1, message(simple_request().SerializeToString()))
+    with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=_PATIENCE_S) as sock:
+        sock.sendall(OPENED + call + asked)
+        answer = b""
+        while b"grpc-status" not in answer:
+            answer += sock.recv(65536)
+    value = answer.partition(b"grpc-status")[2]
+    assert value[1 : 1 + value[0]] == status
+
+
 def test_bombs(server: Server) -> None:
     """A message that inflates to a lot, again and again."""
     request = request_of("simple", np.zeros(64 << 20, np.uint8), "INT32")
@@ -232,7 +263,7 @@ def test_streams_that_are_not_read(server: Server) -> None:
     with scene(server, 4 * _GRPC_BYTES) as stage:
         with grpc.insecure_channel(server.grpc_url, options) as channel:
             stream = channel.stream_stream(
-                f"{_SERVICE}ModelStreamInfer",
+                f"{SERVICE}ModelStreamInfer",
                 request_serializer=pb.ModelInferRequest.SerializeToString,
             )(ask())
             seen = -1

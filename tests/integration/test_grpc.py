@@ -13,6 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 import shmserve
@@ -116,6 +117,22 @@ def test_callbacks(client: triton.InferenceServerClient) -> None:
         )
     until("all are answered", lambda: len(answers) == 8)
     assert answers == [None] * 8
+
+
+def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
+    """The rest wait at the client; none is refused, however fast one comes after the other."""
+
+    async def ask() -> None:
+        async with grpc.aio.insecure_channel(server.grpc_url) as channel:
+            call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+            async def again() -> None:
+                for _ in range(3):
+                    assert is_right(await call.ModelInfer(simple_request(), timeout=60))
+
+            await asyncio.gather(*(again() for _ in range(3000)))
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 3_000_000])

@@ -31,6 +31,14 @@ from shmserve.gateway.state import Gateway
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 0.2
+# gRPC's core queues calls until we ask for them, all clients' in one queue. A client that begins
+# calls and resets them without end fills it, and where it is full the core refuses calls at random,
+# whoever sent them (from the 1000th on, if not told otherwise). So a connection has its share, past
+# which its own calls wait at the client or are refused, and the queue has room for many shares.
+# Calls that have ended are a share of their own until they are cleared away: a client that begins
+# the next call as soon as one is answered does not wait for that.
+_MOST_CALLS = 512
+_MOST_QUEUED = 128 * _MOST_CALLS
 
 
 def run(args: dict[str, Any]) -> None:
@@ -68,6 +76,10 @@ class GrpcFront(process.Front):
                 ("grpc.so_reuseport", 0),  # the port is ours alone
                 # Who connects and says nothing, or half of it, is shown out.
                 ("grpc.server_handshake_timeout_ms", int(self._header_timeout_s * 1000)),
+                ("grpc.max_concurrent_streams", _MOST_CALLS),
+                ("grpc.http2.max_deallocating_streams", _MOST_CALLS),
+                ("grpc.server.max_pending_requests", _MOST_QUEUED),
+                ("grpc.server.max_pending_requests_hard_limit", _MOST_QUEUED),
                 ("grpc.max_send_message_length", LARGEST_MESSAGE),
                 ("grpc.max_receive_message_length", LARGEST_MESSAGE),
                 *settings.options,

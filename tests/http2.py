@@ -1,0 +1,107 @@
+"""HTTP/2 as no client library would speak it: frames made by hand, and floods of them."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+SERVICE = "/inference.GRPCInferenceService/"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+# Types of frames, and what some of their flags say.
+DATA, HEADERS, PRIORITY, RESET, SETTINGS, PING, WINDOW, CONTINUATION = 0, 1, 2, 3, 4, 6, 8, 9
+END_STREAM, END_HEADERS, ACK = 1, 4, 1
+
+_AHEAD = 65536
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame."""
+    head = struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream)
+    return head + payload
+
+
+def block(*headers: tuple[bytes, bytes]) -> bytes:
+    """A block of literal headers, none of them remembered; each shorter than 127 bytes."""
+    return b"".join(
+        b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value for name, value in headers
+    )
+
+
+def post(path: str, *more: tuple[bytes, bytes]) -> bytes:
+    """The headers of a call."""
+    return block(
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path.encode()),
+        (b":authority", b"localhost"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+        *more,
+    )
+
+
+def message(data: bytes) -> bytes:
+    """A message of gRPC's, as it is in DATA frames."""
+    return b"\0" + struct.pack(">I", len(data)) + data
+
+
+OPENED = PREFACE + frame(SETTINGS, 0, 0)
+
+
+@contextlib.contextmanager
+def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
+    """Send `make(stream)` for one stream after the other while the block runs.
+
+    It reads what it is sent, and acknowledges settings and pings, as an honest client does; when
+    the server ends the connection, it makes the next one.
+    """
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as it:
+                it.setblocking(False)
+                _flood(it, make, over)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _flood(sock: socket.socket, make: Callable[[int], bytes], over: threading.Event) -> None:
+    ahead, behind, stream = bytearray(OPENED), b"", 1
+    while not over.is_set():
+        while len(ahead) < _AHEAD:
+            ahead += make(stream)
+            stream += 2
+        readable, writable, _ = select.select([sock], [sock], [], 0.1)
+        if readable:
+            data = sock.recv(1 << 20)
+            if not data:
+                return
+            behind = _acknowledge(behind + data, ahead)
+        if writable:
+            del ahead[: sock.send(ahead)]
+
+
+def _acknowledge(data: bytes, to: bytearray) -> bytes:
+    """Answer the frames in `data` that want it; returns the half of one at its end."""
+    at = 0
+    while len(data) >= at + 9:
+        end = at + 9 + int.from_bytes(data[at : at + 3], "big")
+        if len(data) < end:
+            break
+        kind, flags = data[at + 3], data[at + 4]
+        if kind in (SETTINGS, PING) and not flags & ACK:
+            to += frame(kind, ACK, 0, data[at + 9 : end] if kind == PING else b"")
+        at = end
+    return data[at:]
