@@ -1,5 +1,6 @@
-# Every target sets itself up: the first one makes .venv, from pinned versions.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Every target sets itself up: the first one makes .venv, from pinned versions, with the Python that
+# .ci/find-python prefers unless PYTHON names another.
+PYTHON ?= $(shell .ci/find-python)
 CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed

@@ -8,15 +8,17 @@
 set -euo pipefail
 dir=$(realpath -m "${1:-$HOME/.cache/shmserve-peers}")
 site=$dir/triton/lib/python3.11/site-packages
+# The same Python as shmserve has: how it was built decides much of what a Python model costs.
+python=$("$(dirname "$0")/../.ci/find-python")
 
 install() {
   [ -e "$dir/ready" ] && return
   mkdir -p "$dir/dl" "$dir/lib" "$dir/backends"
   cd "$dir"
-  python3.11 -m venv triton
+  "$python" -m venv triton
   triton/bin/pip install -q nvidia-pytriton==0.7.0 'setuptools<81'
   triton/bin/pip download -q --no-deps -d dl tritonclient==2.51.0 nvidia-cuda-runtime-cu12==12.9.79
-  python3.11 - <<'P'
+  "$python" - <<'P'
 import glob, os, shutil, zipfile
 
 def take(wheel, suffix, to):

@@ -138,10 +138,15 @@ class Instance:
                 case _:
                     logger.warning("unexpected %s", type(message).__name__)
 
+    def _look(self) -> None:
+        """Take what has come meanwhile; most often that is nothing, which `wait` finds sooner."""
+        if self._scheduler is not None and self._scheduler.wait(0):
+            self._receive()
+
     def _is_cancelled(self, key: int) -> bool:
         # A model may ask from a thread of its own; the socket belongs to this one.
         if threading.get_ident() == self._thread:
-            self._receive()
+            self._look()
         return key in self._cancelled
 
     # --- a batch
@@ -196,7 +201,7 @@ class Instance:
         except BaseException as raised:  # SystemExit too: a model does not end its worker so
             error = raised
         else:
-            self._receive()
+            self._look()
             replies = [self._scatter(*pair) for pair in zip(requests, answers, strict=True)]
             self._scatterer.settle()
             return replies
@@ -210,7 +215,7 @@ class Instance:
             return [_failed(requests[0].key, self._explain(error, requests[0]))]
         else:
             logger.warning("a batch failed (%r) and is run again one by one", error)
-        self._receive()
+        self._look()
         return [self._run_alone(request.key) for request in requests]
 
     def _run_alone(self, key: int) -> Reply:

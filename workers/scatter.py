@@ -241,11 +241,11 @@ class Scatterer:
         # One copy, strided or not; an output may be a view of the very bytes it goes to.
         target: Array = np.ndarray(item.data.shape, item.data.dtype, destination)
         if size >= _WORTH_A_LOOK:
-            if _same(target, item.data):
-                return 0  # the model computed it there
             if not np.may_share_memory(target, item.data):
                 self._copier.copy(target, item.data)
                 return size
+            if _same(target, item.data):
+                return 0  # the model computed it there
         np.copyto(target, item.data)
         return size
 
