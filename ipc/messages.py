@@ -46,11 +46,12 @@ def _plain(kind: Any) -> type[Any]:
 
 def _checker(kind: Any) -> Callable[[Any], bool]:
     """Whether the elements of a list are what they should be, at every depth."""
-    if kind is Any:
-        return lambda value: True
     if typing.get_origin(kind) is not list:
         return lambda value: type(value) is kind
-    (inner,) = map(_checker, typing.get_args(kind))
+    (of,) = typing.get_args(kind)
+    if of is Any:
+        return lambda value: type(value) is list
+    inner = _checker(of)
     return lambda value: type(value) is list and all(map(inner, value))
 
 
@@ -757,9 +758,11 @@ GuestToScheduler = Submit | Cancel | Release
 
 def pack(messages: Iterable[Any]) -> bytes:
     """One frame of `messages`, in order."""
-    frame: bytes = msgpack.packb(
-        [VERSION, *((type(m).__name__, *_GETTERS[type(m)](m)) for m in messages)]
-    )
+    items: list[Any] = [VERSION]
+    for each in messages:
+        kind = type(each)
+        items.append((kind.__name__, *_GETTERS[kind](each)))
+    frame: bytes = msgpack.packb(items)
     return frame
 
 
@@ -772,20 +775,20 @@ def unpack(frame: bytes) -> list[Any]:
         raise MalformedMessage(f"not MessagePack: {error}") from error
     if type(raw) is not list or not raw or raw[0] != VERSION:
         raise MalformedMessage("not a frame of this protocol version")
-    return [_typed(item) for item in raw[1:]]
+    del raw[0]
+    return [_typed(item) for item in raw]
 
 
 def _typed(item: Any) -> Any:
-    if type(item) is not list or not item or type(item[0]) is not str:
+    if type(item) is not list or not item or type(tag := item.pop(0)) is not str:
         raise MalformedMessage("not a message")
-    known = _BY_TAG.get(item[0])
+    known = _BY_TAG.get(tag)
     if known is None:
         raise MalformedMessage("unknown message")
     cls, kinds, closer = known
-    values = item[1:]
-    if tuple(map(type, values)) != kinds:
-        raise MalformedMessage(f"{item[0]} has fields of the wrong number or types")
+    if tuple(map(type, item)) != kinds:
+        raise MalformedMessage(f"{tag} has fields of the wrong number or types")
     for index, check in closer:
-        if not check(values[index]):
-            raise MalformedMessage(f"{item[0]} has a list with elements of the wrong type")
-    return cls(*values)
+        if not check(item[index]):
+            raise MalformedMessage(f"{tag} has a list with elements of the wrong type")
+    return cls(*item)

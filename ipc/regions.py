@@ -76,7 +76,8 @@ class _HostMapping:
 
     def shrunk(self, end: int) -> bool:
         """Whether the object is smaller than `end` by now."""
-        return os.fstat(self.fd).st_size < end
+        # The position is nobody's but ours; a whole `fstat` takes three times as long.
+        return os.lseek(self.fd, 0, os.SEEK_END) < end
 
 
 class Mappings:

@@ -162,14 +162,8 @@ class PythonBackend(Backend):
     def _execute(self, received: list[ReceivedRequest]) -> list[Answer]:
         # Its own list: a model may empty what it is given.
         returned = self._model.execute(list(received))
-        if asyncio.iscoroutine(returned):
-            returned = self._run(returned)
-        if returned is None:
-            if any(request.outbox is None for request in received):
-                raise self._misbehaved(_no_list(returned))
-            returned = [None] * len(received)
         if not isinstance(returned, list):
-            raise self._misbehaved(_no_list(returned))
+            returned = self._listed(returned, received)
         if len(returned) != len(received):
             raise self._misbehaved(
                 "Number of InferenceResponse objects do not match the number of InferenceRequest "
@@ -182,6 +176,16 @@ class PythonBackend(Backend):
         )
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         return [self._answer(*pair) for pair in pairs]
+
+    def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
+        """What `execute` has returned, if that is not yet a list."""
+        if asyncio.iscoroutine(returned):
+            returned = self._run(returned)
+        if returned is None and all(request.outbox is not None for request in received):
+            return [None] * len(received)
+        if not isinstance(returned, list):
+            raise self._misbehaved(_no_list(returned))
+        return returned
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._runner is None:

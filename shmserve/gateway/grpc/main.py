@@ -50,11 +50,19 @@ def run(args: dict[str, Any]) -> None:
     settings = Settings.decode(args["settings"])
     ours = GrpcSettings.decode(args["addresses"], args["grpc"])
     process.prepare("gateway grpc", "gateway grpc", args["log"])
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     loop.run(
         process.serve(
             "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcFront(gateway, ours)
         )
     )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record of gRPC's is worth a line: a client that has left before its answer was
+    sent, which it reports with a traceback, is not."""
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "ExecuteBatchError"
 
 
 class GrpcFront(process.Front):
