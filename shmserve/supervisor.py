@@ -32,6 +32,7 @@ from shmserve.host import Host
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.guests import KEY_SIZE, Seals
+from shmserve.ipc.large_copies import past_the_caches
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.tensors import CudaHandle
 from shmserve.log_file import written_to
@@ -171,7 +172,8 @@ class Supervisor:
         # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
         single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         front = Zygote(children, self._run_dir, "front zygote", _FRONT, single)
-        makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), os.environ)
+        copying = past_the_caches(os.environ)
+        makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), copying)
         seals = Seals(secrets.token_bytes(KEY_SIZE))
         folder, log = self._run_dir.path, self.config.log
         self.host = Host(self.config, folder, children, control, front, makers, seals, log)

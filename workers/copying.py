@@ -12,10 +12,11 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from shmserve.ipc.large_copies import LARGE_COPY
 from shmserve.workers.requests import Array
 
 _WORTH_HELP = 4 * 1024 * 1024  # bytes; below it the wake-up costs as much as it saves
-_PIECE = 1024 * 1024
+_PIECE = LARGE_COPY  # smaller ones would go through the caches
 _MOST_HELPERS = 3
 
 
