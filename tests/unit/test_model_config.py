@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,26 +127,6 @@ def test_it_lives_beside_tritons_own_code() -> None:
     theirs = pytest.importorskip("tritonclient.grpc.model_config_pb2")
     config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
     assert theirs.ModelConfig.FromString(config.SerializeToString()).name == config.name
-
-
-def test_the_generated_code_is_current() -> None:
-    pytest.importorskip("grpc_tools")
-    from google.protobuf import descriptor_pb2
-
-    folder = Path(model_config_pb2.__file__).parent
-    arguments = ["-m", "grpc_tools.protoc", f"-I{folder}", "--descriptor_set_out=/dev/stdout"]
-    run = subprocess.run(
-        [sys.executable, *arguments, "model_config.proto"], capture_output=True, check=True
-    )
-    fresh = descriptor_pb2.FileDescriptorSet.FromString(run.stdout).file[0]
-    kept = descriptor_pb2.FileDescriptorProto()
-    model_config_pb2.DESCRIPTOR.CopyToProto(kept)
-    assert shown_without_json_names(fresh) == shown_without_json_names(kept)
-
-
-def shown_without_json_names(file: Any) -> list[str]:
-    text = text_format.MessageToString(file)
-    return [line for line in text.splitlines() if "json_name" not in line]
 
 
 # --- text --------------------------------------------------------------------------------------

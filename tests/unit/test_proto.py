@@ -1,0 +1,20 @@
+"""The generated protobuf code is that of the schemas beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shmserve.proto
+from shmserve.proto.compile import generate
+
+_FOLDER = Path(shmserve.proto.__file__).parent
+_SCHEMAS = sorted(path.stem for path in _FOLDER.glob("*.proto"))
+
+
+@pytest.mark.parametrize("name", _SCHEMAS)
+def test_the_generated_code_is_current(name: str) -> None:
+    pytest.importorskip("grpc_tools")
+    module = f"{name}_pb2.py"
+    assert generate(_FOLDER / f"{name}.proto")[module] == (_FOLDER / module).read_text()
