@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shmserve.ipc import zmtp
+from shmserve.ipc.frames import pack, unpack
 from shmserve.ipc.listener import Listener
-from shmserve.ipc.messages import pack, unpack
 from shmserve.ipc.tensors import MalformedMessage
 
 logger = logging.getLogger(__name__)

@@ -1,87 +1,28 @@
 """The whole vocabulary between processes: commands down are imperative, events up are in the past
 tense.
 
-    gateway  <-> scheduler     ClientToScheduler, SchedulerToClient     (a model calling another
-    model is a client too) scheduler <-> worker       SchedulerToWorker, WorkerToScheduler
+    gateway    <-> scheduler   ClientToScheduler, SchedulerToClient
+                               (a model calling another model is a client too)
+    guest      <-> scheduler   GuestToScheduler, SchedulerToClient   (a program outside the server)
+    scheduler  <-> worker      SchedulerToWorker, WorkerToScheduler
     supervisor <-> gateway     SupervisorToGateway, GatewayToSupervisor
     supervisor <-> scheduler   SupervisorToScheduler, SchedulerToSupervisor
     supervisor <-> worker      SupervisorToWorker, WorkerToSupervisor
-    supervisor <-> guest       SupervisorToGuest, GuestToSupervisor   (a program outside the server)
+    supervisor <-> guest       SupervisorToGuest, GuestToSupervisor
 
-On the wire a frame is MessagePack: [VERSION, [tag, field, ...], [tag, field, ...], ...], several
-messages a frame, fields in the order of the class. Field types are checked on arrival, so a
-handler may rely on them; anything else in a frame raises MalformedMessage. Nothing here can
-execute: no pickle, no method names.
+frames.py packs them.
 """
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable, Iterable
-from dataclasses import fields
-from operator import attrgetter
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any
 
-import msgpack
-
-from shmserve.ipc.records import record
-from shmserve.ipc.tensors import MalformedMessage
-
-VERSION = 1
-
-T = TypeVar("T")
-
-# tag -> class, the types of its fields, and closer checks of those (lists') that have any
-_Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
-_BY_TAG: dict[str, tuple[type[Any], tuple[type[Any], ...], _Checks]] = {}
-_GETTERS: dict[type[Any], Callable[[Any], Any]] = {}
-
-
-def _plain(kind: Any) -> type[Any]:
-    plain = typing.get_origin(kind) or kind
-    if plain not in (int, str, bytes, bool, float, list, dict):
-        raise TypeError(f"a message field cannot be {kind}")
-    return plain  # type: ignore[no-any-return]
-
-
-def _checker(kind: Any) -> Callable[[Any], bool]:
-    """Whether the elements of a list are what they should be, at every depth."""
-    if typing.get_origin(kind) is not list:
-        return lambda value: type(value) is kind
-    (of,) = typing.get_args(kind)
-    if of is Any:
-        return lambda value: type(value) is list
-    inner = _checker(of)
-    return lambda value: type(value) is list and all(map(inner, value))
-
-
-@dataclass_transform(frozen_default=True)
-def _message(cls: type[T]) -> type[T]:
-    made = record(cls)
-    hints = typing.get_type_hints(made)
-    names = [f.name for f in fields(made)]  # type: ignore[arg-type]
-    kinds = [hints[name] for name in names]
-    closer = tuple(
-        (index, _checker(kind))
-        for index, kind in enumerate(kinds)
-        if typing.get_origin(kind) is list
-    )
-    _BY_TAG[made.__name__] = (made, tuple(map(_plain, kinds)), closer)
-    if len(names) > 1:
-        _GETTERS[made] = attrgetter(*names)
-    elif names:
-        only = attrgetter(names[0])
-        _GETTERS[made] = lambda message: (only(message),)
-    else:
-        _GETTERS[made] = lambda message: ()
-    return made
-
+from shmserve.ipc.frames import message
 
 # --- a client of a scheduler (gateway, a model that calls another model)
-# -----------------------------------------
 
 
-@_message
+@message
 class Submit:
     """Run this request. `batch_size` 0: the model does not batch. `deadline_ns` 0: none (monotonic
     clock).
@@ -100,14 +41,14 @@ class Submit:
     request_id: str = ""
 
 
-@_message
+@message
 class Cancel:
     """Nobody waits for this request any more."""
 
     id: int
 
 
-@_message
+@message
 class Release:
     """The outputs at these offsets of a worker's arena have been read."""
 
@@ -115,14 +56,14 @@ class Release:
     offsets: list[int]
 
 
-@_message
+@message
 class ReportStatistics:
     """Answer with `StatisticsReported`."""
 
     id: int
 
 
-@_message
+@message
 class Finished:
     """The request succeeded; `body` is a packed `Inferred`."""
 
@@ -130,7 +71,7 @@ class Finished:
     body: bytes
 
 
-@_message
+@message
 class Failed:
     """The request failed; `message` is for the client. `retry_after_s` 0: no hint.
 
@@ -145,14 +86,14 @@ class Failed:
     early: bool
 
 
-@_message
+@message
 class Settled:
     """No worker has the request any more, whose `Failed` came early."""
 
     id: int
 
 
-@_message
+@message
 class StatisticsReported:
     """A model version's counters: see shmserve/scheduler/statistics.py for the keys."""
 
@@ -161,10 +102,9 @@ class StatisticsReported:
 
 
 # --- scheduler and worker
-# ----------------------------------------------------------------------------------------
 
 
-@_message
+@message
 class Execute:
     """Run a batch. `requests` holds [key, client pid, work] of each request, in order."""
 
@@ -172,14 +112,14 @@ class Execute:
     requests: list[list[Any]]
 
 
-@_message
+@message
 class CancelExecution:
     """Do not write this request's outputs: nobody waits."""
 
     key: int
 
 
-@_message
+@message
 class ReleaseOutputs:
     """These offsets of the worker's arena have been read by process `client_pid`."""
 
@@ -187,7 +127,7 @@ class ReleaseOutputs:
     offsets: list[int]
 
 
-@_message
+@message
 class InstanceReady:
     """A loaded instance (index within its model) offers itself for batches."""
 
@@ -195,7 +135,7 @@ class InstanceReady:
     pid: int
 
 
-@_message
+@message
 class BatchFinished:
     """A batch ended. Times are monotonic ns. `replies` holds [key, code, message, body] of each
     request; code "" is success. `copied_in`, `copied_out`: bytes of tensors that were copied.
@@ -212,7 +152,7 @@ class BatchFinished:
     executed: bool = True
 
 
-@_message
+@message
 class MetricsReported:
     """An instance's model has changed metrics of its own: all of them, since the process began.
     shmserve.model_metrics says what `families` are."""
@@ -221,46 +161,45 @@ class MetricsReported:
 
 
 # --- supervisor and every process
-# --------------------------------------------------------------------------------
 
 
-@_message
+@message
 class Stop:
     """End now, after what is running."""
 
 
-@_message
+@message
 class Drain:
     """Take nothing new, finish what is in flight, then say `Drained`."""
 
 
-@_message
+@message
 class Drained:
     """Nothing is in flight here any more."""
 
 
-@_message
+@message
 class ProcessExited:
     """A process of the server is gone: forget its memory, cancel its requests."""
 
     pid: int
 
 
-@_message
+@message
 class MemoryDropped:
     """A region's generation has ended: unmap it."""
 
     memory_id: int
 
 
-@_message
+@message
 class SetLogging:
     """Log like this from now on; `settings` are shmserve.logs.LogSettings, by name."""
 
     settings: dict[str, Any]
 
 
-@_message
+@message
 class Answered:
     """The answer to the sender's numbered request."""
 
@@ -268,7 +207,7 @@ class Answered:
     payload: dict[str, Any]
 
 
-@_message
+@message
 class Refused:
     """The sender's numbered request failed; `message` is for the client."""
 
@@ -278,17 +217,16 @@ class Refused:
 
 
 # --- supervisor and gateway
-# --------------------------------------------------------------------------------------
 
 
-@_message
+@message
 class GatewayReady:
     """The gateway accepts connections."""
 
     pid: int
 
 
-@_message
+@message
 class ModelPublished:
     """A model version may be called (or `ready` changed). `endpoint` is its scheduler's; `latest`:
     serves a request without version.
@@ -307,7 +245,7 @@ class ModelPublished:
     acknowledge: int
 
 
-@_message
+@message
 class ModelWithdrawn:
     """A model version must not be called any more; requests in flight on it finish."""
 
@@ -316,7 +254,7 @@ class ModelWithdrawn:
     acknowledge: int
 
 
-@_message
+@message
 class SchedulerLost:
     """The scheduler at `endpoint` is gone: submit what it had again, to `successor` (a new
     ModelPublished follows).
@@ -329,7 +267,7 @@ class SchedulerLost:
     successor: str
 
 
-@_message
+@message
 class RegionPublished:
     """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
 
@@ -358,7 +296,7 @@ class RegionPublished:
     pinned: bool = False
 
 
-@_message
+@message
 class RegionWithdrawn:
     """The name is free; when the last request that uses this generation ends, say
     `RegionReleased`."""
@@ -368,7 +306,7 @@ class RegionWithdrawn:
     acknowledge: int
 
 
-@_message
+@message
 class HealthChanged:
     """What health answers from now on. `exiting`: refuse new inferences."""
 
@@ -377,21 +315,21 @@ class HealthChanged:
     exiting: bool
 
 
-@_message
+@message
 class Acknowledged:
     """What carried this number holds in this process."""
 
     number: int
 
 
-@_message
+@message
 class RegionReleased:
     """No request of this gateway uses the generation any more."""
 
     memory_id: int
 
 
-@_message
+@message
 class RegisterRegion:
     """Register a client's POSIX shared memory object, for the user `uid`, who is in `groups`.
 
@@ -410,14 +348,14 @@ class RegisterRegion:
     pin: bool
 
 
-@_message
+@message
 class RegionAbandoned:
     """The connection that this generation was leased for is gone."""
 
     memory_id: int
 
 
-@_message
+@message
 class RegisterCudaRegion:
     """Register CUDA memory that a client exported, for the user `uid`, who is in `groups`: [offset,
     offset + byte_size) of what `handle` opens.
@@ -438,7 +376,7 @@ class RegisterCudaRegion:
     exporter_pid: int
 
 
-@_message
+@message
 class UnregisterRegion:
     """Unregister a region of system memory, or one of CUDA memory; an empty name means all of that
     kind that are the user's."""
@@ -450,7 +388,7 @@ class UnregisterRegion:
     cuda: bool = False
 
 
-@_message
+@message
 class LoadModel:
     """Load or reload; `config` is a JSON override or empty, `files` maps "1/model.py" to
     contents."""
@@ -461,7 +399,7 @@ class LoadModel:
     files: dict[str, Any]
 
 
-@_message
+@message
 class UnloadModel:
     """Unload all versions of a model."""
 
@@ -470,7 +408,7 @@ class UnloadModel:
     unload_dependents: bool
 
 
-@_message
+@message
 class IndexRepository:
     """Answer with {"models": [...]}, as POST /v2/repository/index shows it."""
 
@@ -478,7 +416,7 @@ class IndexRepository:
     ready: bool
 
 
-@_message
+@message
 class ChangeLogging:
     """Change these log settings, in every process; answer with all of them, as `SetLogging` has
     them."""
@@ -488,17 +426,16 @@ class ChangeLogging:
 
 
 # --- supervisor and scheduler
-# ------------------------------------------------------------------------------------
 
 
-@_message
+@message
 class SchedulerReady:
     """The scheduler's sockets are bound."""
 
     pid: int
 
 
-@_message
+@message
 class InstanceExpected:
     """An instance is loading or restarting; requests wait for it. `pid` is its process, once there
     is one (0: not yet): nobody else is taken for it."""
@@ -507,7 +444,7 @@ class InstanceExpected:
     pid: int
 
 
-@_message
+@message
 class InstanceExited:
     """An instance's process is gone (or was stopped); its batch must run elsewhere. `reason` is
     for the client."""
@@ -516,14 +453,14 @@ class InstanceExited:
     reason: str
 
 
-@_message
+@message
 class PoolFailed:
     """No instance will come back: refuse what waits. `reason` is for the client."""
 
     reason: str
 
 
-@_message
+@message
 class KillInstance:
     """An instance overran its execution limit: dump its stack to the log and kill it."""
 
@@ -531,7 +468,7 @@ class KillInstance:
     reason: str
 
 
-@_message
+@message
 class StatisticsKept:
     """What the scheduler has counted and just told somebody; its successor goes on from there.
     `metrics` are its model's own, as shmserve.model_metrics keeps them."""
@@ -541,31 +478,30 @@ class StatisticsKept:
 
 
 # --- supervisor and worker
-# ---------------------------------------------------------------------------------------
 
 
-@_message
+@message
 class WorkerStarted:
     """The worker runs and waits for `LoadInstance` (or for `CompleteConfig`)."""
 
     pid: int
 
 
-@_message
+@message
 class CompleteConfig:
     """Derive what the configuration leaves open, then say `ConfigCompleted`."""
 
     config: dict[str, Any]
 
 
-@_message
+@message
 class ConfigCompleted:
     """The model's own view of its configuration, to be merged and validated."""
 
     config: dict[str, Any]
 
 
-@_message
+@message
 class LoadInstance:
     """Load the model with this final configuration, connect to the scheduler's worker endpoint."""
 
@@ -573,14 +509,14 @@ class LoadInstance:
     endpoint: str
 
 
-@_message
+@message
 class InstanceLoaded:
     """The model is loaded; the instance is about to offer itself to its scheduler."""
 
     seconds: float
 
 
-@_message
+@message
 class LoadFailed:
     """The model could not be loaded."""
 
@@ -588,14 +524,14 @@ class LoadFailed:
     message: str
 
 
-@_message
+@message
 class Attach:
     """The scheduler died: offer yourself at this endpoint instead."""
 
     endpoint: str
 
 
-@_message
+@message
 class FindModel:
     """A model wants to call another one: answer with {"endpoint", "config", "version"}; version ""
     means the latest."""
@@ -605,7 +541,7 @@ class FindModel:
     version: str
 
 
-@_message
+@message
 class CheckMemory:
     """Open this CUDA memory, see whether it has `byte_size` bytes, and let it go."""
 
@@ -616,7 +552,7 @@ class CheckMemory:
     byte_size: int
 
 
-@_message
+@message
 class MemoryChecked:
     """How a `CheckMemory` went; code "" is success, `message` is for the client."""
 
@@ -626,17 +562,16 @@ class MemoryChecked:
 
 
 # --- supervisor and guest (a program with shmserve.client), over a unix socket
-# ---------------------------------------------------------------------------------------
 
 
-@_message
+@message
 class Hello:
     """A program asks to be a guest; `version` is the protocol's."""
 
     version: int
 
 
-@_message
+@message
 class Welcome:
     """The program is guest `number`. A link to a scheduler has the identity "NUMBER.TOKEN.LINK"."""
 
@@ -644,7 +579,7 @@ class Welcome:
     token: str
 
 
-@_message
+@message
 class ShareMemory:
     """Let requests of this guest use the first `byte_size` bytes of the attached descriptor: a
     sealed memfd. `pin`: have workers on CUDA devices lock its pages.
@@ -658,7 +593,7 @@ class ShareMemory:
     pin: bool
 
 
-@_message
+@message
 class ShareDeviceMemory:
     """Let requests of this guest use the first `byte_size` bytes of what `handle` opens on the
     server's device `device_id`.
@@ -673,7 +608,7 @@ class ShareDeviceMemory:
     device_uuid: bytes
 
 
-@_message
+@message
 class WithdrawMemory:
     """No request of this guest uses the memory any more."""
 
@@ -754,41 +689,3 @@ SupervisorToGuest = (
 )
 GuestToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
 GuestToScheduler = Submit | Cancel | Release
-
-
-def pack(messages: Iterable[Any]) -> bytes:
-    """One frame of `messages`, in order."""
-    items: list[Any] = [VERSION]
-    for each in messages:
-        kind = type(each)
-        items.append((kind.__name__, *_GETTERS[kind](each)))
-    frame: bytes = msgpack.packb(items)
-    return frame
-
-
-def unpack(frame: bytes) -> list[Any]:
-    """The messages of a frame, typed; raises MalformedMessage for anything else, and takes none of
-    it."""
-    try:
-        raw = msgpack.unpackb(frame)
-    except Exception as error:  # msgpack raises a dozen kinds; all mean the same
-        raise MalformedMessage(f"not MessagePack: {error}") from error
-    if type(raw) is not list or not raw or raw[0] != VERSION:
-        raise MalformedMessage("not a frame of this protocol version")
-    del raw[0]
-    return [_typed(item) for item in raw]
-
-
-def _typed(item: Any) -> Any:
-    if type(item) is not list or not item or type(tag := item.pop(0)) is not str:
-        raise MalformedMessage("not a message")
-    known = _BY_TAG.get(tag)
-    if known is None:
-        raise MalformedMessage("unknown message")
-    cls, kinds, closer = known
-    if tuple(map(type, item)) != kinds:
-        raise MalformedMessage(f"{tag} has fields of the wrong number or types")
-    for index, check in closer:
-        if not check(item[index]):
-            raise MalformedMessage(f"{tag} has a list with elements of the wrong type")
-    return cls(*item)

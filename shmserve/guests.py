@@ -34,7 +34,7 @@ from typing import Any
 from shmserve import descriptors
 from shmserve.control import Acknowledgements
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.ipc import endpoints
+from shmserve.ipc import endpoints, frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.guests import FIRST, Seals
@@ -121,7 +121,7 @@ class Guests:
 
     def tell(self, message: Any) -> None:
         """Tell every guest."""
-        data = m.pack([_for_guests(message)])
+        data = frames.pack([_for_guests(message)])
         for guest in list(self._guests.values()):
             if guest.welcomed:
                 self._send(guest, data)
@@ -214,7 +214,7 @@ class Guests:
             if not data:
                 self._leave(guest)
                 return
-            for message in m.unpack(data):
+            for message in frames.unpack(data):
                 self._take(guest, message, fds)
         except MalformedMessage as error:
             logger.warning("a client program sent what is no message: %s", error)
@@ -225,11 +225,11 @@ class Guests:
 
     def _take(self, guest: _Guest, message: Any, fds: list[int]) -> None:
         match message:
-            case m.Hello(version=m.VERSION) if not guest.welcomed:
+            case m.Hello(version=frames.VERSION) if not guest.welcomed:
                 guest.welcomed = True
                 welcome = m.Welcome(guest.number, self._seals.token(guest.number))
                 for item in (welcome, *self._snapshot()):
-                    self._send(guest, m.pack([_for_guests(item)]))
+                    self._send(guest, frames.pack([_for_guests(item)]))
             case m.Acknowledged(number=number) if guest.welcomed:
                 self._acknowledgements.acknowledged(guest.number, number)
             case m.ShareMemory(number, size, pin) if guest.welcomed:
@@ -238,7 +238,7 @@ class Guests:
                     answer = m.Answered(number, {"memory": self._share(guest, size, pin, fds)})
                 except ShmserveError as error:
                     answer = m.Refused(number, error.code, error.message)
-                self._send(guest, m.pack([answer]))
+                self._send(guest, frames.pack([answer]))
             case m.ShareDeviceMemory() if guest.welcomed:
                 task = self._loop.create_task(self._answer_device(guest, message))
                 self._checks.add(task)
@@ -267,7 +267,7 @@ class Guests:
         except ShmserveError as error:
             answer = m.Refused(asked.id, error.code, error.message)
         if guest.number in self._guests:
-            self._send(guest, m.pack([answer]))
+            self._send(guest, frames.pack([answer]))
 
     async def _share_device(self, guest: _Guest, asked: m.ShareDeviceMemory) -> list[Any]:
         handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from shmserve.ipc import endpoints
+from shmserve.ipc import endpoints, frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Dealer
 from shmserve.ipc.tensors import Inference, RequestedOutput, TensorRef, pack_inference
@@ -32,7 +32,7 @@ class Guest:
 
     def hello(self) -> Guest:
         """Become a guest."""
-        self.tell(m.Hello(m.VERSION))
+        self.tell(m.Hello(frames.VERSION))
         while True:
             match self.next():
                 case m.Welcome(number, token):
@@ -43,10 +43,10 @@ class Guest:
                     return self
 
     def tell(self, message: Any, *fds: int) -> None:
-        socket.send_fds(self.door, [m.pack([message])], fds)
+        socket.send_fds(self.door, [frames.pack([message])], fds)
 
     def next(self) -> Any:
-        (message,) = m.unpack(self.door.recv(1 << 20))
+        (message,) = frames.unpack(self.door.recv(1 << 20))
         return message
 
     def ask(self, message: Any, *fds: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.ipc import frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import Inferred, Memory, Place, TensorRef, pack_inferred
 from shmserve.scheduler.core import Scheduler
@@ -24,7 +25,7 @@ class Outbox:
 
     def post(self, peer: bytes, message: Any) -> None:
         """Keep a message; it must survive the wire."""
-        (received,) = m.unpack(m.pack([message]))
+        (received,) = frames.unpack(frames.pack([message]))
         self.posted.append((peer, received))
 
     def take(self) -> list[tuple[bytes, Any]]:

@@ -26,7 +26,7 @@ from shmserve.client.memory import AnySegment
 from shmserve.client.models import Models
 from shmserve.client.region import nothing
 from shmserve.errors import ShmserveError, from_code
-from shmserve.ipc import endpoints
+from shmserve.ipc import endpoints, frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import MalformedMessage, Place
@@ -65,7 +65,7 @@ class Connection:
         try:
             _connect(self._door, str(endpoints.door(run_dir)), timeout_s)
             self._door.settimeout(timeout_s)
-            self._door.send(m.pack([m.Hello(m.VERSION)]))
+            self._door.send(frames.pack([m.Hello(frames.VERSION)]))
             while not self._informed(self._receive()):
                 pass
         except (OSError, MalformedMessage) as error:
@@ -92,7 +92,7 @@ class Connection:
     def _informed(self, data: bytes) -> bool:
         """Take what the server says; True when that ends what it says at first."""
         informed = False
-        for message in m.unpack(data):
+        for message in frames.unpack(data):
             match message:
                 case m.Welcome(number, token):
                     self.identity = f"{number}.{token}"
@@ -129,7 +129,7 @@ class Connection:
     def _tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         with self._lock:
             try:
-                socket.send_fds(self._door, [m.pack([message])], fds)
+                socket.send_fds(self._door, [frames.pack([message])], fds)
             except OSError as error:
                 raise Disconnected(_GONE) from error
 

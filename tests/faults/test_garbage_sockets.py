@@ -19,7 +19,7 @@ import msgpack
 import pytest
 import zmq
 
-from shmserve.ipc import messages
+from shmserve.ipc import frames, messages
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Dealer
 from tests.faults.scene import assert_recovers, scene
@@ -46,7 +46,7 @@ FIELDS = {kind.__name__: len(kind.__slots__) for union in UNIONS for kind in typ
 
 def frame(*items: Any) -> bytes:
     """A frame of the protocol's version with these messages."""
-    packed: bytes = msgpack.packb([messages.VERSION, *items])
+    packed: bytes = msgpack.packb([frames.VERSION, *items])
     return packed
 
 
@@ -70,11 +70,11 @@ def garbage() -> Iterator[bytes]:
     yield msgpack.packb({"a": 1})
     yield msgpack.packb([])
     yield msgpack.packb([99])
-    yield msgpack.packb([messages.VERSION, 7])
-    yield msgpack.packb([messages.VERSION, []])
-    yield msgpack.packb([messages.VERSION, [None]])
-    yield msgpack.packb([messages.VERSION, ["NoSuchMessage"]])
-    yield msgpack.packb([messages.VERSION, ["__class__", "os.system", "true"]])
+    yield msgpack.packb([frames.VERSION, 7])
+    yield msgpack.packb([frames.VERSION, []])
+    yield msgpack.packb([frames.VERSION, [None]])
+    yield msgpack.packb([frames.VERSION, ["NoSuchMessage"]])
+    yield msgpack.packb([frames.VERSION, ["__class__", "os.system", "true"]])
     yield b"\x91" * 100_000  # arrays in arrays in arrays
     yield b"\xdd\xff\xff\xff\xff"  # an array of four billion, of which nothing comes
     yield b"\xc6\xff\xff\xff\xff" + bytes(100)  # and so many bytes

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import shmserve.client
-from shmserve.ipc import endpoints, zmtp
+from shmserve.ipc import endpoints, frames, zmtp
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import (
     Inference,
@@ -113,7 +113,7 @@ def never_read(guest: Guest, stage: Scene) -> None:
     identity = f"{guest.number}.{guest.token}.deaf".encode()
     connection.sendall(zmtp.GREETING + zmtp.ready("DEALER", identity))
     connection.settimeout(1.0)
-    frame = zmtp.frame(m.pack([submit((small(),), number) for number in range(500)]))
+    frame = zmtp.frame(frames.pack([submit((small(),), number) for number in range(500)]))
     with contextlib.closing(connection), contextlib.suppress(TimeoutError):
         for _ in range(2000):
             connection.sendall(frame)

@@ -24,7 +24,7 @@ from shmserve.gateway.compression import Inflater, accepted_encoding, check_enco
 from shmserve.gateway.intake import header_size
 from shmserve.gateway.regions import Region, Spans
 from shmserve.gateway.values import loads
-from shmserve.ipc import messages, posix_shm, zmtp
+from shmserve.ipc import frames, messages, posix_shm, zmtp
 from shmserve.ipc.guests import FIRST, KEY_SIZE, Seals
 from shmserve.ipc.messages import Submit
 from shmserve.ipc.ranges import LARGEST, fits, whole
@@ -252,8 +252,8 @@ def wire(data: bytes) -> None:
             with _refused(data):
                 assert decode_bytes(rest[1:], (count,), "n", "m").size == count
         else:
-            again = messages.pack(messages.unpack(rest))
-            assert messages.pack(messages.unpack(again)) == again
+            again = frames.pack(frames.unpack(rest))
+            assert frames.pack(frames.unpack(again)) == again
     except MalformedMessage:
         pass
 
@@ -283,7 +283,7 @@ def native(data: bytes) -> None:
         _said(Submit(1, 0, b"", 0, 0, 0, 0, rest))
     else:
         with contextlib.suppress(MalformedMessage):
-            for message in messages.unpack(rest):
+            for message in frames.unpack(rest):
                 if type(message) is Submit:
                     _said(message)
 
@@ -293,19 +293,19 @@ def _decoded(given: _Bytes) -> None:
     step = given.number(1) + 1
     stream = _HANDSHAKE * (given.number(1) % 2) + given.rest
     whole, cut = zmtp.Decoder(), zmtp.Decoder()
-    frames = whole.feed(stream)
+    taken = whole.feed(stream)
     pieces = []
     for at in range(0, len(stream), step):
         if not cut.broken:
             pieces += cut.feed(stream[at : at + step])
     assert whole.held <= len(stream)
-    assert sum(map(len, frames)) <= len(stream)
-    assert pieces == frames
+    assert sum(map(len, taken)) <= len(stream)
+    assert pieces == taken
     assert (cut.broken, cut.dropped) == (whole.broken, whole.dropped)
     assert cut.properties == whole.properties
     with contextlib.suppress(MalformedMessage):
-        for frame in frames:
-            messages.unpack(frame)
+        for frame in taken:
+            frames.unpack(frame)
 
 
 def _said(submit: Submit) -> None:

@@ -16,6 +16,7 @@ import zmq
 
 import shmserve.client
 from shmserve.devices import cuda_devices
+from shmserve.ipc import frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import (
     Memory,
@@ -166,12 +167,12 @@ def test_a_made_up_identity_is_not_answered(guest: Guest) -> None:
     [
         b"garbage",
         b"",
-        m.pack([m.Hello(99)]),
-        m.pack([m.Stop()]),
-        m.pack([m.UnloadModel(1, "simple", False)]),
-        m.pack([m.UnregisterRegion(1, "", 0, [])]),
-        m.pack([m.ShareMemory(1, 1, False)]),
-        m.pack([m.Hello(m.VERSION), m.Hello(m.VERSION)]),
+        frames.pack([m.Hello(99)]),
+        frames.pack([m.Stop()]),
+        frames.pack([m.UnloadModel(1, "simple", False)]),
+        frames.pack([m.UnregisterRegion(1, "", 0, [])]),
+        frames.pack([m.ShareMemory(1, 1, False)]),
+        frames.pack([m.Hello(frames.VERSION), m.Hello(frames.VERSION)]),
         b"\x92\x01" + b"x" * 100_000,
     ],
 )
@@ -242,9 +243,9 @@ def test_a_socket_of_a_zeromq_library(guest: Guest) -> None:
         dealer.linger = 0
         dealer.identity = f"{guest.number}.{guest.token}.z".encode()
         dealer.connect(guest.models["identity"])
-        dealer.send(m.pack([submit((small(),))]))
+        dealer.send(frames.pack([submit((small(),))]))
         assert dealer.poll(10_000)
-        (message,) = m.unpack(dealer.recv())
+        (message,) = frames.unpack(dealer.recv())
     assert isinstance(message, m.Finished)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shmserve.ipc import endpoints, zmtp
+from shmserve.ipc import endpoints, frames, zmtp
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Dealer, Router
 from tests.arrivals import arrived, send_raw
@@ -239,10 +239,10 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
     garbage = [
         b"",
         os.urandom(100),
-        m.pack([m.Finished(1, b"")]),
-        m.pack([m.HealthChanged(True, True, True)]),
-        m.pack([m.BatchFinished(1, 0, 0, 0, 0, [[], [1], ["a", 2]])]),
-        m.pack([m.Execute(1, [])]),
+        frames.pack([m.Finished(1, b"")]),
+        frames.pack([m.HealthChanged(True, True, True)]),
+        frames.pack([m.BatchFinished(1, 0, 0, 0, 0, [[], [1], ["a", 2]])]),
+        frames.pack([m.Execute(1, [])]),
         b"\x92\x02\x91\xa5Drain",
         b"\x92\x01\x91\xa5Nope.",
         b"\xdd\xff\xff\xff\xff",

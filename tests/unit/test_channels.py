@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
+from shmserve.ipc import frames, zmtp
 from shmserve.ipc import messages as m
-from shmserve.ipc import zmtp
 from shmserve.ipc.channels import Dealer, Router
 from tests.arrivals import arrived, send_raw
 
@@ -102,7 +102,9 @@ def test_the_other_end_goes(router: Router, dealer: Dealer) -> None:
 
 
 def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: Dealer) -> None:
-    send_raw(dealer, b"", zmtp.frame(b"garbage") + b"\1\1a\0\1b" + zmtp.frame(m.pack([m.Drain()])))
+    send_raw(
+        dealer, b"", zmtp.frame(b"garbage") + b"\1\1a\0\1b" + zmtp.frame(frames.pack([m.Drain()]))
+    )
     assert arrived(router) == [(b"me", m.Drain())] and router.malformed == 2
     with socket.socket(socket.AF_UNIX) as plain:
         plain.connect(router.endpoint.removeprefix("ipc://"))
@@ -119,12 +121,12 @@ def test_libzmq_at_the_other_end(router: Router) -> None:
             theirs.setsockopt(zmq.IDENTITY, b"theirs")
             theirs.connect(router.endpoint)
             for size in (1, 300, 100_000):
-                theirs.send(m.pack([m.Finished(size, bytes(size))]))
+                theirs.send(frames.pack([m.Finished(size, bytes(size))]))
                 assert arrived(router) == [(b"theirs", m.Finished(size, bytes(size)))]
                 router.post(b"theirs", m.Finished(size, bytes(size)))
                 router.flush()
                 while not theirs.poll(10):
                     list(router.receive())
-                assert m.unpack(theirs.recv()) == [m.Finished(size, bytes(size))]
+                assert frames.unpack(theirs.recv()) == [m.Finished(size, bytes(size))]
     finally:
         context.destroy(0)

@@ -8,6 +8,7 @@ import sys
 import typing
 from pathlib import Path
 
+from shmserve.ipc import frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import Inference, TensorRef, pack_inference
 
@@ -33,7 +34,7 @@ def test_the_table_has_every_message_and_field() -> None:
 
 def test_the_example_is_what_is_packed() -> None:
     work = pack_inference(Inference("", (TensorRef("x", "UINT8", (2,), b"\x05\x06"),)))
-    packed = m.pack([m.Submit(7, 0, b"", 1000, 0, 0, 0, work, "")]).hex()
+    packed = frames.pack([m.Submit(7, 0, b"", 1000, 0, 0, 0, work, "")]).hex()
     lines = [line.replace(" ", "") for line in PAGE.splitlines() if line.startswith("    92 01")]
     start = PAGE.index("    92 01")
     shown = PAGE[start : PAGE.index("\n\n", start)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shmserve.gateway.authorisation import Authorisation
 from shmserve.gateway.callers import Caller, Door, DoorKind
-from shmserve.ipc import messages as m
+from shmserve.ipc import frames
 from tests.fuzz import targets
 from tests.fuzz.__main__ import CORPUS
 
@@ -95,7 +95,7 @@ packed = st.recursive(
     | st.floats()
     | st.text(max_size=5)
     | st.binary(max_size=5)
-    | st.sampled_from(["FP32", "BYTES", *m._BY_TAG]),
+    | st.sampled_from(["FP32", "BYTES", *frames.tags()]),
     lambda inner: st.lists(inner, max_size=10) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=30,
 )
@@ -105,7 +105,7 @@ packed = st.recursive(
 def test_any_message(kind: bytes, value: Any) -> None:
     """R2: what unpacks as MessagePack is one of our messages, whole, or malformed."""
     if kind == b"m" and type(value) is list:
-        value = [m.VERSION, *value]
+        value = [frames.VERSION, *value]
     targets.wire(kind + msgpack.packb(value))
 
 

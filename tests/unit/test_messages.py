@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc import messages
+from shmserve.ipc import frames, messages
 from shmserve.ipc.tensors import (
     Inference,
     Inferred,
@@ -56,28 +56,28 @@ def example(cls: type[Any]) -> Any:
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 def test_every_message_survives_the_wire(cls: type[Any]) -> None:
     message = example(cls)
-    assert messages.unpack(messages.pack([message, message])) == [message, message]
+    assert frames.unpack(frames.pack([message, message])) == [message, message]
 
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
-    raw = msgpack.unpackb(messages.pack([example(cls)]))
+    raw = msgpack.unpackb(frames.pack([example(cls)]))
     for index in range(1, len(raw[1])):
         wrong = [raw[0], [*raw[1][:index], None, *raw[1][index + 1 :]]]
         with pytest.raises(MalformedMessage):
-            messages.unpack(msgpack.packb(wrong))
+            frames.unpack(msgpack.packb(wrong))
     with pytest.raises(MalformedMessage):
-        messages.unpack(msgpack.packb([raw[0], [*raw[1], 1]]))
+        frames.unpack(msgpack.packb([raw[0], [*raw[1], 1]]))
 
 
 def test_another_version_is_refused() -> None:
     with pytest.raises(MalformedMessage):
-        messages.unpack(msgpack.packb([messages.VERSION + 1]))
+        frames.unpack(msgpack.packb([frames.VERSION + 1]))
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
-    for unpack in (messages.unpack, unpack_inference, unpack_inferred):
+    for unpack in (frames.unpack, unpack_inference, unpack_inferred):
         with contextlib.suppress(MalformedMessage):
             unpack(frame)
 
@@ -89,16 +89,16 @@ def test_frames_that_were_changed_on_the_way() -> None:
     chance = random.Random(3)
     place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (1,), b"\0\0\0\0"))
-    frames: list[tuple[Callable[[bytes], Any], bytes]] = [
-        (messages.unpack, messages.pack([example(cls)])) for cls in ALL
+    kinds: list[tuple[Callable[[bytes], Any], bytes]] = [
+        (frames.unpack, frames.pack([example(cls)])) for cls in ALL
     ]
-    frames += [
+    kinds += [
         (unpack_inference, pack_inference(Inference("id", tensors, (RequestedOutput("c"),)))),
         (unpack_inferred, pack_inferred(Inferred(tensors, {"x": "y"}))),
     ] * 20
     malformed = 0
     for number in range(_CHANGES):
-        unpack, whole = frames[number % len(frames)]
+        unpack, whole = kinds[number % len(kinds)]
         frame = bytearray(whole)
         for _ in range(chance.randint(1, 3)):
             at = chance.randrange(len(frame) + 1)
@@ -124,7 +124,7 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
     frame = msgpack.packb(value)
-    for unpack in (messages.unpack, unpack_inference, unpack_inferred):
+    for unpack in (frames.unpack, unpack_inference, unpack_inferred):
         with contextlib.suppress(MalformedMessage):
             unpack(frame)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from shmserve.ipc import frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Dealer
 
@@ -94,7 +95,7 @@ class TritonPythonModel:
             door.connect(str(path))
             for message in commands(os.getpid()):
                 try:
-                    door.send(m.pack([message]))
+                    door.send(frames.pack([message]))
                 except OSError:
                     break
             try:
