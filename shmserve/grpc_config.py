@@ -27,6 +27,21 @@ _AGES = {
     "grpc-max-connection-age-grace": "grpc.max_connection_age_grace_ms",
 }
 
+_EXPERIMENTS = "GRPC_EXPERIMENTS"
+_OWN_THREADS = "event_engine_listener"
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """`given`, in which gRPC's core reads connections in threads of its own.
+
+    As Python has it otherwise, one thread reads them all, and goes on with one as long as more
+    comes: a client that floods the server has everybody else wait, for many seconds.
+    """
+    named = [name for name in given.get(_EXPERIMENTS, "").split(",") if name]
+    if not any(name.removeprefix("-") == _OWN_THREADS for name in named):
+        named.append(_OWN_THREADS)
+    return {**given, _EXPERIMENTS: ",".join(named)}
+
 
 @dataclass(frozen=True, slots=True)
 class Tls:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from shmserve import descriptors, devices, logs
+from shmserve import descriptors, devices, grpc_config, logs
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Control
@@ -170,7 +170,7 @@ class Supervisor:
             lambda pid, message: self.host.dispatch(pid, message),
         )
         # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
-        single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        single = {**grpc_config.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
         front = Zygote(children, self._run_dir, "front zygote", _FRONT, single)
         copying = past_the_caches(os.environ)
         makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), copying)

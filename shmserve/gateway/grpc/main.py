@@ -78,12 +78,14 @@ class GrpcFront(process.Front):
     async def open(self) -> None:
         """Listen and accept calls."""
         settings = self._settings
+        patience_ms = int(self._header_timeout_s * 1000)
         server = grpc.aio.server(
             handlers=(self._service,),
             options=(
                 ("grpc.so_reuseport", 0),  # the port is ours alone
                 # Who connects and says nothing, or half of it, is shown out.
-                ("grpc.server_handshake_timeout_ms", int(self._header_timeout_s * 1000)),
+                ("grpc.server_handshake_timeout_ms", patience_ms),
+                ("grpc.http2.settings_timeout", patience_ms),
                 ("grpc.max_concurrent_streams", _MOST_CALLS),
                 ("grpc.http2.max_deallocating_streams", _MOST_CALLS),
                 ("grpc.server.max_pending_requests", _MOST_QUEUED),
