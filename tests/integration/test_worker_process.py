@@ -291,15 +291,17 @@ def test_another_scheduler_takes_over(worker: Worker) -> None:
 
 
 def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
-    (worker.version_dir / "model.py").write_text(
-        MODEL.replace("time.sleep(60)", "(self.log.write_text('x'), time.sleep(0.3))")
-    )
+    gate = worker.version_dir / "gate"
+    os.mkfifo(gate)
+    blocked = f"(self.log.write_text('x'), open({str(gate)!r}).read())"
+    (worker.version_dir / "model.py").write_text(MODEL.replace("time.sleep(60)", blocked))
     worker.start()
     worker.load()
     worker.execute(-4)
     until("it runs", lambda: (worker.version_dir / "log").exists())
     worker.schedulers["w1"].close()
     worker.tell(m.Attach(worker.scheduler("w2")))
+    gate.write_text("")  # only now the batch may end
     worker.expect_offer("w2")
     worker.execute(5, name="w2")
     assert value(worker.answer(worker.finished("w2")[0])) == 10

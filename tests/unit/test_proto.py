@@ -15,6 +15,5 @@ _SCHEMAS = sorted(path.stem for path in _FOLDER.glob("*.proto"))
 
 @pytest.mark.parametrize("name", _SCHEMAS)
 def test_the_generated_code_is_current(name: str) -> None:
-    pytest.importorskip("grpc_tools")
     module = f"{name}_pb2.py"
     assert generate(_FOLDER / f"{name}.proto")[module] == (_FOLDER / module).read_text()
