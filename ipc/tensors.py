@@ -360,7 +360,7 @@ def pack_inferred(answer: Inferred) -> bytes:
 
 
 class InferredTemplate:
-    """A packed `Inferred` but for the bytes of its tensors, which are all inline."""
+    """A packed `Inferred` but for the bytes of its inline tensors, whose sizes stay."""
 
     __slots__ = ("_pieces",)
 
@@ -368,24 +368,29 @@ class InferredTemplate:
         packer = msgpack.Packer(autoreset=False)
         packer.pack_array_header(2)
         packer.pack_array_header(len(answer.outputs))
-        self._pieces: list[bytes] = []  # what comes before each tensor's bytes
+        self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
         for tensor in answer.outputs:
-            assert isinstance(tensor.data, bytes)
             packer.pack_array_header(4)
-            for value in (tensor.name, tensor.datatype, tensor.shape, tensor.data):
+            packed = _pack_tensor(tensor)
+            for value in packed:
                 packer.pack(value)
-            self._pieces.append(packer.bytes().removesuffix(tensor.data))
-            packer.reset()
+            if type(data := packed[3]) is bytes:
+                self._pieces.append(packer.bytes().removesuffix(data))
+                packer.reset()
         packer.pack(answer.parameters)
         self._pieces.append(packer.bytes())
 
     def fill(self, datas: list[bytes]) -> bytes:
-        """What `pack_inferred` gives for tensors of the same sizes with these bytes."""
+        """What `pack_inferred` gives for inline tensors of the same sizes with these bytes."""
         pieces: list[bytes] = []
         for piece, data in zip(self._pieces, datas, strict=False):
             pieces += (piece, data)
         pieces.append(self._pieces[-1])
         return b"".join(pieces)
+
+    def pieces(self) -> list[bytes]:
+        """What is around the inline tensors' bytes, in order."""
+        return list(self._pieces)
 
 
 def unpack_inferred(body: bytes) -> Inferred:

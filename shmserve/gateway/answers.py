@@ -1,28 +1,70 @@
-"""The JSON part of an inference response (pure)."""
+"""The response to an inference: JSON, then the binary outputs in order (pure)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from shmserve.errors import Internal
+from shmserve.gateway.codec import WireRequest
 from shmserve.ipc.tensors import ITEM_SIZE, Inferred, TensorRef, element_count
 
-
-def output_entry(tensor: TensorRef) -> dict[str, Any]:
-    """What every output begins with."""
-    return {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+_CUT = b"\0"  # no JSON text has it
 
 
-def check_size(tensor: TensorRef, data: bytes | memoryview) -> None:
+def check_size(tensor: TensorRef, size: int) -> None:
     """The model must have given as many bytes as its shape says; raises Internal."""
     item = ITEM_SIZE[tensor.datatype]
-    if item and len(data) != element_count(tensor.shape) * item:
+    if item and size != element_count(tensor.shape) * item:
         raise Internal(f"output '{tensor.name}' does not have the byte size of its shape")
 
 
-def response_json(
+class Form:
+    """A response but for its tensors' values.
+
+    `outputs` are those that are sent, each with whether it is binary. `whole`: they are what the
+    answer has inline, so that they follow from any answer of its form.
+    """
+
+    __slots__ = ("_texts", "outputs", "whole")
+
+    def __init__(self, wire: WireRequest, name: str, version: str, answer: Inferred) -> None:
+        asked = {output.name: output for output in wire.outputs}
+        self.outputs: list[tuple[TensorRef, bool]] = []
+        entries: list[dict[str, Any]] = []
+        for tensor in answer.outputs:
+            entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
+            entry["shape"] = tensor.shape
+            entries.append(entry)
+            output = asked.get(tensor.name)
+            if output is not None and output.place is not None:
+                continue  # it is in the client's region
+            data = tensor.data
+            size = len(data) if isinstance(data, bytes) else data.byte_size
+            check_size(tensor, size)
+            binary = output.binary if output is not None else wire.binary
+            if binary:
+                entry["parameters"] = {"binary_data_size": size}
+            else:
+                entry["data"] = orjson.Fragment(_CUT)
+            self.outputs.append((tensor, binary))
+        inline = sum(type(tensor.data) is bytes for tensor in answer.outputs)
+        self.whole = inline == len(self.outputs)
+        self._texts = _response_json(wire.id, name, version, answer, entries).split(_CUT)
+
+    def json(self, arrays: Sequence[bytes]) -> bytes:
+        """The JSON, with the arrays of the outputs that are not binary."""
+        if not arrays:
+            return self._texts[0]
+        parts = [self._texts[0]]
+        for array, text in zip(arrays, self._texts[1:], strict=True):
+            parts += (array, text)
+        return b"".join(parts)
+
+
+def _response_json(
     request_id: str, name: str, version: str, answer: Inferred, entries: list[dict[str, Any]]
 ) -> bytes:
     """The response's JSON, keys in Triton's order."""

@@ -13,12 +13,14 @@ from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway import jsontensors
+from shmserve.gateway.answers import Form
 from shmserve.gateway.codec import WireInput, WireRequest
 from shmserve.gateway.models import Model
 from shmserve.gateway.regions import Region, Uses
 from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import JsonFault
 from shmserve.ipc.arena import Arena
+from shmserve.ipc.forms import Forms
 from shmserve.ipc.signature import Admission, Signature
 from shmserve.ipc.tensors import (
     INLINE_LIMIT,
@@ -97,11 +99,10 @@ class Taken:
     """A request and what it was admitted as.
 
     `pack(deadline_ns)` gives its work for a worker; `release` ends what it holds, which may be
-    uses of `regions`. `heads` are those of replies to requests with the same header whose outputs
-    are all in regions, by the answer: they are alike as long as it is.
+    uses of `regions`. `forms` are those of answers to it, and to others with its header.
     """
 
-    __slots__ = ("admission", "heads", "pack", "regions", "release", "wire")
+    __slots__ = ("admission", "forms", "pack", "regions", "release", "wire")
 
     def __init__(
         self,
@@ -110,10 +111,10 @@ class Taken:
         pack: Callable[[int], bytes],
         release: Callable[[], None],
         regions: Sequence[Region] = (),
-        heads: dict[bytes, bytes] | None = None,
+        forms: Forms[Form] | None = None,
     ) -> None:
         self.regions = regions
-        self.heads = heads
+        self.forms = forms
         self.wire = wire
         self.admission = admission
         self.pack = pack
@@ -121,37 +122,45 @@ class Taken:
 
 
 class Plan:
-    """What a header that describes small binary tensors and places in regions always comes to.
+    """What a header that describes small tensors and places in regions always comes to.
 
     Programs send the same header again and again; then only the tensors' bytes are new.
     """
 
-    __slots__ = ("_admission", "_heads", "_template", "_uses", "_wire")
+    __slots__ = ("_admission", "_forms", "_template", "_uses", "_wire")
 
     def __init__(self, taken: Taken, work: Inference, uses: Uses | None) -> None:
         self._wire = taken.wire
         self._admission = taken.admission
         self._template = InferenceTemplate(work)
         self._uses = uses.pattern() if uses is not None else None
-        self._heads: dict[bytes, bytes] = {}
+        self._forms: Forms[Form] = Forms()
 
     def follow(self, body: bytes, at: int) -> Taken | None:
-        """The request whose tensors are in `body` from `at`; None: its regions have changed."""
+        """The request whose inline tensors are in `body` from `at`, one behind the other; None: its
+        regions have changed."""
         pack = partial(self._template.fill, body, at)
         if self._uses is None:
-            return Taken(self._wire, self._admission, pack, nothing)
+            return Taken(self._wire, self._admission, pack, nothing, (), self._forms)
         uses = self._uses.again()
         if uses is None:
             return None
-        return Taken(self._wire, self._admission, pack, uses.release, uses.regions, self._heads)
+        return Taken(self._wire, self._admission, pack, uses.release, uses.regions, self._forms)
 
 
 def build(
-    gateway: Gateway, model: Model, wire: WireRequest, body: bytes, at: int
+    gateway: Gateway,
+    model: Model,
+    wire: WireRequest,
+    body: bytes,
+    at: int,
+    *,
+    planned: bool = False,
 ) -> tuple[Taken, Plan | None]:
     """Make the tensors of a request whose binary data is in `body` from `at`, and admit it.
 
-    The plan, if there is one, is good for every request with the same header.
+    The plan, if one is wanted and there can be one, is good for every request that differs only in
+    its tensors' bytes.
 
     Raises what is wrong with it, or Unavailable when memory for tensors is full.
     """
@@ -179,7 +188,7 @@ def build(
     except BaseException:
         holds.release()
         raise
-    if holds.plannable and all(tensor.data is None for tensor in wire.inputs):
+    if planned and holds.plannable:
         return taken, Plan(taken, work, holds.uses(gateway) if holds else None)
     return taken, None
 

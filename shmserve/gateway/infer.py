@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any
-
-import orjson
+from collections.abc import Iterator, Sequence
 
 from shmserve.errors import (
     Internal,
@@ -19,7 +16,7 @@ from shmserve.errors import (
     from_code,
 )
 from shmserve.gateway import jsontensors, trim
-from shmserve.gateway.answers import check_size, output_entry, response_json
+from shmserve.gateway.answers import Form
 from shmserve.gateway.assembly import LONGEST_TIMEOUT_US, Taken
 from shmserve.gateway.codec import WireRequest
 from shmserve.gateway.compression import accepted_encoding, deflated
@@ -43,7 +40,6 @@ logger = logging.getLogger(__name__)
 _STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-_MOST_HEADS = 16
 # A JSON tensor of more bytes than this is written in steps, with turns of the loop between.
 _LONG_TEXT = 64 * 1024
 
@@ -90,22 +86,21 @@ async def _run(
         raise
     if isinstance(message, m.Failed):
         raise failure(message)
-    heads = taken.heads if ACCEPT_ENCODING not in request.headers else None
-    if heads is not None and (head := heads.get(message.body)) is not None:
-        return Reply(200, (head,), JSON)
+    body = message.body
+    forms = taken.forms if ACCEPT_ENCODING not in request.headers else None
+    if forms is not None and (known := forms.find(body)) is not None:
+        return _small_reply(*known)
     try:
-        answer = unpack_inferred(message.body)
+        answer = unpack_inferred(body)
     except MalformedMessage as error:
         logger.error("a worker's answer is malformed: %s", error)
         raise Internal("internal error") from None
+    if _at_hand(wire, answer):
+        form = Form(wire, model.name, model.version, answer)
+        if forms is not None and form.whole:
+            forms.learn(body, answer, form)
+        return await _reply(request, form, _datas(gateway, form))
     peer = pending.peer
-    if heads is not None and _all_in_regions(wire, answer):
-        reply = await _reply(gateway, model, request, wire, answer)
-        if len(heads) < _MOST_HEADS:
-            (heads[message.body],) = reply.pieces  # type: ignore[assignment]
-        return reply
-    if not any(type(tensor.data) is not bytes for tensor in answer.outputs):
-        return await _reply(gateway, model, request, wire, answer)
     peer.use()
 
     def sent() -> None:
@@ -113,7 +108,8 @@ async def _run(
         peer.leave()
 
     try:
-        reply = await _reply(gateway, model, request, wire, answer)
+        form = Form(wire, model.name, model.version, answer)
+        reply = await _reply(request, form, _datas(gateway, form))
     except BaseException:
         sent()
         raise
@@ -121,11 +117,15 @@ async def _run(
     return reply
 
 
-def _all_in_regions(wire: WireRequest, answer: Inferred) -> bool:
-    """Whether all outputs have gone to places in clients' regions, so that there is none to send
-    and none whose memory is to be given back."""
+def _at_hand(wire: WireRequest, answer: Inferred) -> bool:
+    """Whether all outputs are in the answer or in clients' regions, none in a worker's memory."""
     placed = {output.name for output in wire.outputs if output.place is not None}
-    return all(tensor.name in placed for tensor in answer.outputs)
+    return all(type(tensor.data) is bytes or tensor.name in placed for tensor in answer.outputs)
+
+
+def _datas(gateway: Gateway, form: Form) -> list[bytes | memoryview]:
+    datas = [tensor.data for tensor, _ in form.outputs]
+    return [data if isinstance(data, bytes) else gateway.mappings.view(data) for data in datas]
 
 
 def submission(
@@ -182,36 +182,43 @@ def log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
         )
 
 
-async def _reply(
-    gateway: Gateway, model: Model, request: Request, wire: WireRequest, answer: Inferred
-) -> Reply:
-    """The response to a request: JSON, then the binary outputs in order."""
-    forms = {output.name: output for output in wire.outputs}
-    entries: list[dict[str, Any]] = []
-    body: list[bytes | memoryview] = []
-    for tensor in answer.outputs:
-        entry = output_entry(tensor)
-        entries.append(entry)
-        form = forms.get(tensor.name)
-        if form is not None and form.place is not None:
-            continue  # it is in the client's region
-        raw = tensor.data
-        data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
-        check_size(tensor, data)
-        if form.binary if form is not None else wire.binary:
-            entry["parameters"] = {"binary_data_size": len(data)}
-            body.append(data)
+def _small_reply(form: Form, datas: Sequence[bytes]) -> Reply:
+    """The response of a form with these tensors, those that are sent."""
+    if not datas:
+        return Reply(200, (form.json(()),), JSON)
+    arrays: list[bytes] = []
+    binary: list[bytes] = []
+    for (tensor, is_binary), data in zip(form.outputs, datas, strict=True):
+        if is_binary:
+            binary.append(data)
         else:
-            entry["data"] = orjson.Fragment(await _json_text(tensor, data))
-    head = response_json(wire.id, model.name, model.version, answer, entries)
-    headers = _BINARY % len(head) if any(map(len, body)) else JSON
-    body.insert(0, head)
+            arrays.append(jsontensors.encode(data, tensor.datatype, tensor.shape, tensor.name))
+    json = form.json(arrays)
+    return Reply(200, (json, *binary), _headers(json, binary))
+
+
+async def _reply(request: Request, form: Form, datas: Sequence[bytes | memoryview]) -> Reply:
+    """The same for tensors of any size, compressed if the client takes it."""
+    arrays: list[bytes] = []
+    binary: list[bytes | memoryview] = []
+    for (tensor, is_binary), data in zip(form.outputs, datas, strict=True):
+        if is_binary:
+            binary.append(data)
+        else:
+            arrays.append(await _json_text(tensor, data))
+    json = form.json(arrays)
+    body = [json, *binary]
+    headers = _headers(json, binary)
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
             body = [await _patiently(deflated(body, encoding))]
             headers += b"Content-Encoding: %b\r\n" % encoding.encode()
     return Reply(200, body, headers)
+
+
+def _headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
+    return _BINARY % len(json) if any(map(len, binary)) else JSON
 
 
 async def _json_text(tensor: TensorRef, data: bytes | memoryview) -> bytes:

@@ -13,7 +13,6 @@ from shmserve.errors import InvalidArgument
 from shmserve.gateway import jsontensors
 from shmserve.gateway.assembly import (
     Holds,
-    Plan,
     Taken,
     admit,
     build,
@@ -25,6 +24,7 @@ from shmserve.gateway.bigjson import LARGE, Numbers, loads_large
 from shmserve.gateway.bodies import JSON_TOO_LARGE, Body
 from shmserve.gateway.codec import TOO_LARGE, WireRequest, parse_request
 from shmserve.gateway.models import Model
+from shmserve.gateway.plans import split
 from shmserve.gateway.requests import CONTENT_ENCODING, HEADER_LENGTH, Request, WholeBody
 from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import loads
@@ -35,8 +35,6 @@ _BODY_TOO_LARGE = (
 )
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
-_LONGEST_PLANNED = 2048
-_MOST_PLANS = 256
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
@@ -103,18 +101,15 @@ async def _take_whole(gateway: Gateway, model: Model, body: bytes, said: str | N
         return build(gateway, model, wire, body, 0)[0]
     tail_size = len(body) - size
     header = body[:size] if tail_size else body
-    key = (header, tail_size)
-    plan: Plan | None = model.plans.get(key)
-    if plan is not None:
-        taken = plan.follow(body, size)
-        if taken is not None:
-            return taken
+    key, arrays = split(header, tail_size)
+    if len(header) <= limit:
+        known = model.plans.follow(key, body, size, arrays)
+        if known is not None:
+            return known
     wire = await _parse(header, tail_size, model, limit)
-    taken, plan = build(gateway, model, wire, body, size)
-    if size <= _LONGEST_PLANNED and plan is not None:
-        if len(model.plans) >= _MOST_PLANS:
-            model.plans.clear()
-        model.plans[key] = plan
+    taken, plan = build(gateway, model, wire, body, size, planned=model.plans.wanted(key))
+    if plan is not None:
+        model.plans.remember(key, wire, plan, len(arrays))
     return taken
 
 

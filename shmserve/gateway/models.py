@@ -10,6 +10,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.dispatch import Dispatcher, Peer
+from shmserve.gateway.plans import Plans
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.signature import Signature
@@ -48,7 +49,7 @@ class Model:
         self.ready = published.ready
         self.load_seconds = published.load_seconds
         self.peer = peer
-        self.plans: dict[Any, Any] = {}  # what intake remembers of headers it has seen
+        self.plans = Plans()
         self.signature = Signature(published.config, published.version)
         self.tags = _tags(published.config)
         policy = published.config.get("model_transaction_policy") or {}

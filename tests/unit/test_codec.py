@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway import bigjson, jsontensors
-from shmserve.gateway.answers import response_json
+from shmserve.gateway.answers import Form
 from shmserve.gateway.assembly import check_room, raw_request
-from shmserve.gateway.codec import parse_request
+from shmserve.gateway.codec import RegionRange, WireOutput, WireRequest, parse_request
 from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding, deflated
 from shmserve.gateway.intake import header_size
 from shmserve.gateway.values import JsonFault, loads
 from shmserve.ipc.signature import Signature
-from shmserve.ipc.tensors import NUMPY, Inferred, decode_bytes, element_count
+from shmserve.ipc.tensors import NUMPY, Inferred, TensorRef, decode_bytes, element_count
 from tests.gateway_rig import SIMPLE, identity_config
 
 NUMERIC = [name for name in NUMPY if name not in ("BYTES", "FP16", "BOOL")]
@@ -506,14 +506,23 @@ def test_a_raw_request_takes_its_shape_from_its_size() -> None:
 
 
 def test_the_response_has_its_keys_in_order() -> None:
-    answer = Inferred((), {"p": 1})
-    text = response_json("7", "m", "1", answer, [{"name": "Y"}])
+    text = Form(WireRequest("7", [], []), "m", "1", Inferred((), {"p": 1})).json(())
     assert list(json.loads(text)) == ["id", "model_name", "model_version", "parameters", "outputs"]
-    assert list(json.loads(response_json("", "m", "1", Inferred(()), []))) == [
-        "model_name",
-        "model_version",
-        "outputs",
-    ]
+    bare = Form(WireRequest("", [], []), "m", "1", Inferred(())).json(())
+    assert list(json.loads(bare)) == ["model_name", "model_version", "outputs"]
+
+
+def test_a_response_is_made_for_what_was_asked() -> None:
+    """Binary outputs have their size, others their array, those in regions neither."""
+    outputs = tuple(TensorRef(name, "INT8", (2,), b"\1\2") for name in ("A", "B", "C"))
+    region = RegionRange("r", 0, 2)
+    wire = WireRequest("", [], [WireOutput("A", True), WireOutput("C", False, region)])
+    form = Form(wire, "m", "1", Inferred(outputs))
+    assert form.outputs == [(outputs[0], True), (outputs[1], False)]
+    assert not form.whole  # C's bytes are in the answer, and are not sent
+    entries = json.loads(form.json((b"[1,2]",)))["outputs"]
+    assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]
+    assert entries[0]["parameters"] == {"binary_data_size": 2} and entries[1]["data"] == [1, 2]
 
 
 def test_an_output_must_have_room_in_its_region() -> None:

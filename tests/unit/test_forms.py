@@ -123,3 +123,21 @@ def test_an_answer_is_filled_as_it_is_packed(
     first, second = drawn(), drawn()
     datas = [ref.data for ref in second.outputs if isinstance(ref.data, bytes)]
     assert InferredTemplate(first).fill(datas) == pack_inferred(second)
+
+
+def test_an_answer_is_known_by_its_form() -> None:
+    """Of answers in the client's region and beside it only the inline bytes differ."""
+
+    def answer(inline: bytes, at: int = 0) -> tuple[Inferred, bytes]:
+        placed = TensorRef("P", "INT8", (4,), Place(MEMORY, at, 4))
+        made = Inferred((placed, TensorRef("I", "INT8", (len(inline),), inline)))
+        return made, pack_inferred(made)
+
+    forms: Forms[str] = Forms()
+    for _ in range(2):
+        assert forms.find(answer(b"ab")[1]) is None
+        made, packed = answer(b"ab")
+        forms.learn(packed, made, "both")
+    assert forms.find(answer(b"xy")[1]) == ("both", [b"xy"])
+    assert forms.find(answer(b"xyz")[1]) is None
+    assert forms.find(answer(b"xy", at=5)[1]) is None, "another place"

@@ -144,6 +144,31 @@ def test_failures_have_their_status(
         assert "request=q1" not in gateway.log
 
 
+def test_json_that_comes_again_with_other_numbers(gateway: Rig, simple: Scheduler) -> None:
+    """It is read, and its answer written, in a short way from the third time on: with no other
+    result."""
+
+    def ask(first: list[Any], second: list[Any], **members: Any) -> Reply:
+        text = simple_body(**members).decode()
+        for values in (first, second):
+            text = text.replace(json.dumps([1] * 16), json.dumps(values), 1)
+        return gateway.http.infer("simple", text.encode())
+
+    rng = np.random.default_rng(7)
+    some = [{"name": "OUTPUT1"}]
+    binary = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
+    for members in ({}, {"outputs": some}, {"outputs": binary, "id": "7"}):
+        for _ in range(5):
+            a, b = rng.integers(2, 2**30, (2, 16))
+            reply = ask(a.tolist(), b.tolist(), **members)
+            sent = reply.tensors()
+            assert sent.pop("OUTPUT1").ravel().tolist() == (a - b).tolist()
+            assert all(got.ravel().tolist() == (a + b).tolist() for got in sent.values())
+            assert len(sent) == (members.get("outputs") is not some)
+        wrong = ask([2] * 15 + [2.5], [3] * 16, **members)
+        assert "attempt to access JSON non-signed-integer as signed-integer" in wrong.error
+
+
 def test_a_full_queue_says_when_to_come_back(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
     caller = Caller(gateway.port, "simple", simple_body())

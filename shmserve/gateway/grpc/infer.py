@@ -101,7 +101,7 @@ class Submitted:
                 continue
             raw = tensor.data
             data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
-            check_size(tensor, data)
+            check_size(tensor, len(data))
             contents.append(data)
         return encode(self._model, self.request_id, answer, contents)
 
@@ -192,7 +192,9 @@ class Inferences:
             key, contents = parts
             if contents:
                 _behind(wire)
-            taken, plan = build(self._gateway, model, wire, b"".join(contents), 0)
+            planned = all(tensor.data is None for tensor in wire.inputs)
+            body = b"".join(contents)
+            taken, plan = build(self._gateway, model, wire, body, 0, planned=planned)
         except ShmserveError as error:
             raise Refused(error, request_id) from None
         if plan is not None:
