@@ -22,6 +22,7 @@ from shmserve.gateway.bigjson import Numbers, loads_large
 from shmserve.gateway.codec import RegionRange, WireRequest, parse_request
 from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding
 from shmserve.gateway.intake import header_size
+from shmserve.gateway.plans import Plans, split
 from shmserve.gateway.regions import Region, Spans
 from shmserve.gateway.values import loads
 from shmserve.ipc import frames, messages, posix_shm, zmtp
@@ -112,6 +113,8 @@ def _inference(given: _Bytes) -> None:
     tensors = [_tensor(tensor) for tensor in wire.inputs]
     with contextlib.suppress(ShmserveError):
         _same_in_steps(body, tail_size, wire)
+    if not tail_size:
+        _same_with_other_numbers(body)
     assert sum(max(tensor.binary_size, 0) for tensor in wire.inputs) == tail_size
     signature.admit(wire.id, tensors, [])
 
@@ -139,6 +142,32 @@ def _same_in_steps(body: bytes, tail_size: int, wire: WireRequest) -> None:
             arguments = (other.datatype, other.count, other.name)
             pieces = jsontensors.decode_parts(other.data.parts(), *arguments)
             assert b"".join(pieces) == from_json(one)
+
+
+def _same_with_other_numbers(body: bytes) -> None:
+    """A JSON like one that is known is read another way, to the same end or none."""
+    plans = Plans()
+    key, texts = split(body, 0)
+    wire = parse_request(loads(body), 0, "m", _LIMIT)
+    if not plans.wanted(key) and plans.wanted(key):
+        plans.remember(key, wire, _Inline(), len(texts))  # type: ignore[arg-type]
+    other = body.translate(_OTHER_DIGITS)
+    key, texts = split(other, 0)
+    found: Any = plans.follow(key, other, len(other), texts)
+    if found is not None:
+        wire = parse_request(loads(other), 0, "m", _LIMIT)
+        inline = [tensor for tensor in wire.inputs if tensor.data is not None]
+        assert found == b"".join(map(from_json, inline))
+
+
+_OTHER_DIGITS = bytes.maketrans(b"123456789", b"219876543")
+
+
+class _Inline:
+    """A plan that gives the inline tensors' bytes."""
+
+    def follow(self, body: bytes, at: int) -> bytes:
+        return body[at:]
 
 
 def _compressed(given: _Bytes) -> None:
