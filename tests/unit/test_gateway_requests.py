@@ -706,6 +706,26 @@ def test_a_generation_lasts_as_long_as_its_requests(
     )
 
 
+@pytest.mark.parametrize("given", ["in the region", "as JSON"])
+def test_what_came_before_a_region_changed_says_nothing_of_the_new_one(
+    gateway: Rig, through_regions: Scheduler, given: str
+) -> None:
+    """The same request again and again is not read anew, unless a name means something else."""
+    body = region_request()
+    if given == "as JSON":
+        numbers = [1.5] * 10
+        body["inputs"] = [{"name": "IN", "datatype": "FP32", "shape": [10], "data": numbers}]
+    for memory_id in (5, 6):
+        assert gateway.http.infer("m", body).status == 404
+        gateway.apply(region("r", memory_id))
+        for _ in range(3):
+            gateway.http.infer("m", body).ok()
+        gateway.apply(lambda number: m.RegionWithdrawn("r", memory_id, number))  # noqa: B023
+    until("both are released", lambda: len(gateway.heard_of(m.RegionReleased)) == 2)
+    places = [unpack_inference(submit.work).outputs[0].place for submit in through_regions.submits]
+    assert [place and place.memory.id for place in places] == [5, 5, 5, 6, 6, 6]
+
+
 def test_a_region_is_held_until_the_request_is_settled(
     gateway: Rig, through_regions: Scheduler
 ) -> None:
