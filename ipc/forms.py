@@ -37,11 +37,12 @@ class _Cut(NamedTuple, Generic[T]):
 
 
 class Forms(Generic[T]):
-    """What the forms mean that requests, or answers, have lately had."""
+    """What the forms mean that requests, or answers, have lately had; of `most` forms at a time."""
 
-    __slots__ = ("_known", "_seen")
+    __slots__ = ("_known", "_most", "_seen")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MOST_KNOWN) -> None:
+        self._most = most
         self._known: dict[int, _Cut[T]] = {}  # by the size of what is packed
         self._seen: set[int] = set()  # sizes of what was not known
 
@@ -59,7 +60,7 @@ class Forms(Generic[T]):
             return
         if len(packed) not in self._seen:
             # Shapes that vary from request to request are not learnt for one use.
-            if len(self._seen) >= _MOST_KNOWN:
+            if len(self._seen) >= self._most:
                 self._seen.clear()
             self._seen.add(len(packed))
             return
@@ -71,7 +72,7 @@ class Forms(Generic[T]):
         *pieces, rest = all_pieces
         cut = _Cut(list(zip(pieces, map(len, datas), strict=True)), rest, meaning)
         if cut.datas(packed) == datas:  # else it was packed by someone who packs in another way
-            if len(self._known) >= _MOST_KNOWN:
+            if len(self._known) >= self._most:
                 self._known.clear()
             self._known[len(packed)] = cut
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from shmserve.errors import Internal
 from shmserve.gateway.codec import WireRequest
-from shmserve.ipc.tensors import ITEM_SIZE, Inferred, TensorRef, element_count
+from shmserve.ipc.tensors import ITEM_SIZE, Inferred, Place, TensorRef, element_count
 
 _CUT = b"\0"  # no JSON text has it
 
@@ -21,20 +21,30 @@ def check_size(tensor: TensorRef, size: int) -> None:
         raise Internal(f"output '{tensor.name}' does not have the byte size of its shape")
 
 
+class Output(NamedTuple):
+    """An output that is sent, and whether it is binary; else it is an array in the JSON."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    binary: bool
+
+
 class Form:
     """A response but for its tensors' values.
 
-    `outputs` are those that are sent, each with whether it is binary. `whole`: they are what the
-    answer has inline, so that they follow from any answer of its form.
+    `whole`: what is sent is all that the answer has inline, so that it follows from any answer of
+    its form.
     """
 
-    __slots__ = ("_texts", "outputs", "whole")
+    __slots__ = ("_places", "_texts", "outputs", "whole")
 
     def __init__(self, wire: WireRequest, name: str, version: str, answer: Inferred) -> None:
         asked = {output.name: output for output in wire.outputs}
-        self.outputs: list[tuple[TensorRef, bool]] = []
+        self.outputs: list[Output] = []
+        self._places: list[int] = []  # of those outputs in the answer
         entries: list[dict[str, Any]] = []
-        for tensor in answer.outputs:
+        for place, tensor in enumerate(answer.outputs):
             entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
             entry["shape"] = tensor.shape
             entries.append(entry)
@@ -49,10 +59,15 @@ class Form:
                 entry["parameters"] = {"binary_data_size": size}
             else:
                 entry["data"] = orjson.Fragment(_CUT)
-            self.outputs.append((tensor, binary))
+            self.outputs.append(Output(tensor.name, tensor.datatype, tensor.shape, binary))
+            self._places.append(place)
         inline = sum(type(tensor.data) is bytes for tensor in answer.outputs)
         self.whole = inline == len(self.outputs)
         self._texts = _response_json(wire.id, name, version, answer, entries).split(_CUT)
+
+    def datas(self, answer: Inferred) -> list[bytes | Place]:
+        """What an answer of this form has for `outputs`."""
+        return [answer.outputs[place].data for place in self._places]
 
     def json(self, arrays: Sequence[bytes]) -> bytes:
         """The JSON, with the arrays of the outputs that are not binary."""

@@ -35,6 +35,7 @@ from shmserve.ipc.tensors import (
 )
 
 _ALIGNMENT = 64
+_MOST_FORMS = 8  # of answers to requests with one header
 LONGEST_TIMEOUT_US = 10**15
 
 
@@ -134,7 +135,7 @@ class Plan:
         self._admission = taken.admission
         self._template = InferenceTemplate(work)
         self._uses = uses.pattern() if uses is not None else None
-        self._forms: Forms[Form] = Forms()
+        self._forms: Forms[Form] = Forms(_MOST_FORMS)
 
     def follow(self, body: bytes, at: int) -> Taken | None:
         """The request whose inline tensors are in `body` from `at`, one behind the other; None: its

@@ -16,7 +16,7 @@ from shmserve.errors import (
     from_code,
 )
 from shmserve.gateway import jsontensors, trim
-from shmserve.gateway.answers import Form
+from shmserve.gateway.answers import Form, Output
 from shmserve.gateway.assembly import LONGEST_TIMEOUT_US, Taken
 from shmserve.gateway.codec import WireRequest
 from shmserve.gateway.compression import accepted_encoding, deflated
@@ -31,7 +31,7 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import (
     Inferred,
     MalformedMessage,
-    TensorRef,
+    Place,
     unpack_inferred,
 )
 
@@ -99,7 +99,7 @@ async def _run(
         form = Form(wire, model.name, model.version, answer)
         if forms is not None and form.whole:
             forms.learn(body, answer, form)
-        return await _reply(request, form, _datas(gateway, form))
+        return await _reply(request, form, _views(gateway, form.datas(answer)))
     peer = pending.peer
     peer.use()
 
@@ -109,7 +109,7 @@ async def _run(
 
     try:
         form = Form(wire, model.name, model.version, answer)
-        reply = await _reply(request, form, _datas(gateway, form))
+        reply = await _reply(request, form, _views(gateway, form.datas(answer)))
     except BaseException:
         sent()
         raise
@@ -123,8 +123,7 @@ def _at_hand(wire: WireRequest, answer: Inferred) -> bool:
     return all(type(tensor.data) is bytes or tensor.name in placed for tensor in answer.outputs)
 
 
-def _datas(gateway: Gateway, form: Form) -> list[bytes | memoryview]:
-    datas = [tensor.data for tensor, _ in form.outputs]
+def _views(gateway: Gateway, datas: list[bytes | Place]) -> list[bytes | memoryview]:
     return [data if isinstance(data, bytes) else gateway.mappings.view(data) for data in datas]
 
 
@@ -188,11 +187,11 @@ def _small_reply(form: Form, datas: Sequence[bytes]) -> Reply:
         return Reply(200, (form.json(()),), JSON)
     arrays: list[bytes] = []
     binary: list[bytes] = []
-    for (tensor, is_binary), data in zip(form.outputs, datas, strict=True):
-        if is_binary:
+    for output, data in zip(form.outputs, datas, strict=True):
+        if output.binary:
             binary.append(data)
         else:
-            arrays.append(jsontensors.encode(data, tensor.datatype, tensor.shape, tensor.name))
+            arrays.append(jsontensors.encode(data, output.datatype, output.shape, output.name))
     json = form.json(arrays)
     return Reply(200, (json, *binary), _headers(json, binary))
 
@@ -201,11 +200,11 @@ async def _reply(request: Request, form: Form, datas: Sequence[bytes | memoryvie
     """The same for tensors of any size, compressed if the client takes it."""
     arrays: list[bytes] = []
     binary: list[bytes | memoryview] = []
-    for (tensor, is_binary), data in zip(form.outputs, datas, strict=True):
-        if is_binary:
+    for output, data in zip(form.outputs, datas, strict=True):
+        if output.binary:
             binary.append(data)
         else:
-            arrays.append(await _json_text(tensor, data))
+            arrays.append(await _json_text(output, data))
     json = form.json(arrays)
     body = [json, *binary]
     headers = _headers(json, binary)
@@ -221,8 +220,8 @@ def _headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
     return _BINARY % len(json) if any(map(len, binary)) else JSON
 
 
-async def _json_text(tensor: TensorRef, data: bytes | memoryview) -> bytes:
-    arguments = (data, tensor.datatype, tensor.shape, tensor.name)
+async def _json_text(output: Output, data: bytes | memoryview) -> bytes:
+    arguments = (data, output.datatype, output.shape, output.name)
     if len(data) <= _LONG_TEXT:
         return jsontensors.encode(*arguments)
     return await _patiently(jsontensors.encode_parts(*arguments))

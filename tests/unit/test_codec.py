@@ -514,11 +514,13 @@ def test_the_response_has_its_keys_in_order() -> None:
 
 def test_a_response_is_made_for_what_was_asked() -> None:
     """Binary outputs have their size, others their array, those in regions neither."""
-    outputs = tuple(TensorRef(name, "INT8", (2,), b"\1\2") for name in ("A", "B", "C"))
+    datas = {"A": b"\1\2", "B": b"\3\4", "C": b"\5\6"}
+    answer = Inferred(tuple(TensorRef(name, "INT8", (2,), data) for name, data in datas.items()))
     region = RegionRange("r", 0, 2)
     wire = WireRequest("", [], [WireOutput("A", True), WireOutput("C", False, region)])
-    form = Form(wire, "m", "1", Inferred(outputs))
-    assert form.outputs == [(outputs[0], True), (outputs[1], False)]
+    form = Form(wire, "m", "1", answer)
+    assert [(output.name, output.binary) for output in form.outputs] == [("A", True), ("B", False)]
+    assert form.datas(answer) == [b"\1\2", b"\3\4"]
     assert not form.whole  # C's bytes are in the answer, and are not sent
     entries = json.loads(form.json((b"[1,2]",)))["outputs"]
     assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]

@@ -109,6 +109,12 @@ def test_memory_is_bounded() -> None:
         for _ in range(2):
             forms.learn(pack_inference(request), request, None)
     assert 0 < len(forms._known) <= 256 and 0 < len(forms._seen) <= 256
+    few: Forms[None] = Forms(4)
+    for n in range(20):
+        answer = Inferred((TensorRef("O", "UINT8", (n,), bytes(n)),))
+        for _ in range(2):
+            few.learn(pack_inferred(answer), answer, None)
+    assert 0 < len(few._known) <= 4 and 0 < len(few._seen) <= 4
 
 
 @given(sizes, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
