@@ -47,7 +47,7 @@ class Forms(Generic[T]):
         self._seen: set[int] = set()  # sizes of what was not known
 
     def find(self, packed: bytes) -> tuple[T, list[bytes]] | None:
-        """What a packed request's form means, and the bytes of its inline tensors in order."""
+        """What the form of `packed` means, and the bytes of its inline tensors in order."""
         known = self._known.get(len(packed))
         if known is None:
             return None

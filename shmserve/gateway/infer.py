@@ -183,41 +183,27 @@ def log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
 
 def _small_reply(form: Form, datas: Sequence[bytes]) -> Reply:
     """The response of a form with these tensors, those that are sent."""
-    if not datas:
-        return Reply(200, (form.json(()),), JSON)
-    arrays: list[bytes] = []
-    binary: list[bytes] = []
-    for output, data in zip(form.outputs, datas, strict=True):
-        if output.binary:
-            binary.append(data)
-        else:
-            arrays.append(jsontensors.encode(data, output.datatype, output.shape, output.name))
-    json = form.json(arrays)
-    return Reply(200, (json, *binary), _headers(json, binary))
+    pairs = list(zip(form.outputs, datas, strict=True))
+    arrays = [jsontensors.encode(d, o.datatype, o.shape, o.name) for o, d in pairs if not o.binary]
+    return _response(form, arrays, [data for output, data in pairs if output.binary])
 
 
 async def _reply(request: Request, form: Form, datas: Sequence[bytes | memoryview]) -> Reply:
     """The same for tensors of any size, compressed if the client takes it."""
-    arrays: list[bytes] = []
-    binary: list[bytes | memoryview] = []
-    for output, data in zip(form.outputs, datas, strict=True):
-        if output.binary:
-            binary.append(data)
-        else:
-            arrays.append(await _json_text(output, data))
-    json = form.json(arrays)
-    body = [json, *binary]
-    headers = _headers(json, binary)
+    pairs = list(zip(form.outputs, datas, strict=True))
+    arrays = [await _json_text(output, data) for output, data in pairs if not output.binary]
+    reply = _response(form, arrays, [data for output, data in pairs if output.binary])
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
-            body = [await _patiently(deflated(body, encoding))]
-            headers += b"Content-Encoding: %b\r\n" % encoding.encode()
-    return Reply(200, body, headers)
+            reply.pieces = [await _patiently(deflated(reply.pieces, encoding))]
+            reply.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
+    return reply
 
 
-def _headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
-    return _BINARY % len(json) if any(map(len, binary)) else JSON
+def _response(form: Form, arrays: Sequence[bytes], binary: Sequence[bytes | memoryview]) -> Reply:
+    json = form.json(arrays)
+    return Reply(200, (json, *binary), _BINARY % len(json) if any(map(len, binary)) else JSON)
 
 
 async def _json_text(output: Output, data: bytes | memoryview) -> bytes:

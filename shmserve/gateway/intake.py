@@ -107,7 +107,7 @@ async def _take_whole(gateway: Gateway, model: Model, body: bytes, said: str | N
         if known is not None:
             return known
     wire = await _parse(header, tail_size, model, limit)
-    taken, plan = build(gateway, model, wire, body, size, planned=model.plans.wanted(key))
+    taken, plan = build(gateway, model, wire, body, size, planned=model.plans.notice(key))
     if plan is not None:
         model.plans.remember(key, wire, plan, len(arrays))
     return taken

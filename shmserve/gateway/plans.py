@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
@@ -70,8 +70,8 @@ class Plans:
             return None
         return known.plan.follow(b"".join(datas), 0)
 
-    def wanted(self, key: Key) -> bool:
-        """Whether a request with this key should be remembered: it came before."""
+    def notice(self, key: Key) -> bool:
+        """A request with this key is here; returns whether one came before and is worth a plan."""
         if len(key[0]) > _LONGEST_KEY:
             return False
         if key in self._known:
@@ -86,17 +86,14 @@ class Plans:
         tensors."""
         inputs = [tensor for tensor in wire.inputs if tensor.data is not None]
         if len(inputs) == arrays and (not inputs or _are_tensors(key[0], arrays)):
+            for tensor in inputs:
+                tensor.data = None  # this request's values are packed by now, and no other's
             self._known[key] = _Known(plan, inputs)
 
 
-class _Known:
-    __slots__ = ("inputs", "plan")
-
-    def __init__(self, plan: Plan, inputs: list[WireInput]) -> None:
-        self.plan = plan
-        self.inputs = inputs  # those that are given as arrays of numbers
-        for tensor in inputs:
-            tensor.data = None  # the first ones' values
+class _Known(NamedTuple):
+    plan: Plan
+    inputs: list[WireInput]  # those that are given as arrays of numbers
 
 
 def _are_tensors(kept: bytes, arrays: int) -> bool:

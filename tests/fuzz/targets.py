@@ -149,7 +149,7 @@ def _same_with_other_numbers(body: bytes) -> None:
     plans = Plans()
     key, texts = split(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
-    if not plans.wanted(key) and plans.wanted(key):
+    if not plans.notice(key) and plans.notice(key):
         plans.remember(key, wire, _Inline(), len(texts))  # type: ignore[arg-type]
     other = body.translate(_OTHER_DIGITS)
     key, texts = split(other, 0)

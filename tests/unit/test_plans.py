@@ -46,7 +46,7 @@ def short_way(plans: Plans, text: bytes, plan: Bytes | None = None) -> Any:
             long_way(text)
         except ShmserveError:
             return None
-        if plans.wanted(key):
+        if plans.notice(key):
             made: Any = plan or Bytes()
             plans.remember(key, wire_of(text), made, len(arrays))
     return known
@@ -167,7 +167,7 @@ def test_a_header_that_is_read_with_patience_has_no_plan() -> None:
         for _ in range(3):
             key, arrays = split(text, 0)
             assert plans.follow(key, text, len(text), arrays) is None
-            if plans.wanted(key):
+            if plans.notice(key):
                 wire = wire_of(one("[1, 2]"))
                 plans.remember(key, wire, Bytes(), len(arrays))  # type: ignore[arg-type]
 
