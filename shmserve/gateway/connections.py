@@ -3,7 +3,8 @@
 aiohttp's loop makes a task, a request, a writer and a response for each request, a third of what a
 small inference costs here. Ours answers one request after the other in the connection's own task.
 When the client leaves, that task is cancelled, wherever it is. And a head that is byte for byte the
-last one's, as programs send it again and again, is not parsed again.
+last one's, as programs send it again and again, is not parsed again, whether its body comes with it
+or, as most clients write it, right behind.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Connection(web.RequestHandler):
         "_busy",
         "_clock",
         "_content",
+        "_held",
         "_known_head",
         "_known_message",
         "_known_size",
@@ -86,8 +88,9 @@ class Connection(web.RequestHandler):
         self._starts = False  # bytes of the next one are here, but not its whole head
         self._content: StreamReader | None = None  # a body that is not all here
         self._awaiting = False  # it is small, and awaited
-        self._known_head = b""  # of the last request that came in one piece
+        self._known_head = b""  # of the last request with a small body
         self._known_size = 0  # of that request, with its body
+        self._held = b""  # a known head, whose body should come next
         self._known_message: RawRequestMessage | None = None
         self._since = loop.time()  # the last request was answered, or the connection made
 
@@ -174,16 +177,27 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Parse; bytes that complete no request start a clock."""
+        held, self._held = self._held, b""
+        if held:
+            data = held + data
         waiter = self._waiter
         # Nothing is on its way: not a request that is answered, nor half a head.
         between = not (waiter is None or waiter.done() or self._starts or self._close)
-        if between and len(data) == self._known_size and data.startswith(self._known_head):
+        if between and len(data) <= self._known_size and data.startswith(self._known_head):
             assert waiter is not None and not self._force_close
-            self._request_count += 1
-            body: Any = WholeBody(data[len(self._known_head) :])
-            self._messages.append((self._known_message, body))  # type: ignore[arg-type]
-            waiter.set_result(None)
-            return
+            if len(data) == self._known_size:
+                self._request_count += 1
+                body: Any = WholeBody(data[len(self._known_head) :])
+                self._messages.append((self._known_message, body))  # type: ignore[arg-type]
+                waiter.set_result(None)
+                return
+            if not held:
+                self._held = data
+                self._start_clock()
+                return
+        self._parse(data, between)
+
+    def _parse(self, data: bytes, between: bool) -> None:
         super().data_received(data)
         if between:
             self._remember(data)
@@ -201,25 +215,26 @@ class Connection(web.RequestHandler):
             self._starts = False
 
     def _remember(self, data: bytes) -> None:
-        """Know the head of a request again, if `data` is one request and nothing else."""
+        """Know the head of a request again, if `data` is the head of one and nothing behind it."""
         self._known_size = 0
         if len(self._messages) != 1 or self._upgraded:
             return
-        message, content = self._messages[0]
-        if not isinstance(message, RawRequestMessage) or not content.is_eof():
+        message, _ = self._messages[0]
+        if not isinstance(message, RawRequestMessage):
             return
         head_size = data.find(b"\r\n\r\n", 0, _LONGEST_KNOWN_HEAD) + 4
         headers = message.headers
+        said = headers.get(CONTENT_LENGTH, "")
         if (
             head_size < 4
             or message.chunked
             or message.should_close
             or EXPECT in headers
-            or headers.get(CONTENT_LENGTH) != str(len(data) - head_size)
+            or not (said.isdecimal() and len(data) - head_size <= int(said) <= _SMALL_BODY)
         ):
             return
         self._known_head, self._known_message = data[:head_size], message
-        self._known_size = len(data)
+        self._known_size = head_size + int(said)
 
     def _start_clock(self) -> None:
         # One coarse timer a connection, which looks at what it finds: one a request costs more.
@@ -229,6 +244,11 @@ class Connection(web.RequestHandler):
 
     def _tick(self) -> None:
         self._clock = None
+        if self._held:
+            # Its body does not come right behind: it is a request like any other.
+            held, self._held = self._held, b""
+            self._parse(held, False)
+            return
         if not self._starts and not self._awaiting:
             return
         if self._request_count != self._requests_then:
@@ -246,12 +266,13 @@ class Connection(web.RequestHandler):
     @property
     def idle_since(self) -> float | None:
         """Since when no request is here, not even the whole head of one; None when one is."""
-        return None if self._busy else self._since
+        return None if self._busy or self._held else self._since
 
     @property
     def sending_since(self) -> float | None:
         """The same for the body of a request whose head is here; None when no body is missing."""
-        return self._since if self._busy and self._content is not None else None
+        sending = self._held or (self._busy and self._content is not None)
+        return self._since if sending else None
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget the clock too."""
