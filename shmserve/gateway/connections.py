@@ -53,6 +53,7 @@ class Connection(web.RequestHandler):
         "_known_head",
         "_known_message",
         "_known_size",
+        "_missing",
         "_requests_then",
         "_settings",
         "_since",
@@ -91,6 +92,9 @@ class Connection(web.RequestHandler):
         self._known_head = b""  # of the last request with a small body
         self._known_size = 0  # of that request, with its body
         self._held = b""  # a known head, whose body should come next
+        # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
+        # as after bytes of two requests in one piece. Then, for good, all goes to the parser.
+        self._missing = 0
         self._known_message: RawRequestMessage | None = None
         self._since = loop.time()  # the last request was answered, or the connection made
 
@@ -166,6 +170,8 @@ class Connection(web.RequestHandler):
         headers = request.headers
         if not 0 < int(headers.get(CONTENT_LENGTH, 0)) <= _SMALL_BODY or EXPECT in headers:
             return
+        if content.exception() is not None:
+            return
         self._awaiting = True
         self._start_clock()
         try:
@@ -181,10 +187,10 @@ class Connection(web.RequestHandler):
         if held:
             data = held + data
         waiter = self._waiter
-        # Nothing is on its way: not a request that is answered, nor half a head.
-        between = not (waiter is None or waiter.done() or self._starts or self._close)
+        # Nothing is on its way: not a request that is answered, nor a part of one.
+        between = not (self._missing or self._busy or self._messages or self._close)
         if between and len(data) <= self._known_size and data.startswith(self._known_head):
-            assert waiter is not None and not self._force_close
+            assert waiter is not None and not waiter.done() and not self._force_close
             if len(data) == self._known_size:
                 self._request_count += 1
                 body: Any = WholeBody(data[len(self._known_head) :])
@@ -201,6 +207,8 @@ class Connection(web.RequestHandler):
         super().data_received(data)
         if between:
             self._remember(data)
+        elif data:
+            self._missing = max(self._missing - len(data), -1) if self._missing else -1
         content = self._content
         if content is not None:
             if content.is_eof():
@@ -216,25 +224,21 @@ class Connection(web.RequestHandler):
 
     def _remember(self, data: bytes) -> None:
         """Know the head of a request again, if `data` is the head of one and nothing behind it."""
-        self._known_size = 0
+        self._known_size, self._missing = 0, -1
         if len(self._messages) != 1 or self._upgraded:
             return
         message, _ = self._messages[0]
-        if not isinstance(message, RawRequestMessage):
-            return
         head_size = data.find(b"\r\n\r\n", 0, _LONGEST_KNOWN_HEAD) + 4
-        headers = message.headers
-        said = headers.get(CONTENT_LENGTH, "")
-        if (
-            head_size < 4
-            or message.chunked
-            or message.should_close
-            or EXPECT in headers
-            or not (said.isdecimal() and len(data) - head_size <= int(said) <= _SMALL_BODY)
-        ):
+        if not isinstance(message, RawRequestMessage) or head_size < 4:
             return
-        self._known_head, self._known_message = data[:head_size], message
-        self._known_size = head_size + int(said)
+        said = message.headers.get(CONTENT_LENGTH, "0")
+        size = head_size + int(said) if said.isdecimal() else 0
+        if message.chunked or message.upgrade or len(data) > size:
+            return
+        self._missing = size - len(data)
+        if not message.should_close and EXPECT not in message.headers and int(said) <= _SMALL_BODY:
+            self._known_head, self._known_message = data[:head_size], message
+            self._known_size = size
 
     def _start_clock(self) -> None:
         # One coarse timer a connection, which looks at what it finds: one a request costs more.
@@ -244,15 +248,15 @@ class Connection(web.RequestHandler):
 
     def _tick(self) -> None:
         self._clock = None
-        if self._held:
-            # Its body does not come right behind: it is a request like any other.
-            held, self._held = self._held, b""
-            self._parse(held, False)
-            return
-        if not self._starts and not self._awaiting:
+        if not (self._held or self._starts or self._awaiting):
             return
         if self._request_count != self._requests_then:
             self._start_clock()
+        elif self._held:
+            held, self._held = self._held, b""
+            self._parse(held, True)
+            for _, content in self._messages:
+                content.set_exception(TimeoutError())
         elif self._starts:
             self.force_close()
         elif self._content is not None:

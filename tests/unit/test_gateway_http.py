@@ -286,6 +286,21 @@ def test_a_body_that_stops_is_given_up(gateway: Rig, size: int, sent: int) -> No
         assert is_closed(connection)
 
 
+@pytest.mark.parametrize("sent", [0, 100])
+def test_a_body_that_stops_behind_a_known_head_is_given_up(gateway: Rig, sent: int) -> None:
+    body = simple_body()
+    with raw_connection(gateway.port) as connection:
+        for _ in range(2):
+            connection.sendall(head(len(body)) + body)
+            read_reply(connection).ok()
+        began = time.monotonic()
+        connection.sendall(head(len(body)) + body[:sent])
+        reply = read_reply(connection)
+        assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
+        assert time.monotonic() - began < 3 * SECONDS
+        assert is_closed(connection)
+
+
 def test_a_body_that_drips_is_given_up(gateway: Rig) -> None:
     """R15: bodies have a deadline."""
     began = time.monotonic()
@@ -491,12 +506,16 @@ def test_health_answers_while_megabytes_of_json_are_read(tmp_path: Path) -> None
     assert max(slowest) < 0.3  # in one piece it is several times that
 
 
-def test_who_is_idle_makes_room(patient: Rig) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_who_is_idle_makes_room(patient: Rig, known: bool) -> None:
     """R15: many connections that send nothing, or a part of something, keep nobody out, and cost
     nobody the answer to a request that is on its way."""
     body = simple_body()
     with contextlib.ExitStack() as stack:
         sending = stack.enter_context(raw_connection(patient.port))
+        if known:
+            sending.sendall(head(len(body)) + body)
+            read_reply(sending).ok()
         sending.sendall(head(len(body)) + body[:10])
         crowd = [stack.enter_context(raw_connection(patient.port)) for _ in range(100)]
         for connection in crowd[::2]:
