@@ -98,6 +98,22 @@ def test_connections_that_say_nothing(server: Server, name: str) -> None:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
 
 
+def test_grpc_connections_leave_some(server: Server) -> None:
+    """Who is connected is served on, also by a scheduler that is new."""
+    before = State.of(server)
+    with stub(server) as call:
+        assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
+        with crowded(server, "grpc"):
+            until("all have come", lambda: settled(server))
+            gateway = server.one("gateway grpc")
+            assert gateway.num_fds() < _LIMIT - 50
+            victim = server.one("scheduler simple")
+            victim.kill()
+            wait_replaced(server, victim, "scheduler simple", _STARTED_S)
+            assert is_right(call.ModelInfer(simple_request(), timeout=10))
+    until("it is what it was", lambda: not before.differences(State.of(server), 0))
+
+
 def test_registrations_leave_some(server: Server) -> None:
     """Regions, and programs at the door with memory of theirs, until no more is taken: what dies is
     started again all the same.

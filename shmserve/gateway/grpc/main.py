@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from shmserve import descriptors
 from shmserve.gateway import process
 from shmserve.gateway.authorisation import Authorisation, decode_restrictions
 from shmserve.gateway.callers import Door, DoorKind
@@ -71,6 +72,7 @@ class GrpcFront(process.Front):
     def __init__(self, gateway: Gateway, settings: GrpcSettings) -> None:
         self._settings = settings
         self._header_timeout_s = gateway.settings.header_timeout_s
+        self._most = min(gateway.settings.max_connections, descriptors.for_connections(1))
         self._inferences = Inferences(gateway)
         self._service = Service(gateway, self._inferences, _door(gateway, settings))
         self._server: Any = None
@@ -86,6 +88,8 @@ class GrpcFront(process.Front):
                 # Who connects and says nothing, or half of it, is shown out.
                 ("grpc.server_handshake_timeout_ms", patience_ms),
                 ("grpc.http2.settings_timeout", patience_ms),
+                # More are turned away: what is here needs descriptors of its own to go on.
+                ("grpc.max_allowed_incoming_connections", self._most),
                 ("grpc.max_concurrent_streams", _MOST_CALLS),
                 ("grpc.http2.max_deallocating_streams", _MOST_CALLS),
                 ("grpc.server.max_pending_requests", _MOST_QUEUED),
