@@ -186,11 +186,12 @@ class Connection(web.RequestHandler):
         held, self._held = self._held, b""
         if held:
             data = held + data
-        waiter = self._waiter
         # Nothing is on its way: not a request that is answered, nor a part of one.
         between = not (self._missing or self._busy or self._messages or self._close)
-        if between and len(data) <= self._known_size and data.startswith(self._known_head):
-            assert waiter is not None and not waiter.done() and not self._force_close
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            pass  # the task has not begun, or has ended
+        elif between and len(data) <= self._known_size and data.startswith(self._known_head):
             if len(data) == self._known_size:
                 self._request_count += 1
                 body: Any = WholeBody(data[len(self._known_head) :])
