@@ -18,10 +18,10 @@ B = np.full((1, 16), 3, np.int32)
 
 
 @contextlib.contextmanager
-def stub(server: Server) -> Iterator[Any]:
-    """Triton's own generated stub, on a channel of its own."""
+def stub(server: Server, url: str = "") -> Iterator[Any]:
+    """Triton's own generated stub, on a channel of its own; `url`: the way there."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-    with grpc.insecure_channel(server.grpc_url, options) as channel:
+    with grpc.insecure_channel(url or server.grpc_url, options) as channel:
         made = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         made.ServerLive(pb.ServerLiveRequest(), timeout=20, wait_for_ready=True)  # now it connects
         yield made

@@ -6,10 +6,12 @@ that has asked the kernel itself. What it connects, creates and opens is that us
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
@@ -58,3 +60,40 @@ def _become(uid: int, groups: tuple[int, ...]) -> None:
     ):
         if libc.syscall(*arguments) != 0:
             raise OSError(ctypes.get_errno(), "cannot become another user")
+
+
+@contextlib.contextmanager
+def tunnel(port: int, uid: int) -> Iterator[int]:
+    """A port whose one connection goes on to `port` on a socket that is user `uid`'s."""
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        there = as_user(uid, lambda: socket.create_connection(("127.0.0.1", port)))
+        stack.enter_context(there)
+        threads: list[threading.Thread] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                here, _ = listener.accept()
+                with here:
+                    back = threading.Thread(target=pump, args=(there, here))
+                    back.start()
+                    pump(here, there)
+                    back.join()
+
+        threads.append(threading.Thread(target=accept))
+        threads[0].start()
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            with contextlib.suppress(OSError):
+                there.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            threads[0].join()

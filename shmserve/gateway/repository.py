@@ -54,10 +54,14 @@ async def load(gateway: Gateway, request: Request, repository: str | None, name:
 
 
 def check_may_send(caller: Caller) -> None:
-    """Raise PermissionDenied unless the server may run what this client sends as model files."""
-    if caller.anonymous:
+    """Raise PermissionDenied unless the server may run what this client sends as model files.
+
+    It runs as the server's user, so it is that user's to send, or whoever's has a token for it.
+    """
+    if not (caller.door.authorisation.asks_for_tokens or caller.runs_the_server()):
         raise PermissionDenied(
-            "a configuration or files for a model may come from another host only with a token"
+            "a configuration or files for a model may come only from the user who runs the server, "
+            "or with a token"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -24,7 +23,7 @@ from tests import repositories
 from tests.raw_http import Http, in_region, shm_input
 from tests.regions import SharedObject
 from tests.servers import Server, running
-from tests.users import ALICE, BOB, as_user, needs_users
+from tests.users import ALICE, BOB, needs_users, tunnel
 
 TOKEN, PROGRAM = "0123456789abcdef-all", "0123456789abcdef-program"
 VALUES = np.arange(1024, dtype=np.float32)
@@ -221,43 +220,6 @@ def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
     assert code == "StatusCode.INVALID_ARGUMENT"
     assert "GPUs not supported" in text
     assert not client.get_cuda_shared_memory_status().regions
-
-
-@contextlib.contextmanager
-def tunnel(port: int, uid: int) -> Iterator[int]:
-    """A port whose one connection goes on to `port` on a socket that is user `uid`'s."""
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        there = as_user(uid, lambda: socket.create_connection(("127.0.0.1", port)))
-        stack.enter_context(there)
-        threads: list[threading.Thread] = []
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                here, _ = listener.accept()
-                with here:
-                    back = threading.Thread(target=pump, args=(there, here))
-                    back.start()
-                    pump(here, there)
-                    back.join()
-
-        threads.append(threading.Thread(target=accept))
-        threads[0].start()
-        try:
-            yield int(listener.getsockname()[1])
-        finally:
-            with contextlib.suppress(OSError):
-                there.shutdown(socket.SHUT_RDWR)
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            threads[0].join()
 
 
 @needs_users

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -13,13 +19,19 @@ from tritonclient.grpc import service_pb2 as pb
 
 from tests import repositories
 from tests.grpc_calls import stub
-from tests.raw_http import json_input
-from tests.servers import running
+from tests.raw_http import Http, UnixHttp, json_input
+from tests.servers import Server, running
+from tests.users import ALICE, FRIENDS, as_user, needs_users, tunnel
 
 TOKEN, OTHER = "0123456789abcdef-models", "0123456789abcdef-inference"
 CODE = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
 ASK = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
-TEXT = "a configuration or files for a model may come from another host only with a token"
+TEXT = (
+    "a configuration or files for a model may come only from the user who runs the server, "
+    "or with a token"
+)
+ROW = {"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [1]}
+CONFIG = json.dumps({"backend": "python", "input": [ROW], "output": [{**ROW, "name": "OUTPUT0"}]})
 
 
 def sent(config: str) -> dict[str, str]:
@@ -71,9 +83,80 @@ def test_who_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
             assert http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0] == 1
             return
         assert http.infer("constant", ASK, mine).ok().tensors()["OUTPUT0"][0] == 1
-        row = {"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [1]}
-        config = json.dumps(
-            {"backend": "python", "input": [row], "output": [{**row, "name": "OUTPUT0"}]}
-        )
-        http.post(path, {"parameters": sent(config)}, mine).ok()
+        http.post(path, {"parameters": sent(CONFIG)}, mine).ok()
         assert http.infer("constant", ASK, mine).ok().tensors()["OUTPUT0"][0] == 2
+
+
+def load_over_http(http: Http, parameters: dict[str, str]) -> str:
+    """What is wrong with it; "" when nothing is."""
+    body = {"parameters": parameters} if parameters else None
+    reply = http.post("/v2/repository/models/constant/load", body)
+    if reply.status == 403:
+        return reply.error
+    reply.ok()
+    return ""
+
+
+def load_over_grpc(call: Any, parameters: dict[str, str]) -> str:
+    """The same."""
+    request = pb.RepositoryModelLoadRequest(model_name="constant")
+    try:
+        call.RepositoryModelLoad(over_grpc(CONFIG) if parameters else request, timeout=20)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.PERMISSION_DENIED:
+            raise
+        return str(error.details())
+    return ""
+
+
+@contextlib.contextmanager
+def loads_of(server: Server, door: str, uid: int) -> Iterator[Callable[[dict[str, str]], str]]:
+    """Sends a load through a door as user `uid`, a member of the server's group."""
+    with contextlib.ExitStack() as stack:
+        if door == "unix":
+            http: Http = stack.enter_context(contextlib.closing(UnixHttp(socket_of(server))))
+            as_user(uid, lambda: http.get("/v2/health/live").ok(), (FRIENDS,))
+            yield partial(load_over_http, http)
+        elif door == "http":
+            port = stack.enter_context(tunnel(server.http_port, uid))
+            http = stack.enter_context(contextlib.closing(Http(port)))
+            yield partial(load_over_http, http)
+        else:
+            port = stack.enter_context(tunnel(server.grpc_port, uid))
+            call = stack.enter_context(stub(server, f"127.0.0.1:{port}"))
+            yield partial(load_over_grpc, call)
+
+
+def socket_of(server: Server) -> Path:
+    return Path(next(f for f in server.command if f.startswith("--http-unix")).partition("=")[2])
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """One that other users may enter."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o711)
+        yield Path(made)
+
+
+@needs_users
+@pytest.mark.parametrize("door", ["http", "unix", "grpc"])
+def test_which_users_may_send_a_model(shared_folder: Path, door: str) -> None:
+    """On this host: who runs the server. Others may load what the repository has, and no more."""
+    repositories.add(shared_folder / "models", "constant")
+    flags = ["--model-control-mode=explicit", "--load-model=constant"]
+    flags += [f"--http-unix-socket={shared_folder / 'socket'}", f"--shm-group={FRIENDS}"]
+    with running(shared_folder / "models", *flags, grpc=True) as server, server.http() as http:
+
+        def answer() -> int:
+            return int(http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0])
+
+        with loads_of(server, door, ALICE) as load:
+            assert load(sent(CONFIG)) == TEXT
+            if door != "grpc":
+                assert load({"config": CONFIG}) == TEXT
+            assert load({}) == ""
+            assert answer() == 1
+        with loads_of(server, door, os.geteuid()) as load:
+            assert load(sent(CONFIG)) == ""
+            assert answer() == 2
