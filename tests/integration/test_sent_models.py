@@ -110,11 +110,13 @@ def load_over_grpc(call: Any, parameters: dict[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def loads_of(server: Server, door: str, uid: int) -> Iterator[Callable[[dict[str, str]], str]]:
+def loads_of(
+    server: Server, socket: Path, door: str, uid: int
+) -> Iterator[Callable[[dict[str, str]], str]]:
     """Sends a load through a door as user `uid`, a member of the server's group."""
     with contextlib.ExitStack() as stack:
         if door == "unix":
-            http: Http = stack.enter_context(contextlib.closing(UnixHttp(socket_of(server))))
+            http: Http = stack.enter_context(contextlib.closing(UnixHttp(socket)))
             as_user(uid, lambda: http.get("/v2/health/live").ok(), (FRIENDS,))
             yield partial(load_over_http, http)
         elif door == "http":
@@ -125,10 +127,6 @@ def loads_of(server: Server, door: str, uid: int) -> Iterator[Callable[[dict[str
             port = stack.enter_context(tunnel(server.grpc_port, uid))
             call = stack.enter_context(stub(server, f"127.0.0.1:{port}"))
             yield partial(load_over_grpc, call)
-
-
-def socket_of(server: Server) -> Path:
-    return Path(next(f for f in server.command if f.startswith("--http-unix")).partition("=")[2])
 
 
 @pytest.fixture
@@ -144,19 +142,20 @@ def shared_folder() -> Iterator[Path]:
 def test_which_users_may_send_a_model(shared_folder: Path, door: str) -> None:
     """On this host: who runs the server. Others may load what the repository has, and no more."""
     repositories.add(shared_folder / "models", "constant")
+    socket = shared_folder / "socket"
     flags = ["--model-control-mode=explicit", "--load-model=constant"]
-    flags += [f"--http-unix-socket={shared_folder / 'socket'}", f"--shm-group={FRIENDS}"]
+    flags += [f"--http-unix-socket={socket}", f"--shm-group={FRIENDS}"]
     with running(shared_folder / "models", *flags, grpc=True) as server, server.http() as http:
 
         def answer() -> int:
             return int(http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0])
 
-        with loads_of(server, door, ALICE) as load:
+        with loads_of(server, socket, door, ALICE) as load:
             assert load(sent(CONFIG)) == TEXT
             if door != "grpc":
                 assert load({"config": CONFIG}) == TEXT
             assert load({}) == ""
             assert answer() == 1
-        with loads_of(server, door, os.geteuid()) as load:
+        with loads_of(server, socket, door, os.geteuid()) as load:
             assert load(sent(CONFIG)) == ""
             assert answer() == 2
