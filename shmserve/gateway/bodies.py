@@ -30,7 +30,7 @@ JSON_TOO_LARGE = (
 _MOST_CHUNKS = 65536
 _TOGETHER = 1024
 # A body may take `body_timeout_s` and a second more for each of these bytes that came.
-_SLOWEST_RATE = 64 * 1024
+SLOWEST_RATE = 64 * 1024
 
 
 class BodyTimeout(ShmserveError):
@@ -73,7 +73,7 @@ class Body:
         """The next bytes; b"" at the end. Raises BodyTimeout, BrokenBody or InvalidArgument."""
         if self._received == 0 and not self._content.is_eof():
             self._invite()
-        limit = self._began + self._settings.body_timeout_s + self._received / _SLOWEST_RATE
+        limit = self._began + self._settings.body_timeout_s + self._received / SLOWEST_RATE
         try:
             async with asyncio.timeout(limit - time.monotonic()):
                 data = await self._next_chunks() if self._chunked else await self._content.readany()

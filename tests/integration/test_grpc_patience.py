@@ -1,11 +1,14 @@
-"""R15: who connects to the gRPC gateway and says nothing, or half of it, is shown out."""
+"""R15: who keeps the gRPC gateway waiting, at the beginning or for a request, is shown out."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,19 @@ from shmserve.grpc_config import environment
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from tests.gateway_rig import Puppet
-from tests.http2 import ACK, OPENED, PREFACE, SERVICE, SETTINGS, frame, post
+from tests.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    HEADERS,
+    OPENED,
+    PREFACE,
+    SERVICE,
+    SETTINGS,
+    frame,
+    message,
+    post,
+)
 from tests.servers import free_ports
 from tests.waiting import until
 
@@ -46,7 +61,11 @@ def port(tmp_path: Path) -> Iterator[int]:
     args = {
         "addresses": [["127.0.0.1", number]],
         "grpc": {"compress": False, "tls": None, "options": []},
-        "settings": {"header_timeout_s": _PATIENCE_S, "arena_byte_size": 1 << 20},
+        "settings": {
+            "header_timeout_s": _PATIENCE_S,
+            "body_timeout_s": _PATIENCE_S,
+            "arena_byte_size": 1 << 20,
+        },
         "run_dir": str(tmp_path),
         "log": {},
     }
@@ -99,12 +118,104 @@ def test_who_does_not_go_on_is_shown_out(port: int, said: bytes) -> None:
     assert is_served(port)
 
 
-def test_who_goes_on_may_stay(port: int) -> None:
-    """A call whose message takes longer than that, on a connection that is one."""
-    assert is_served(port)
-    with socket.create_connection(("127.0.0.1", port), timeout=2.5 * _PATIENCE_S) as slow:
+@pytest.mark.parametrize("method", ["ModelInfer", "ServerLive", "Watch"])
+def test_a_request_that_does_not_come_ends_its_call(port: int, method: str) -> None:
+    """And no other call of its connection."""
+    path = f"{SERVICE}{method}" if method != "Watch" else "/grpc.health.v1.Health/Watch"
+    never = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        never.wait(30)
+        yield from ()
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        grpc.channel_ready_future(channel).result(20)
+        calls = [channel.stream_stream(path)(nothing(), timeout=20) for _ in range(100)]
+        for call in calls:
+            with pytest.raises(grpc.RpcError):
+                next(call)
+            assert call.code() is grpc.StatusCode.UNAVAILABLE
+            assert call.details() == "the request did not arrive in time"
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        assert stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live
+    never.set()
+
+
+def test_half_a_request_ends_its_call(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
         slow.sendall(OPENED + frame(SETTINGS, ACK, 0))
-        slow.sendall(frame(1, 4, 1, post(f"{SERVICE}ModelInfer")))
-        with pytest.raises(TimeoutError):
-            read_all(slow)
-    assert is_served(port)
+        slow.sendall(frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ModelInfer")))
+        slow.sendall(frame(DATA, 0, 1, message(bytes(1000))[:500]))
+        until_said(slow, b"the request did not arrive in time")
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
+def test_a_call_without_a_request_is_told(port: int, method: str) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.RpcError) as error:
+            channel.stream_unary(f"{SERVICE}{method}")(iter(()), timeout=20, wait_for_ready=True)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.value.details() == "the call has no request"
+
+
+def test_a_slow_upload_is_waited_for(port: int) -> None:
+    """As long as it brings what a body over HTTP has to."""
+    request = pb.ModelInferRequest(model_name="none", raw_input_contents=[bytes(1_000_000)])
+    with throttled(port, 256 * 1024) as slower, grpc.insecure_channel(slower) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as error:
+            stub.ModelInfer(request, timeout=30, wait_for_ready=True)
+        assert time.monotonic() - began > 2.5 * _PATIENCE_S
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_stream_may_be_silent(port: int) -> None:
+    go_on = threading.Event()
+
+    def late() -> Iterator[pb.ModelInferRequest]:
+        assert go_on.wait(30)
+        yield pb.ModelInferRequest(model_name="none", id="one")
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answers = stub.ModelStreamInfer(late(), timeout=30, wait_for_ready=True)
+        threading.Timer(2.5 * _PATIENCE_S, go_on.set).start()
+        assert "unknown model" in next(answers).error_message
+
+
+def until_said(sock: socket.socket, text: bytes) -> None:
+    """Read until the server says this; raises TimeoutError or AssertionError when it does not."""
+    said = b""
+    while text not in said:
+        piece = sock.recv(65536)
+        assert piece, "the connection ended"
+        said += piece
+
+
+@contextlib.contextmanager
+def throttled(port: int, rate: int) -> Iterator[str]:
+    """The address of a way to `port`, for one connection, that takes so many bytes a second."""
+
+    def carry(source: socket.socket, to: socket.socket, size: int, pause_s: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(size):
+                to.sendall(data)
+                time.sleep(pause_s)
+
+    def join(listener: socket.socket) -> None:
+        with (
+            listener.accept()[0] as client,
+            socket.create_connection(("127.0.0.1", port)) as server,
+        ):
+            back = threading.Thread(target=carry, args=(server, client, 65536, 0))
+            back.start()
+            carry(client, server, rate // 10, 0.1)
+            server.shutdown(socket.SHUT_RDWR)
+            back.join()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=join, args=(listener,))
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()

@@ -10,9 +10,10 @@ import socket
 import pytest
 
 from shmserve.gateway.authorisation import RESTRICTABLE
-from shmserve.gateway.grpc.callers import Users, address_of
+from shmserve.gateway.grpc.callers import Users
 from shmserve.gateway.grpc.plans import split
 from shmserve.gateway.grpc.service import HEALTH_WATCH, MODEL_INFER, MODEL_STREAM_INFER, RPCS
+from shmserve.gateway.grpc.sockets import address_of
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto import health_pb2
 

@@ -13,7 +13,21 @@ import grpc
 import grpc.aio
 import pytest
 
+from shmserve.gateway.grpc.calls import Calls
 from shmserve.gateway.grpc.unary import Call, Waiter, acceptor
+from tests.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    OPENED,
+    SETTINGS,
+    WINDOW,
+    frame,
+    message,
+    post,
+)
 
 PATH = "/test.Service/Ask"
 CALLS = 200  # more than are asked for beforehand, so that these are asked for again
@@ -27,15 +41,18 @@ class Scene:
         self.aio = 0
         self.ask: Any = None
         self.server: Any = None
+        self.port = 0
 
 
 def play(
     handler: Callable[[bytes, Call], None],
     act: Callable[[Scene], Awaitable[None]],
     ends: bool = True,
+    patience_s: float = 30.0,
 ) -> Scene:
     """Have `act` ask a server that answers by `handler`."""
     scene = Scene()
+    calls = Calls(patience_s)
 
     async def own(raw: bytes, context: Any) -> bytes:
         scene.aio += 1
@@ -47,9 +64,9 @@ def play(
     async def main() -> None:
         scene.server = server = grpc.aio.server()
         way = grpc.unary_unary_rpc_method_handler(own)
-        short = acceptor(server, PATH, way, first)
+        short = acceptor(server, PATH, way, first, calls)
         assert short is not None, "this gRPC has not what the short way takes"
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = scene.port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         short.open()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -62,6 +79,7 @@ def play(
             await server.stop(None)
 
     asyncio.run(main())
+    assert not calls.addresses()
     return scene
 
 
@@ -126,6 +144,50 @@ def test_a_client_that_leaves() -> None:
     assert not [thing for thing in gc.get_objects() if type(thing) is Call]
 
 
+def test_who_reads_no_response_is_disconnected() -> None:
+    """R15: its response would take up memory for as long as it likes."""
+
+    async def act(scene: Scene) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", scene.port)
+        # It never lets more come than HTTP/2 has a sender send at first.
+        writer.write(OPENED + frame(SETTINGS, ACK, 0))
+        writer.write(frame(HEADERS, END_HEADERS, 1, post(PATH)))
+        writer.write(frame(DATA, END_STREAM, 1, message(b"ask")))
+        said = await asyncio.wait_for(reader.read(), 20)
+        assert 65535 < len(said) < 80_000
+        writer.close()
+        assert await scene.ask(b"another") == b"short another"
+
+    def much(raw: bytes, call: Call) -> None:
+        call.finish(bytes(1_000_000)) if raw == b"ask" else echo(raw, call)
+
+    play(much, act, patience_s=0.5)
+
+
+def test_who_reads_slowly_is_waited_for() -> None:
+    """As long as that is not slower than a body over HTTP may be."""
+
+    async def act(scene: Scene) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", scene.port)
+        writer.write(OPENED + frame(SETTINGS, ACK, 0))
+        writer.write(frame(HEADERS, END_HEADERS, 1, post(PATH)))
+        writer.write(frame(DATA, END_STREAM, 1, message(b"ask")))
+        said = 0
+        while said < 600_000:
+            piece = await asyncio.wait_for(reader.read(65536), 20)
+            assert piece, "the connection ended"
+            said += len(piece)
+            await asyncio.sleep(0.25)
+            more = len(piece).to_bytes(4, "big")
+            writer.write(frame(WINDOW, 0, 0, more) + frame(WINDOW, 0, 1, more))
+        writer.close()
+
+    def much(raw: bytes, call: Call) -> None:
+        call.finish(bytes(600_000))
+
+    play(much, act, patience_s=1.0)
+
+
 def test_the_server_stops_while_a_call_waits() -> None:
     gone: list[Call] = []
 
@@ -162,7 +224,7 @@ def test_a_handler_that_fails(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_release_without_these_parts_goes_its_own_way() -> None:
-    assert acceptor(object(), PATH, None, echo) is None
+    assert acceptor(object(), PATH, None, echo, Calls(30)) is None
 
 
 def test_a_waiter_goes_on_with_what_it_gets() -> None:

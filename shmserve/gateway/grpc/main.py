@@ -20,6 +20,7 @@ from shmserve.gateway import process
 from shmserve.gateway.authorisation import Authorisation, decode_restrictions
 from shmserve.gateway.callers import Door, DoorKind
 from shmserve.gateway.grpc import loop
+from shmserve.gateway.grpc.calls import Calls
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.responses import LARGEST_MESSAGE
 from shmserve.gateway.grpc.service import MODEL_INFER, Service
@@ -74,7 +75,8 @@ class GrpcFront(process.Front):
         self._header_timeout_s = gateway.settings.header_timeout_s
         self._most = min(gateway.settings.max_connections, descriptors.for_connections(1))
         self._inferences = Inferences(gateway)
-        self._service = Service(gateway, self._inferences, _door(gateway, settings))
+        self._calls = Calls(gateway.settings.body_timeout_s)
+        self._service = Service(gateway, self._inferences, _door(gateway, settings), self._calls)
         self._server: Any = None
 
     async def open(self) -> None:
@@ -108,7 +110,7 @@ class GrpcFront(process.Front):
             else:
                 server.add_secure_port(address, credentials)
         service = self._service
-        frequent = acceptor(server, MODEL_INFER, service.infer_handler, service.infer)
+        frequent = acceptor(server, MODEL_INFER, service.infer_handler, service.infer, self._calls)
         await server.start()
         self._server = server
         if frequent is not None:

@@ -16,6 +16,7 @@ from shmserve.gateway import trim
 from shmserve.gateway.callers import Caller, Door
 from shmserve.gateway.grpc import control, log_and_trace, memory
 from shmserve.gateway.grpc.callers import CallCaller, Users
+from shmserve.gateway.grpc.calls import Calls, Reading
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.stream import stream_infer
 from shmserve.gateway.grpc.unary import Call
@@ -100,20 +101,21 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     Messages go through as bytes: the handlers know best how to read and write theirs.
     """
 
-    def __init__(self, gateway: Gateway, inferences: Inferences, door: Door) -> None:
+    def __init__(self, gateway: Gateway, inferences: Inferences, door: Door, calls: Calls) -> None:
         self._gateway = gateway
         self._inferences = inferences
         self._door = door
+        self._calls = calls
         self._users = Users()
         self._health_changed = asyncio.Event()
         self._handlers: dict[str, Any] = {
-            path: grpc.unary_unary_rpc_method_handler(self._plain(path, rpc))
+            path: self._unary(self._plain(path, rpc))
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        self._handlers[MODEL_INFER] = grpc.unary_unary_rpc_method_handler(_answering(self._infer))
+        self._handlers[MODEL_INFER] = self._unary(self._infer)
         self._handlers[MODEL_STREAM_INFER] = grpc.stream_stream_rpc_method_handler(self._stream)
-        self._handlers[HEALTH_WATCH] = grpc.unary_stream_rpc_method_handler(self._watch)
+        self._handlers[HEALTH_WATCH] = grpc.stream_stream_rpc_method_handler(self._watch)
 
     def service(self, call: grpc.HandlerCallDetails) -> Any:
         """The handler for a call, None for an unknown method; every call passes here."""
@@ -161,7 +163,30 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 logger.exception("%s failed", path)
                 return _INTERNAL
 
-        return _answering(answer)
+        return answer
+
+    def _unary(self, answer: Callable[[bytes, Any], Awaitable[bytes | _Ending]]) -> Any:
+        """grpc.aio's handler of a call with one request, which gets what `answer` makes of it.
+
+        To gRPC it is one with many, so that it begins before its request is here.
+
+        gRPC keeps the exception that `abort` raises for as long as the call's context lives, and
+        that is in a cycle with it: no frame that it goes through may hold the request, which can be
+        large.
+        """
+
+        async def run(_: Any, context: Any) -> bytes:
+            with Reading(self._calls, context) as reading:
+                raw = await reading.request()
+                answered = answer(raw, context)
+                del raw
+                outcome = await answered
+            if type(outcome) is bytes:
+                return outcome
+            await context.abort(*outcome)
+            raise AssertionError("abort raises")
+
+        return grpc.stream_unary_rpc_method_handler(run)
 
     async def _infer(self, raw: bytes, context: Any) -> bytes | _Ending:
         try:
@@ -204,21 +229,24 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         try:
             patience_s = self._gateway.settings.body_timeout_s
-            await stream_infer(
-                self._inferences, self._caller(context), requests, context, patience_s
-            )
+            with Reading(self._calls, context):
+                await stream_infer(
+                    self._inferences, self._caller(context), requests, context, patience_s
+                )
         except ShmserveError as error:
             await context.abort(*_ending(error))
 
-    async def _watch(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
-        said = None
-        while True:
-            changed = self._health_changed
-            status = control.serving(self._gateway)
-            if status != said:
-                said = status
-                yield status.SerializeToString()
-            await changed.wait()
+    async def _watch(self, _: Any, context: Any) -> AsyncIterator[bytes]:
+        with Reading(self._calls, context) as reading:
+            await reading.request()
+            said = None
+            while True:
+                changed = self._health_changed
+                status = control.serving(self._gateway)
+                if status != said:
+                    said = status
+                    yield status.SerializeToString()
+                await changed.wait()
 
 
 # How a call ends that is refused: its status, text and trailing metadata.
@@ -246,27 +274,6 @@ def _ending_of_inference(error: Exception, call: Any) -> _Ending:
         # The scheduler kept the call's own deadline, and was faster than the client.
         return _OVER
     return _ending(error)
-
-
-def _answering(
-    answer: Callable[[bytes, Any], Awaitable[bytes | _Ending]],
-) -> Callable[[bytes, Any], Awaitable[bytes]]:
-    """A handler of what `answer` makes of a request.
-
-    gRPC keeps the exception that `abort` raises for as long as the call's context lives, and that
-    is in a cycle with it: no frame that it goes through may hold the request, which can be large.
-    """
-
-    async def call(raw: bytes, context: Any) -> bytes:
-        answered = answer(raw, context)
-        del raw
-        outcome = await answered
-        if type(outcome) is bytes:
-            return outcome
-        await context.abort(*outcome)
-        raise AssertionError("abort raises")
-
-    return call
 
 
 def _refusal(error: ShmserveError) -> Any:

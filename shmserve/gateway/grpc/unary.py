@@ -6,7 +6,8 @@ some calls are asked for beforehand, and what happens to one goes on at once whe
 it is handled.
 
     asked for ──> accepted ──> its message is here ──> `handler(message, call)` ──> finish or fail
-                     └────────────────────────────────> gone: the client has left
+                     ├────────────────────────────────> gone: the client has left
+                     └──> late: its message does not come
 
 This stands on parts of gRPC that are not its public interface. Where a release of it does not have
 them, every call goes grpc.aio's own way, as some always do: grpc.aio asks for calls, too.
@@ -20,6 +21,8 @@ from typing import Any
 
 import grpc
 from grpc._cython import cygrpc
+
+from shmserve.gateway.grpc.calls import LATE, MISSING, Calls
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +105,11 @@ def _start(coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> 
 class Call:
     """One call: `finish` or `fail` it once. `on_gone` runs if the client leaves before that."""
 
-    __slots__ = ("_context", "_state", "done", "on_gone")
+    __slots__ = ("_calls", "_context", "_state", "done", "on_gone")
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, calls: Calls) -> None:
         self._state = state
+        self._calls = calls
         self._context: Any = cygrpc._ServicerContext(state, None, None, None)
         self.done = False
         self.on_gone: Callable[[], None] | None = None
@@ -140,11 +144,23 @@ class Call:
             cygrpc.SendStatusFromServerOperation(tuple(metadata), code.value[0], details, 0),
         )
 
+    def late(self) -> None:
+        """End it: its message did not come in time."""
+        self.fail(*LATE)
+
     def _send(self, *operations: Any) -> None:
         self.on_gone = None
         if not self.done:
             self.done = True
-            _start(cygrpc.execute_batch(self._state, operations, _HERE), _ignore)
+            self._calls.answered(self)
+            try:
+                _start(cygrpc.execute_batch(self._state, operations, _HERE), self._over)
+            except BaseException:
+                self._over()
+                raise
+
+    def _over(self, _: Any = None) -> None:
+        self._calls.end(self)
 
     def begin(self, handler: Callable[[bytes, Call], None]) -> None:
         """Wait for its message, and for its client to leave."""
@@ -154,12 +170,17 @@ class Call:
             gone, self.on_gone = self.on_gone, None
             if close.cancelled():
                 self.done = True
+                self._over()
                 if gone is not None:
                     gone()
 
         def received(message: bytes | None) -> None:
-            if message is None or self.done:
+            if self.done:
                 return
+            if message is None:
+                self.fail(*MISSING)
+                return
+            self._calls.arrived(self)
             try:
                 handler(message, self)
             except Exception:
@@ -168,19 +189,19 @@ class Call:
 
         _start(cygrpc.execute_batch(self._state, (close,), _HERE), closed)
         _start(cygrpc._receive_message(self._state, _HERE), received)
-
-
-def _ignore(_: Any) -> None:
-    pass
+        self._calls.begin(self)
 
 
 class Acceptor:
     """Asks a server for calls of one method, and hands each with its message to `handler`."""
 
-    def __init__(self, server: Any, path: str, handler: Callable[[bytes, Call], None]) -> None:
+    def __init__(
+        self, server: Any, path: str, handler: Callable[[bytes, Call], None], calls: Calls
+    ) -> None:
         self._server = server
         self._path = path.encode()
         self._handler = handler
+        self._calls = calls
 
     def open(self) -> None:
         """Take calls; the server has started."""
@@ -198,7 +219,7 @@ class Acceptor:
             if self._server.is_running():
                 self._ask()
             try:
-                Call(end.value).begin(self._handler)
+                Call(end.value, self._calls).begin(self._handler)
             except Exception:
                 logger.exception("a call could not be taken")
         except Exception:
@@ -208,7 +229,11 @@ class Acceptor:
 
 
 def acceptor(
-    server: grpc.aio.Server, path: str, way: Any, handler: Callable[[bytes, Call], None]
+    server: grpc.aio.Server,
+    path: str,
+    way: Any,
+    handler: Callable[[bytes, Call], None],
+    calls: Calls,
 ) -> Acceptor | None:
     """Whoever takes calls of the method `path`, for a server that is not started yet.
 
@@ -222,4 +247,4 @@ def acceptor(
     ):
         return None
     core.add_registered_method_handlers({path: way})  # type: ignore[union-attr]
-    return Acceptor(core, path, handler)
+    return Acceptor(core, path, handler, calls)
