@@ -23,7 +23,7 @@ from shmserve.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 0.75  # of all, the most that are of one peer
+SHARE = 0.75  # of all, the most that are of one peer
 _COMPLAINTS = 10  # about too many connections
 
 
@@ -36,7 +36,7 @@ class Server(web.Server):
         self._settings = settings
         self._door = door
         self._most = most
-        self._most_of_one = max(1, int(most * _SHARE))
+        self._most_of_one = max(1, int(most * SHARE))
         self._of: dict[object, set[Connection]] = {}  # by peer
         self._crowded = 0
 

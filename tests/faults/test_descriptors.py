@@ -81,9 +81,8 @@ def test_connections_that_say_nothing(server: Server, name: str) -> None:
     with scene(server) as stage:
         with crowded(server, name):
             assert_recovers(stage, time.monotonic())
-            if name != "grpc":
-                with stub(server) as call:
-                    assert is_right(call.ModelInfer(simple_request(), timeout=10))
+            with stub(server) as call:
+                assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
             # Who comes now is heard: health checks, too, come on connections of their own.
             until("it is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
         assert_recovers(stage, time.monotonic())

@@ -19,6 +19,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from shmserve.gateway.crowds import SHARE
 from shmserve.grpc_config import environment
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
@@ -49,6 +50,13 @@ _PATIENCE_S = 1.0
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
     """Where a gateway listens that has a second's patience."""
+    with listening(tmp_path, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
+        yield number
+
+
+@contextlib.contextmanager
+def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
+    """A gateway that listens at a port of this address."""
     gateways: list[bytes] = []
 
     def take(peer: bytes, message: Any) -> None:
@@ -59,13 +67,9 @@ def port(tmp_path: Path) -> Iterator[int]:
     puppet = Puppet(endpoints.control(tmp_path), take)
     (number,) = free_ports(1)
     args = {
-        "addresses": [["127.0.0.1", number]],
+        "addresses": [[host, number]],
         "grpc": {"compress": False, "tls": None, "options": []},
-        "settings": {
-            "header_timeout_s": _PATIENCE_S,
-            "body_timeout_s": _PATIENCE_S,
-            "arena_byte_size": 1 << 20,
-        },
+        "settings": {"body_timeout_s": _PATIENCE_S, "arena_byte_size": 1 << 20, **settings},
         "run_dir": str(tmp_path),
         "log": {},
     }
@@ -77,6 +81,7 @@ def port(tmp_path: Path) -> Iterator[int]:
         with process.stdin as pipe:
             pipe.write(msgpack.packb(args))
         until("it is there", lambda: gateways, 20)
+        assert is_served(number)
         yield number
         puppet.call(lambda: puppet.router.post(gateways[0], m.Stop()))
         assert process.wait(10) == 0
@@ -111,7 +116,6 @@ def read_all(sock: socket.socket) -> None:
     ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
 )
 def test_who_does_not_go_on_is_shown_out(port: int, said: bytes) -> None:
-    assert is_served(port)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
         silent.sendall(said)
         read_all(silent)
@@ -182,6 +186,43 @@ def test_a_stream_may_be_silent(port: int) -> None:
         answers = stub.ModelStreamInfer(late(), timeout=30, wait_for_ready=True)
         threading.Timer(2.5 * _PATIENCE_S, go_on.set).start()
         assert "unknown model" in next(answers).error_message
+
+
+def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
+    """Of an address that has more than its share those end that are idle, and the others are served
+    as before."""
+    most = 40
+    with (
+        listening(tmp_path, "0.0.0.0", max_connections=most) as port,
+        contextlib.ExitStack() as ends,
+    ):
+        held = ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        held.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        crowd = [
+            ends.enter_context(
+                socket.create_connection(("127.0.0.1", port), 20, source_address=("127.0.0.2", 0))
+            )
+            for _ in range(2 * most)
+        ]
+        for sock in crowd:
+            with contextlib.suppress(OSError):
+                sock.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= most * SHARE, 20)
+        assert is_served(port)
+        assert is_open(held)
+
+
+def is_open(sock: socket.socket) -> bool:
+    """Whether the server has not ended this connection."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(65536):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def until_said(sock: socket.socket, text: bytes) -> None:

@@ -21,6 +21,7 @@ from shmserve.gateway.authorisation import Authorisation, decode_restrictions
 from shmserve.gateway.callers import Door, DoorKind
 from shmserve.gateway.grpc import loop
 from shmserve.gateway.grpc.calls import Calls
+from shmserve.gateway.grpc.crowds import Crowds
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.responses import LARGEST_MESSAGE
 from shmserve.gateway.grpc.service import MODEL_INFER, Service
@@ -76,7 +77,10 @@ class GrpcFront(process.Front):
         self._most = min(gateway.settings.max_connections, descriptors.for_connections(1))
         self._inferences = Inferences(gateway)
         self._calls = Calls(gateway.settings.body_timeout_s)
-        self._service = Service(gateway, self._inferences, _door(gateway, settings), self._calls)
+        door = _door(gateway, settings)
+        self._service = Service(gateway, self._inferences, door, self._calls)
+        ports = {port for _, port in settings.addresses}
+        self._crowds = Crowds(self._calls, door.kind, ports, self._most)
         self._server: Any = None
 
     async def open(self) -> None:
@@ -90,7 +94,8 @@ class GrpcFront(process.Front):
                 # Who connects and says nothing, or half of it, is shown out.
                 ("grpc.server_handshake_timeout_ms", patience_ms),
                 ("grpc.http2.settings_timeout", patience_ms),
-                # More are turned away: what is here needs descriptors of its own to go on.
+                # More are turned away until others have made room (crowds.py): what is here needs
+                # descriptors of its own to go on.
                 ("grpc.max_allowed_incoming_connections", self._most),
                 ("grpc.max_concurrent_streams", _MOST_CALLS),
                 ("grpc.http2.max_deallocating_streams", _MOST_CALLS),
@@ -113,6 +118,7 @@ class GrpcFront(process.Front):
         frequent = acceptor(server, MODEL_INFER, service.infer_handler, service.infer, self._calls)
         await server.start()
         self._server = server
+        self._crowds.open()
         if frequent is not None:
             frequent.open()
 
@@ -133,6 +139,7 @@ class GrpcFront(process.Front):
 
     async def close(self) -> None:
         """What was answered is still sent; streams that wait for requests are cut off."""
+        self._crowds.close()
         if self._server is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._server.stop(_LAST_WORDS_S)

@@ -145,7 +145,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _caller(self, context: Any) -> Caller:
         return CallCaller(self._door, self._users, context)
 
-    def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, Any], Awaitable[bytes | _Ending]]:
         assert rpc.handler is not None and rpc.request is not None
         handle, parse = rpc.handler, rpc.request.FromString
 
