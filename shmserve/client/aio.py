@@ -15,9 +15,10 @@ from typing import Any
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
 from shmserve.client.exchange import LATE, Exchange, Pending
+from shmserve.client.options import options_of
 from shmserve.client.region import Region
 from shmserve.client.results import Result
-from shmserve.client.session import Outputs, Session, Tensors, options_of
+from shmserve.client.session import Outputs, Session, Tensors
 
 
 class _Turns:

@@ -269,7 +269,11 @@ class Connection:
             return  # a forked child: all of it is its parent's
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is self._thread:  # a future's callback has had enough
+            with self._lock:
+                self.alive = False
+            self._wake_all()
+        else:
             self._thread.join()
         self._door.close()
 

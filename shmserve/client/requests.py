@@ -16,7 +16,8 @@ from shmserve.client.arrays import Array, from_program, is_torch
 from shmserve.client.device import DeviceView
 from shmserve.client.memory import AnySegment, Block, Memories, aligned
 from shmserve.client.models import Model
-from shmserve.client.plans import PLAIN, Form, Options, Plan, Slot, pack
+from shmserve.client.options import PLAIN, Options
+from shmserve.client.plans import Form, Plan, Slot, pack
 from shmserve.client.region import Region, nothing
 from shmserve.client.views import Lease, View
 from shmserve.errors import InvalidArgument
@@ -28,7 +29,6 @@ from shmserve.ipc.tensors import (
     encode_bytes,
 )
 
-_MOST_PLANS = 64
 _ELSEWHERE = np.empty(0, np.uint8)  # stands for what is not in host memory
 
 
@@ -143,6 +143,13 @@ def _in_place(model: Model, region: Region, options: Options) -> Prepared:
     return Prepared(model, *known, options, segments=(segment,), leases=(lease,))
 
 
+def _encoded(array: Array, name: str) -> bytes:
+    try:
+        return encode_bytes(array)
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"input '{name}' has text that UTF-8 cannot carry: {error}") from None
+
+
 class _Loose:
     """A request that follows no plan."""
 
@@ -173,7 +180,7 @@ class _Loose:
             array, datatype = from_program(value, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
-                array = arrays[index] = np.frombuffer(encode_bytes(array), np.uint8)
+                array = arrays[index] = np.frombuffer(_encoded(array, name), np.uint8)
             self._forms.append(Form(name, datatype, shape, array.nbytes))
             self._places.append(self._found(value, array))
 
@@ -203,12 +210,8 @@ class _Loose:
 
     def plan(self, key: tuple[Any, ...], outputs: Sequence[str]) -> Plan:
         """Make the plan for all that are like it."""
-        plans = self._model.plans
-        if len(plans) >= _MOST_PLANS:
-            plans.pop(next(iter(plans))).close()
         plan = Plan(self._model.signature, tuple(self._forms), outputs, self._memories)
-        plans[key] = plan
-        return plan
+        return self._model.remember(key, plan)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> Prepared:
         """The request, packed as it is."""

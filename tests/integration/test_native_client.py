@@ -18,7 +18,11 @@ import torch
 
 import shmserve.client
 from shmserve.client import aio
+from shmserve.ipc.channels import Dealer
+from shmserve.ipc.messages import Finished
+from shmserve.ipc.tensors import TensorRef
 from tests import repositories
+from tests.guests import answer, submit
 from tests.servers import Server, running
 from tests.waiting import until
 
@@ -311,6 +315,74 @@ def test_from_many_threads(client) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_more_threads_than_a_scheduler_takes_links(client) -> None:
+    """All at once, so that none can have the link of one that is over."""
+    count = 24
+    all_have_asked = threading.Barrier(count)
+    answers: list[float] = []
+
+    def ask(number: int) -> None:
+        x = np.full(4, number, np.float32)
+        answers.append(client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"][0])
+        more = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
+        answers.extend(one["OUTPUT0"][0] for one in more)
+        all_have_asked.wait()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == sorted([*range(count)] * 4)
+    assert len(client._waiters) <= 15
+
+
+def test_more_at_once_than_a_frame_may_have(client, rows: Server) -> None:
+    x = np.ones(4000, np.float32)
+    count = (64 << 20) // x.nbytes + 100
+
+    async def ask() -> list[shmserve.client.Result | BaseException]:
+        async with aio.connect(rows.run_dir) as server:
+            asked = (server.infer("identity", INPUT0=x) for _ in range(count))
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
+            return answers
+
+    refused = [a for a in asyncio.run(ask()) if not isinstance(a, shmserve.client.Result)]
+    # Most find the queue full.
+    assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
+    with pytest.raises(shmserve.client.InvalidArgument, match="larger than 1048576"):
+        client.infer("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
+    future = client.infer_async("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
+    assert isinstance(future.exception(20), shmserve.client.InvalidArgument)
+
+
+def test_a_link_that_the_server_ends(client) -> None:
+    connection = client._session.connection()
+    endpoint = connection.models.resolve("identity", "").endpoint
+    others = [Dealer(endpoint, f"{connection.identity}.other{n}") for n in range(16)]
+    x = np.ones(4, np.float32)
+    request = submit((TensorRef("INPUT0", "FP32", (4,), x.tobytes()),))
+    for other in others:
+        other.send(request)
+        assert isinstance(answer(other), Finished)
+    with pytest.raises(shmserve.client.Unavailable, match="ended the connection, twice"):
+        client.infer("identity", INPUT0=x, timeout=20)
+    for other in others:
+        other.close()
+    assert (client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
+
+
+def test_a_timeout_that_is_none(client) -> None:
+    x = np.ones(4, np.float32)
+    for seconds in (1e7, 1e12, float("inf")):
+        assert client.infer_async("identity", INPUT0=x, timeout=seconds).result(20)
+        assert client.infer("identity", INPUT0=x, timeout=seconds)
+    for seconds in (0, -1):
+        with pytest.raises(shmserve.client.TimedOut):
+            client.infer("identity", INPUT0=x, timeout=seconds)
 
 
 def test_a_stream_of_one_response(client) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,6 +21,7 @@ import pytest
 
 import shmserve.client
 from shmserve.client import aio
+from shmserve.client.options import PLAIN
 from tests import repositories
 from tests.servers import ROOT, Server, running
 from tests.waiting import until
@@ -218,6 +220,34 @@ def test_every_future_ends_when_the_client_does(gated: Server) -> None:
             assert future.result(20)
 
 
+def test_a_callback_may_close_the_client(gated: Server) -> None:
+    client = shmserve.client.connect(gated.run_dir)
+    thread = client._session.connection()._thread
+    blocked = client.infer_async("gated", _value(client, 1))
+    visit = gated.gate.next()
+    waiting = [concurrent.futures.Future[object]() for _ in range(2)]
+
+    def wait(outcome: concurrent.futures.Future[object]) -> None:
+        try:
+            outcome.set_result(client.infer("gated", _value(client, 2)))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threads = [threading.Thread(target=wait, args=(outcome,)) for outcome in waiting]
+    for each in threads:
+        each.start()
+    gated.wait_pending("gated", 2)
+    client.infer_async("simple", INPUT0=A, INPUT1=A).add_done_callback(lambda _: client.close())
+    for error in (blocked.exception(20), *(outcome.exception(20) for outcome in waiting)):
+        assert isinstance(error, shmserve.client.Disconnected)
+    thread.join()
+    for each in threads:
+        each.join()
+    visit.release()
+    with pytest.raises(shmserve.client.Disconnected, match="closed"):
+        client.infer("simple", INPUT0=A, INPUT1=A)
+
+
 def test_a_callback_may_ask_for_more_and_for_memory(gated: Server) -> None:
     """It runs where the server's answers are read, and others want memory meanwhile."""
     x = np.ones((4, ROW), np.float32)
@@ -301,6 +331,7 @@ def test_a_restarted_server_is_found_again(repository: Path, serve) -> None:
         region["INPUT0"][:] = 3
         kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
         assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
+        late = client._session.prepared("rows", region, None, "", PLAIN, {})
         folder = first.folder
         members = first.tree()
         first.process.terminate()
@@ -312,8 +343,17 @@ def test_a_restarted_server_is_found_again(repository: Path, serve) -> None:
         second = Server([repository], run_dir=run_dir).wait_ready()
         try:
             region["INPUT0"][:] = 4
+            tell = client._session.memories.share_again
+
+            def nobody_else_asks_yet(share: Any) -> None:
+                assert not client._session._connection.alive
+                tell(share)
+
+            client._session.memories.share_again = nobody_else_asks_yet  # type: ignore[method-assign]
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
             assert (kept == 1).all()
+            with pytest.raises(shmserve.client.Disconnected, match="before it answered"):
+                client._waiter().submit(late)  # it was made for the server before
             future = client.infer_async("rows", region)
             assert future.result(20)["OUTPUT0"][0, 0] == 4
             region.release()
