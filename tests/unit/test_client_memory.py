@@ -7,7 +7,7 @@ import gc
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -75,6 +75,11 @@ def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
     assert memories.find(blocks[0].segment.address, 1) is None
 
 
+class Pair(NamedTuple):
+    a: View
+    b: View
+
+
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     segment, ended = Segment(4096), []
     lease = Lease(lambda: ended.append(True))
@@ -83,6 +88,11 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     plain = view[1:]
     assert type(plain) is np.ndarray and type(view + 1) is np.ndarray
     assert np.stack([view, view]).shape == (2, 4)
+    assert np.block([[view, view], [view, view]]).shape == (2, 8)
+    assert np.stack(Pair(view, view)).shape == (2, 4)
+    chosen = View.over(segment.bytes, 0, (4,), np.dtype(np.bool_), lease)
+    chosen[:] = [True, False, False, True]
+    assert np.add(view, 1, where=chosen, out=np.zeros(4, np.int32)).tolist() == [2, 0, 0, 5]
     view += 1
     assert view.tolist() == [2, 3, 4, 5] and plain.tolist() == [3, 4, 5]
     assert type(copy.copy(view)) is type(pickle.loads(pickle.dumps(view))) is np.ndarray
@@ -99,6 +109,12 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
         lambda array: array.flat[0],
         lambda array: array.ravel(),
         lambda array: array.sum(),
+        lambda array: array.compress([True]),
+        lambda array: array.searchsorted(1),
+        lambda array: array.argpartition(1),
+        lambda array: array.conj(),
+        lambda array: array.setfield(1, np.int8),
+        bool,
         list,
         copy.copy,
         copy.deepcopy,
@@ -109,7 +125,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
         with pytest.raises(Released):
             use(view)
     segment.close()
-    del view, lease, segment
+    del view, chosen, lease, segment
     gc.collect()
     assert not ended and plain.tolist() == [3, 4, 5]
     del plain
