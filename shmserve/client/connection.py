@@ -32,6 +32,8 @@ from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import MalformedMessage, Place
 
 _MESSAGE = 4 * 1024 * 1024
+# What the kernel takes for a time to wait: 0 would be for ever, and it is counted in an int.
+_SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 _GONE = "there is no server any more"
 # Losses remembered: a thread may sleep through some.
 _MOST_LOST = 4096
@@ -43,6 +45,7 @@ class Connection:
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
         """Connect. Raises Disconnected when no server is there, or none answers in time."""
+        timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
         self.models = Models()
         self.lost: dict[str, str] = {}
         self.losses = 0
@@ -159,8 +162,8 @@ class Connection:
             raise Disconnected(_GONE) from error
 
     def withdraw(self, segment: AnySegment) -> None:
-        """Make it unknown."""
-        if segment.memory is not None and self.alive:
+        """Make it unknown. In a forked child it is the parent's, who may go on with it."""
+        if segment.memory is not None and self.alive and self.pid == os.getpid():
             with contextlib.suppress(Disconnected):
                 self._tell(m.WithdrawMemory(segment.memory.id))
 

@@ -131,7 +131,7 @@ def _in_place(model: Model, region: Region, options: Options) -> Prepared:
                 )
         refs = [region.ref(name) for name in region if name in signature.inputs]
         asked = [
-            RequestedOutput(name, region.place(name))
+            RequestedOutput(name, region.room(name, signature))
             for name in region
             if name not in signature.inputs
         ]
@@ -261,7 +261,7 @@ class _Loose:
         if type(outputs) is Region:
             self._segments.append(outputs.segment)
             self._leases.append(outputs.lease)
-            return RequestedOutput(name, outputs.place(name))
+            return RequestedOutput(name, outputs.room(name, self._model.signature))
         target = outputs[name] if isinstance(outputs, Mapping) else None
         if target is None:
             return RequestedOutput(name)

@@ -202,8 +202,17 @@ def test_a_region_is_read_and_written_in_place(client) -> None:
 def test_regions_are_checked(client) -> None:
     with pytest.raises(shmserve.client.InvalidArgument, match="none of BOOL, UINT8"):
         client.allocate({"x": ((1,), "FLOAT")})
-    with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
-        client.allocate({"x": ((1, -1), "FP32")})
+    for shape in ((1, -1), (1.5,), 3):
+        with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
+            client.allocate({"x": (shape, "FP32")})
+    client.allocate({"x": ((np.int64(2), 3), "FP32")}).release()
+    with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
+        wrong = "output 'OUTPUT0' of model 'rows' is FP32, and the region's tensor INT32"
+        with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+            client.infer("rows", region)
+    integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+        client.infer("rows", INPUT0=frames(), outputs=integers)
     with pytest.raises(shmserve.client.Unavailable, match="may use 1073741824 bytes"):
         client.allocate({"x": ((1 << 31,), "UINT8")})
     with client.allocate({"x": ((1,), "FP32")}) as region:
@@ -416,6 +425,14 @@ def test_a_closed_client_says_so(rows: Server) -> None:
     assert (y == frames()).all()  # its memory is the program's
     with pytest.raises(shmserve.client.Disconnected, match="closed"):
         client.infer("simple", INPUT0=A, INPUT1=B)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 1e-9, 1e12, float("inf")])
+def test_any_patience_with_the_door(rows: Server, seconds: float) -> None:
+    with contextlib.ExitStack() as stack:
+        if seconds < 1:
+            stack.enter_context(contextlib.suppress(shmserve.client.Disconnected))
+        stack.enter_context(shmserve.client.connect(rows.run_dir, timeout=seconds))
 
 
 def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,9 @@ def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated: Server) -> N
 def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> None:
     x = np.ones((1, ROW), np.float32)
     with shmserve.client.connect(gated.run_dir) as client:
-        assert client.infer("rows", INPUT0=x)
+        region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
+        region["INPUT0"][:] = x
+        assert client.infer("rows", region)
         child = os.fork()
         if not child:
             code = 1
@@ -200,6 +202,7 @@ def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> No
                 with contextlib.suppress(shmserve.client.InvalidArgument):
                     client.infer("rows", INPUT0=x)
                     os._exit(2)
+                region.release()
                 client.close()
                 with shmserve.client.connect(gated.run_dir) as own:
                     assert (own.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
@@ -207,7 +210,8 @@ def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> No
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         connection = client._session.connection()
-        assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+        for inputs in ({"INPUT0": x}, region):
+            assert (client.infer("rows", inputs)["OUTPUT0"] == x).all()
         assert client._session.connection() is connection and connection.alive
 
 
