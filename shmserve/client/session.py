@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -118,14 +119,28 @@ class Session:
             cuda = self._cuda
         return Region(self.memories, tensors, lambda size: DeviceSegment(cuda, number, size))
 
-    def close(self) -> bool:
-        """End the connection; arrays keep their memory. False in a forked child, which leaves its
-        parent's connection alone."""
-        if self._connection.pid != os.getpid():
-            return False
+    def abandon(self, close: Callable[[], None]) -> None:
+        """Nobody has the client any more, and it was not closed. Where an object is collected, and
+        in which thread, is not known, so the connection's own thread does it."""
+        if self._closed or self.inherited:
+            return
+        try:
+            self._connection.call(lambda _: close())
+        except Disconnected:
+            close()
+        warnings.warn("a client was not closed", ResourceWarning, stacklevel=3)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child, and all of it its parent's."""
+        return self._connection.pid != os.getpid()
+
+    def close(self) -> None:
+        """End the connection; arrays keep their memory. A forked child leaves its parent's be."""
+        if self.inherited:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._connection.close()
                 self.memories.close()
-        return True

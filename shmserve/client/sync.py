@@ -216,7 +216,9 @@ class Server:
         """`infer`, in the background. Cancelling the future cancels the request."""
         options = options_of(request_id, parameters, priority, timeout)
         prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
-        return _Borrower(self._session.connection()).submit(prepared)
+        future = _Borrower(self._session.connection()).submit(prepared)
+        future.add_done_callback(lambda _: self._session)  # until then somebody needs this client
+        return future
 
     def allocate(
         self,
@@ -258,7 +260,8 @@ class Server:
 
     def close(self) -> None:
         """Leave the server, which frees all that this client had there. A second time is fine."""
-        if not self._session.close():
+        self._session.close()
+        if self._session.inherited:
             return
         with self._lock:
             for waiter in self._waiters.values():
@@ -270,6 +273,9 @@ class Server:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        self._session.abandon(self.close)
 
 
 def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> None:

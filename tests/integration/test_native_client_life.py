@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -222,6 +224,37 @@ def test_every_future_ends_when_the_client_does(gated: Server) -> None:
     for future in futures:
         with contextlib.suppress(shmserve.client.Disconnected):
             assert future.result(20)
+
+
+def test_a_client_that_nobody_closes(gated: Server) -> None:
+    x = np.ones((1, ROW), np.float32)
+
+    async def talk() -> np.ndarray:
+        server = await aio.connect(gated.run_dir)
+        for moment in range(5):  # the connection is made in a thread, and may come too late
+            task = asyncio.ensure_future(server._connected())
+            late = asyncio.ensure_future(aio.connect(gated.run_dir)._connect())
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            late.cancel()
+            await task
+        return (await server.infer("rows", INPUT0=x))["OUTPUT0"]
+
+    def state() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        before = state()
+        kept = [shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)]
+        kept.append(shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20))
+        assert all((result["OUTPUT0"] == x).all() for result in kept)
+        assert (asyncio.run(talk()) == x).all()
+        del kept  # which keep their memory
+        until("nothing is left", lambda: state() == before, 10)
+    with pytest.warns(ResourceWarning, match="a client was not closed"):
+        shmserve.client.connect(gated.run_dir)
 
 
 def test_a_callback_may_close_the_client(gated: Server) -> None:
