@@ -73,7 +73,9 @@ class Connection:
                 pass
         except (OSError, MalformedMessage) as error:
             self._door.close()
-            raise Disconnected(f"no server answers in {run_dir}") from error
+            denied = isinstance(error, PermissionError)
+            why = "this user may not connect to the server" if denied else "no server answers"
+            raise Disconnected(f"{why} in {run_dir}") from error
         self._door.settimeout(None)
         self._poll = select.epoll()
         self._poll.register(self._door, select.EPOLLIN)

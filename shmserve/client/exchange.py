@@ -45,7 +45,7 @@ ENDED = "the server ended before it answered"
 class Pending:
     """A request that was submitted. `outcome`: None until it is answered; `on_done` hears of it."""
 
-    __slots__ = ("abandoned", "cut_off", "endpoint", "on_done", "outcome", "prepared", "submit")
+    __slots__ = ("abandoned", "again", "endpoint", "on_done", "outcome", "prepared", "submit")
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Pending:
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
         self.abandoned = False
-        self.cut_off = False  # its link was ended once, by a scheduler that lives
+        self.again = False  # it was submitted once more, since what should have come is lost
 
     def result(self) -> Result:
         """The result; raises the error that it ended with."""
@@ -229,8 +229,14 @@ class Exchange:
         try:
             outcome = read(pending.prepared, body, self.connection.copied, release)
         except ShmserveError as error:
+            if isinstance(error, Unavailable) and not (pending.again or pending.abandoned):
+                pending.again = True  # its worker died before the answer was read
+                self._send(pending)
+                return
+            pending.prepared.end()
             outcome = error
         except MalformedMessage:
+            pending.prepared.end()
             outcome = Internal("the answer cannot be read")
         self._done(pending, outcome)
 
@@ -316,16 +322,16 @@ class Exchange:
         del self._links[link.endpoint]
         self._close(link)
         left = self._left_at(link.endpoint)
-        if all(pending.cut_off for pending in left):
+        if all(pending.again for pending in left):
             again.close()
         else:
             self._keep(again)
         for pending in left:
-            if pending.cut_off:
+            if pending.again:
                 pending.prepared.end()
                 self._done(pending, Unavailable("the server ended the connection, twice"))
             else:
-                pending.cut_off = True
+                pending.again = True
                 self._send(pending)
 
     def _drop_all(self) -> None:

@@ -95,7 +95,8 @@ class Region(Mapping[str, Any]):
         """Where a tensor is to be written that a model gives. Raises Released, or InvalidArgument
         when it is another type that was allocated."""
         spec, given = signature.outputs.get(name), self._forms[name].datatype
-        if spec is not None and spec.datatype != given:
+        # Strings are bytes of any tensor, which the answer decodes.
+        if spec is not None and spec.datatype not in (given, "BYTES"):
             raise InvalidArgument(
                 f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "
                 f"tensor {given}"

@@ -17,14 +17,14 @@ class Lease:
     `released`: it was given back by hand, and the arrays raise.
     """
 
-    __slots__ = ("__weakref__", "_on_end", "released")
+    __slots__ = ("__weakref__", "on_end", "released")
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
+        self.on_end = on_end
         self.released = False
 
     def __del__(self) -> None:
-        self._on_end()
+        self.on_end()
 
 
 class View(np.ndarray[Any, Any]):

@@ -20,7 +20,7 @@ import shmserve.client
 from shmserve.client import aio
 from shmserve.ipc.channels import Dealer
 from shmserve.ipc.messages import Finished
-from shmserve.ipc.tensors import TensorRef
+from shmserve.ipc.tensors import Place, TensorRef
 from tests import repositories
 from tests.guests import answer, submit
 from tests.servers import Server, running
@@ -210,6 +210,10 @@ def test_regions_are_checked(client) -> None:
         wrong = "output 'OUTPUT0' of model 'rows' is FP32, and the region's tensor INT32"
         with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
             client.infer("rows", region)
+    # Strings go where there is room for them.
+    words = client.allocate({"OUTPUT0": ((40000,), "UINT8")})
+    found = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
+    assert found["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]
     integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
     with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
         client.infer("rows", INPUT0=frames(), outputs=integers)
@@ -382,6 +386,26 @@ def test_a_link_that_the_server_ends(client) -> None:
     for other in others:
         other.close()
     assert (client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
+
+
+def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
+    connection = client._session.connection()
+    copied, lost = connection.copied, [1]
+
+    def gone(place: Place) -> bytes:
+        if lost[0]:
+            lost[0] -= 1
+            raise shmserve.client.Unavailable("the memory of a tensor is gone")
+        return bytes(copied(place))
+
+    connection.copied = gone
+    x = np.arange(20000, dtype=np.float32)
+    assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
+    lost[0] = 2
+    future = client.infer_async("identity", INPUT0=x)
+    assert isinstance(future.exception(20), shmserve.client.Unavailable)
+    (plan,) = connection.models.resolve("identity", "").plans.values()
+    assert len({id(slot) for slot in plan._ring}) == len(plan._ring) == 1
 
 
 def test_a_timeout_that_is_none(client) -> None:
