@@ -19,7 +19,7 @@ from shmserve.client.models import Model
 from shmserve.client.options import PLAIN, Options
 from shmserve.client.plans import Form, Plan, Slot, pack
 from shmserve.client.region import Region, nothing
-from shmserve.client.views import Lease, View
+from shmserve.client.views import View, lease_of
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors import (
     INLINE_LIMIT,
@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
     as_torch: bool = False
     end: Callable[[], None] = nothing
     segments: tuple[AnySegment, ...] = ()  # where its outputs may lie
-    leases: tuple[Lease, ...] = ()  # of the regions that it uses
+    holders: tuple[Any, ...] = ()  # of each: the lease, or the program's tensor, that keeps it
 
 
 def prepare(
@@ -140,7 +140,7 @@ def _in_place(model: Model, region: Region, options: Options) -> Prepared:
         if options is PLAIN:
             region.requests[model] = known
     lease, segment = region.lease, region.segment
-    return Prepared(model, *known, options, segments=(segment,), leases=(lease,))
+    return Prepared(model, *known, options, segments=(segment,), holders=(lease,))
 
 
 def _encoded(array: Array, name: str) -> bytes:
@@ -168,7 +168,7 @@ class _Loose:
         self._as_torch = as_torch
         self._arrays = arrays
         self._segments: list[AnySegment] = []
-        self._leases: list[Lease] = []
+        self._holders: list[Any] = []
         self._forms: list[Form] = []
         self._places: list[Place | None] = []
         specs = model.signature.inputs
@@ -185,9 +185,13 @@ class _Loose:
             self._places.append(self._found(value, array))
 
     def _on_device(self, view: DeviceView) -> Place:
-        self._segments.append(view.segment)
-        self._leases.append(view.lease)
+        self._hold(view.segment, view.lease)
         return view.place()
+
+    def _hold(self, segment: AnySegment, holder: Any) -> None:
+        """Have the request keep memory of the program's until its answer."""
+        self._segments.append(segment)
+        self._holders.append(holder)
 
     def _found(self, value: Any, array: Array) -> Place | None:
         """Where an array is if it lies in our memory already."""
@@ -197,9 +201,7 @@ class _Loose:
         if found is None:
             return None
         segment, offset = found
-        self._segments.append(segment)
-        if isinstance(value, View) and value._lease is not None:
-            self._leases.append(value._lease)
+        self._hold(segment, lease_of(value) or value)
         return segment.place(offset, array.nbytes)
 
     @property
@@ -252,15 +254,14 @@ class _Loose:
             as_torch=self._as_torch,
             end=end,
             segments=tuple(self._segments),
-            leases=tuple(self._leases),
+            holders=tuple(self._holders),
         )
 
     def _output(
         self, name: str, outputs: Sequence[str] | Mapping[str, Any] | None
     ) -> RequestedOutput:
         if type(outputs) is Region:
-            self._segments.append(outputs.segment)
-            self._leases.append(outputs.lease)
+            self._hold(outputs.segment, outputs.lease)
             return RequestedOutput(name, outputs.room(name, self._model.signature))
         target = outputs[name] if isinstance(outputs, Mapping) else None
         if target is None:
@@ -272,9 +273,7 @@ class _Loose:
             plain = target.plain() if isinstance(target, View) else target
             found = self._memories.find(plain.ctypes.data, plain.nbytes)
             if found is not None:
-                self._segments.append(found[0])
-                if isinstance(target, View) and target._lease is not None:
-                    self._leases.append(target._lease)
+                self._hold(found[0], lease_of(target) or target)
                 place = found[0].place(found[1], plain.nbytes)
         if place is None:
             raise InvalidArgument(

@@ -149,7 +149,7 @@ class _Outputs:
         if isinstance(raw, Place):
             segment = self._segment(raw.memory)
             if segment is not None and tensor.datatype != "BYTES":
-                lease = self._lease or self._region_lease()
+                lease = self._lease or self._region_lease(segment)
                 view = segment.view(raw.offset, tensor.shape, tensor.datatype, lease)
                 return view, tensor.datatype
             raw = self._copied(raw, segment)
@@ -165,9 +165,13 @@ class _Outputs:
                 return segment
         return None
 
-    def _region_lease(self) -> Lease:
-        leases = self._prepared.leases
-        return leases[-1] if leases else Lease(nothing)
+    def _region_lease(self, segment: AnySegment) -> Lease:
+        prepared = self._prepared
+        # Outputs come after inputs.
+        for other, holder in zip(prepared.segments[::-1], prepared.holders[::-1], strict=True):
+            if other is segment and isinstance(holder, Lease):
+                return holder
+        return Lease(nothing)
 
     def _copied(self, place: Place, segment: AnySegment | None) -> bytes:
         if segment is not None:

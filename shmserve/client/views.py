@@ -123,6 +123,15 @@ class View(np.ndarray[Any, Any]):
         return self.plain().__reduce_ex__(protocol)
 
 
+def lease_of(array: object) -> Lease | None:
+    """The lease of the memory that an array lies in, if it is a view of a `View`, or is one."""
+    while isinstance(array, np.ndarray):
+        if isinstance(array, View):
+            return array._lease
+        array = array.base
+    return None
+
+
 def _checked(name: str) -> Callable[..., Any]:
     method = getattr(np.ndarray, name)
 

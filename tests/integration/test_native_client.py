@@ -199,6 +199,24 @@ def test_a_region_is_read_and_written_in_place(client) -> None:
         part["OUTPUT0"][0]
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(1, 2)], ids=["views", "plain views"])
+def test_results_end_with_their_own_regions(client, part: slice) -> None:
+    sizes = {"a": ((2, 16), "INT32"), "b": ((2, 16), "INT32")}
+    given, first, second = (client.allocate(sizes) for _ in range(3))
+    for region in (given, first, second):
+        region["a"][:], region["b"][:] = A, B
+    found = client.infer(
+        "simple",
+        {"INPUT0": given["a"][part], "INPUT1": given.view("b", given["a"][part].shape)},
+        outputs={"OUTPUT0": first["a"][part], "OUTPUT1": second["b"][part]},
+    )
+    given.release()
+    first.release()
+    assert (found["OUTPUT1"] == A - B).all() and (second["b"][part] == A - B).all()
+    with pytest.raises(shmserve.client.Released):
+        found["OUTPUT0"][0]
+
+
 def test_regions_are_checked(client) -> None:
     with pytest.raises(shmserve.client.InvalidArgument, match="none of BOOL, UINT8"):
         client.allocate({"x": ((1,), "FLOAT")})

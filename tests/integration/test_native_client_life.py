@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 import shmserve.client
 from shmserve.client import aio
@@ -111,6 +112,33 @@ def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
             assert (await blocker)["OUTPUT0"].flat[0] == 1
 
     asyncio.run(talk())
+
+
+@pytest.mark.parametrize("made", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
+def test_memory_is_kept_for_what_is_in_flight(gated: Server, made: Callable[..., Any]) -> None:
+    """Also where the program has only a plain view of it, and forgets that."""
+    x = np.arange(ROW, dtype=np.float32)
+    with shmserve.client.connect(gated.run_dir) as client:
+        blocker = client.infer_async("large", INPUT0=x)
+        visit = gated.gate.next()
+        region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
+        region["INPUT0"][1] = x
+        answer = client.infer("rows", INPUT0=np.stack([x, -x]))["OUTPUT0"]
+        waiting = [
+            client.infer_async("large", INPUT0=made(a[1])) for a in (region["INPUT0"], answer)
+        ]
+        region.release()
+        del region, answer
+        gated.wait_pending("large", 2)
+        for _ in range(3):
+            client.infer("rows", INPUT0=np.zeros((2, ROW), np.float32))
+        visit.release()
+        gated.gate.next().release()
+        gated.gate.next().release()
+        assert blocker.result(20)
+        for future, right in zip(waiting, (x, -x), strict=True):
+            found = future.result(20)["OUTPUT0"]
+            assert (np.asarray(found) == right).all()
 
 
 CRASHING = """
