@@ -404,6 +404,14 @@ def unpack_inferred(body: bytes) -> Inferred:
         raise MalformedMessage(f"not an answer: {error}") from error
 
 
+def to_bf16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The upper halves of 32-bit floats as uint16, rounded to the nearest, ties to even."""
+    bits = array.astype(np.float32).view(np.uint32)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    kept = np.where(np.isnan(array), bits | 0x400000, rounded)
+    return (kept >> 16).astype(np.uint16)
+
+
 def encode_bytes(array: np.ndarray[Any, Any]) -> bytes:
     """A BYTES tensor's wire form: 4-byte little-endian length and the bytes of each element,
     row-major.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.ipc.tensors import ITEM_SIZE, NUMPY, encode_bytes
+from shmserve.ipc.tensors import ITEM_SIZE, NUMPY, encode_bytes, to_bf16
 
 _Array = np.ndarray[Any, Any]
 
@@ -132,7 +132,7 @@ def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
             array = np.array(elements, dtype=wanted)
     except OverflowError as error:
         raise WrongInput(f"input '{tensor.name}' is {tensor.datatype}: {error}") from error
-    return _bf16(array) if tensor.datatype == "BF16" else array
+    return to_bf16(array) if tensor.datatype == "BF16" else array
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -165,18 +165,10 @@ def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
         # Less precise is what the model takes; every other conversion must keep the values.
         with np.errstate(over="ignore"):
             if tensor.datatype == "BF16":
-                return _bf16(array.astype(np.float32))
+                return to_bf16(array.astype(np.float32))
             return array.astype(NUMPY[tensor.datatype])
     elif tensor.datatype != "BF16" and np.can_cast(array.dtype, NUMPY[tensor.datatype], "safe"):
         return array.astype(NUMPY[tensor.datatype])
     raise WrongInput(
         f"input '{tensor.name}' is {tensor.datatype}: an array of {array.dtype} is not"
     )
-
-
-def _bf16(array: _Array) -> _Array:
-    """The upper halves of 32-bit floats, rounded to the nearest, ties to even."""
-    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    kept = np.where(np.isnan(array), bits | 0x400000, rounded)
-    return (kept >> 16).astype(np.uint16)

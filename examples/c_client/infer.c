@@ -129,7 +129,7 @@ static int connect_to(const char *path, int type) {
 }
 
 static void send_all(int fd, const void *data, size_t size) {
-    if (write(fd, data, size) != (ssize_t)size) fail("the server does not listen");
+    if (send(fd, data, size, MSG_NOSIGNAL) != (ssize_t)size) fail("the server does not listen");
 }
 
 static void receive_all(int fd, void *data, size_t size) {
@@ -171,7 +171,9 @@ static int welcome(int door) {
                 int ours = is(take_kind(&message, 's'), "simple");
                 skip(&message, 3); /* version, config, metadata */
                 Item endpoint = take_kind(&message, 's');
-                if (ours) copy_text(scheduler, sizeof scheduler, endpoint);
+                skip(&message, 1); /* whether it is ready */
+                int latest = message.at < message.end && *message.at == 0xc3;
+                if (ours && latest) copy_text(scheduler, sizeof scheduler, endpoint);
             } else if (is(tag, "HealthChanged")) {
                 return *scheduler != 0;
             }
@@ -296,6 +298,8 @@ int main(int argc, char **argv) {
         Item code = take_kind(&in, 's'), text = take_kind(&in, 's');
         fprintf(stderr, "%.*s: %.*s\n", (int)code.value, code.data, (int)text.value, text.data);
         return 2;
+    } else {
+        fail("the answer is none");
     }
     close(link), close(door); /* the end of the door's connection frees all that we had */
     return 0;

@@ -15,9 +15,10 @@ from typing import Any
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
 from shmserve.client.exchange import LATE, Exchange, Pending
+from shmserve.client.options import options_of
 from shmserve.client.region import Region
 from shmserve.client.results import Result
-from shmserve.client.session import Outputs, Session, Tensors, options_of
+from shmserve.client.session import Outputs, Session, Tensors
 
 
 class _Turns:
@@ -34,7 +35,8 @@ class _Turns:
         self._loop.add_reader(fd, lambda: self.exchange.take((fd,)))
 
     def _unwatch(self, fd: int) -> None:
-        self._loop.remove_reader(fd)
+        if not self._loop.is_closed():
+            self._loop.remove_reader(fd)
 
     def flush_soon(self) -> None:
         """Send what is queued at the end of this turn."""
@@ -51,6 +53,13 @@ class _Turns:
         """Watch nothing any more, and close it."""
         self._closed = True
         self.exchange.close()
+
+    def close_soon(self) -> None:
+        """`close`, in the loop, from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.close)
+        except RuntimeError:  # it has ended
+            self.close()
 
 
 class Server:
@@ -145,6 +154,11 @@ class Server:
             self._turns = None
         await asyncio.to_thread(self._session.close)
 
+    def __del__(self) -> None:
+        self._session.abandon(self._session.close)
+        if self._turns is not None:
+            self._turns.close_soon()
+
 
 class _Connecting:
     """`await connect(...)`, or `async with connect(...) as server`."""
@@ -154,7 +168,8 @@ class _Connecting:
         self._server: Server | None = None
 
     async def _connect(self) -> Server:
-        return Server(await asyncio.to_thread(Session, *self._arguments))
+        # Made there, so that one that nobody waits for any more is closed when it is collected.
+        return await asyncio.to_thread(lambda: Server(Session(*self._arguments)))
 
     def __await__(self) -> Any:
         return self._connect().__await__()

@@ -12,7 +12,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.signature import TensorSpec
-from shmserve.ipc.tensors import NUMPY
+from shmserve.ipc.tensors import NUMPY, to_bf16
 
 Array = np.ndarray[Any, Any]
 
@@ -40,18 +40,21 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
     if type(value) is not np.ndarray:
         value, datatype = _converted(value, wanted, name)
         if datatype:
-            return np.ascontiguousarray(value), datatype
+            return value, datatype
     array: Array = value
     if array.dtype.kind in "OSU":
         return array, "BYTES"
     if wanted == "BF16" and array.dtype == BF16:
-        return np.ascontiguousarray(array), "BF16"
+        return _contiguous(array), "BF16"
     known = _DATATYPES.get(array.dtype)
     if known is None:
         raise InvalidArgument(f"input '{name}' is of {array.dtype}, which no datatype is")
-    if not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
-    return array, known
+    return _contiguous(array), known
+
+
+def _contiguous(array: Array) -> Array:
+    # Numpy's own makes one dimension of none.
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
@@ -62,10 +65,13 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
                 "what lies in a region that was allocated there"
             )
         torch = sys.modules["torch"]
-        value = value.detach().contiguous()
-        if value.dtype == torch.bfloat16:
-            return value.view(torch.uint16).numpy(), "BF16"
-        return value.numpy(), ""
+        try:
+            value = value.detach().resolve_conj().resolve_neg().contiguous()
+            if value.dtype == torch.bfloat16:
+                return value.view(torch.uint16).numpy(), "BF16"
+            return value.numpy(), ""
+        except (RuntimeError, TypeError) as error:  # sparse, quantized, or of a type of its own
+            raise InvalidArgument(f"input '{name}' cannot be taken from torch: {error}") from error
     if isinstance(value, np.ndarray):
         plain = getattr(value, "plain", None)  # a view that may be released
         return (value.view(np.ndarray) if plain is None else plain()), ""
@@ -75,9 +81,24 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
         except (BufferError, RuntimeError, TypeError) as error:
             raise InvalidArgument(f"input '{name}' cannot be taken by DLPack: {error}") from error
     try:
-        return np.asarray(value, dtype_of(wanted) if wanted else None), ""
+        return _from_lists(value, wanted)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument(f"input '{name}' is no {wanted} tensor: {error}") from error
+
+
+def _from_lists(value: Any, wanted: str) -> tuple[Array, str]:
+    if not wanted or wanted == "BYTES":
+        return np.asarray(value, dtype_of(wanted) if wanted else None), ""
+    given = np.asarray(value)
+    if given.size and given.dtype.kind not in "biuf":
+        raise ValueError("its elements are not all numbers")
+    with np.errstate(over="ignore"):
+        if wanted == "BF16":
+            return to_bf16(np.asarray(given, np.float32)), wanted
+        made = np.asarray(value, dtype_of(wanted))
+    if made.dtype.kind != "f" and not np.array_equal(made, given):
+        raise ValueError("some of its elements would become others")
+    return made, ""
 
 
 def to_torch(array: Array, datatype: str) -> Any:

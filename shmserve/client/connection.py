@@ -32,6 +32,8 @@ from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import MalformedMessage, Place
 
 _MESSAGE = 4 * 1024 * 1024
+# What the kernel takes for a time to wait: 0 would be for ever, and it is counted in an int.
+_SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 _GONE = "there is no server any more"
 # Losses remembered: a thread may sleep through some.
 _MOST_LOST = 4096
@@ -43,6 +45,7 @@ class Connection:
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
         """Connect. Raises Disconnected when no server is there, or none answers in time."""
+        timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
         self.models = Models()
         self.lost: dict[str, str] = {}
         self.losses = 0
@@ -70,7 +73,9 @@ class Connection:
                 pass
         except (OSError, MalformedMessage) as error:
             self._door.close()
-            raise Disconnected(f"no server answers in {run_dir}") from error
+            denied = isinstance(error, PermissionError)
+            why = "this user may not connect to the server" if denied else "no server answers"
+            raise Disconnected(f"{why} in {run_dir}") from error
         self._door.settimeout(None)
         self._poll = select.epoll()
         self._poll.register(self._door, select.EPOLLIN)
@@ -159,8 +164,8 @@ class Connection:
             raise Disconnected(_GONE) from error
 
     def withdraw(self, segment: AnySegment) -> None:
-        """Make it unknown."""
-        if segment.memory is not None and self.alive:
+        """Make it unknown. In a forked child it is the parent's, who may go on with it."""
+        if segment.memory is not None and self.alive and self.pid == os.getpid():
             with contextlib.suppress(Disconnected):
                 self._tell(m.WithdrawMemory(segment.memory.id))
 
@@ -269,7 +274,11 @@ class Connection:
             return  # a forked child: all of it is its parent's
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is self._thread:  # a future's callback has had enough
+            with self._lock:
+                self.alive = False
+            self._wake_all()
+        else:
             self._thread.join()
         self._door.close()
 

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.requests import Prepared
 from shmserve.client.results import Result, read
-from shmserve.errors import Internal, QueueFull, ShmserveError, from_code
+from shmserve.errors import (
+    Internal,
+    InvalidArgument,
+    QueueFull,
+    ShmserveError,
+    Unavailable,
+    from_code,
+)
 from shmserve.ipc.channels import Dealer
 from shmserve.ipc.messages import Cancel, Failed, Finished, Release, Settled, Submit
 from shmserve.ipc.tensors import MalformedMessage
@@ -29,6 +36,8 @@ from shmserve.ipc.tensors import MalformedMessage
 if TYPE_CHECKING:
     from shmserve.client.connection import Connection
 
+_LARGEST_WORK = 1 << 20  # of a request, as the server has it
+_MOST_UNSENT = 1 << 19  # bytes of requests; more leave at once: a frame has its bounds as well
 LATE = "nobody answered within the timeout"
 ENDED = "the server ended before it answered"
 
@@ -36,7 +45,7 @@ ENDED = "the server ended before it answered"
 class Pending:
     """A request that was submitted. `outcome`: None until it is answered; `on_done` hears of it."""
 
-    __slots__ = ("_owner", "abandoned", "endpoint", "on_done", "outcome", "prepared", "submit")
+    __slots__ = ("abandoned", "again", "endpoint", "on_done", "outcome", "prepared", "submit")
 
     def __init__(
         self,
@@ -50,6 +59,7 @@ class Pending:
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
         self.abandoned = False
+        self.again = False  # it was submitted once more, since what should have come is lost
 
     def result(self) -> Result:
         """The result; raises the error that it ended with."""
@@ -82,6 +92,7 @@ class Exchange:
         self._by_fd: dict[int, Dealer] = {}
         self._busy: list[Dealer] = []  # with something to flush
         self.unsent = 0
+        self._unsent_bytes = 0
         self._pending: dict[int, Pending] = {}
         self._settling: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
@@ -97,10 +108,18 @@ class Exchange:
         self, prepared: Prepared, on_done: Callable[[Pending], None] | None = None
     ) -> Pending:
         """Queue a request for the next `flush`. Raises Disconnected once this is closed, or the
-        server gone."""
-        if self._closed or not self.connection.alive:
+        server that it was made for gone, InvalidArgument when it is too large,
+        Unavailable when it cannot be sent."""
+        connection = self.connection
+        if self._closed or not connection.alive or prepared.model.source is not connection.models:
             prepared.end()
             raise Disconnected("this client is closed" if self._closed else ENDED)
+        if len(prepared.work) > _LARGEST_WORK:
+            prepared.end()
+            raise InvalidArgument(
+                f"a request of {len(prepared.work)} bytes besides its tensors is larger than "
+                f"{_LARGEST_WORK}"
+            )
         options = prepared.options
         number = next(self._numbers)
         submit = Submit(
@@ -115,9 +134,19 @@ class Exchange:
             options.request_id,
         )
         pending = Pending(prepared, submit, on_done)
-        self._pending[number] = pending
-        self._post(pending.endpoint, submit)
+        try:
+            self._send(pending)
+        except OSError as error:
+            prepared.end()
+            raise Unavailable("this program has no descriptor left for another link") from error
         return pending
+
+    def _send(self, pending: Pending) -> None:
+        self._post(pending.endpoint, pending.submit)
+        self._pending[pending.submit.id] = pending
+        self._unsent_bytes += len(pending.submit.work)
+        if self._unsent_bytes > _MOST_UNSENT:
+            self.flush()
 
     def cancel(self, pending: Pending) -> None:
         """Nobody waits for it any more; its memory is in use until the scheduler answers."""
@@ -135,19 +164,16 @@ class Exchange:
     def flush(self) -> None:
         """Send what is queued."""
         busy, self._busy = self._busy, []
-        self.unsent = 0
+        self.unsent = self._unsent_bytes = 0
         for link in busy:
             link.flush()
 
     def _post(self, endpoint: str, message: Any) -> None:
         link = self._links.get(endpoint)
         if link is None:
-            connection = self.connection
-            identity = f"{connection.identity}.{self._name}"
-            link = self._links[endpoint] = Dealer(endpoint, identity)
-            self._by_fd[link.fd] = link
-            self._watch(link.fd)
-            if endpoint in connection.lost:
+            link = self._connect(endpoint)
+            self._keep(link)
+            if endpoint in self.connection.lost:
                 # It was lost before this request was made; where that goes now is looked up as for
                 # those that were on their way.
                 self._losses = -1
@@ -156,6 +182,14 @@ class Exchange:
         self.unsent += 1
         if link not in self._busy:
             self._busy.append(link)
+
+    def _connect(self, endpoint: str) -> Dealer:
+        return Dealer(endpoint, f"{self.connection.identity}.{self._name}")
+
+    def _keep(self, link: Dealer) -> None:
+        self._links[link.endpoint] = link
+        self._by_fd[link.fd] = link
+        self._watch(link.fd)
 
     # --- in
 
@@ -168,6 +202,8 @@ class Exchange:
             if link is not None:
                 for message in link.receive():
                     self._handle(message)
+                if not link.connected:
+                    self._cut_off(link)
             elif fd == self.waker:
                 self._slept()
         if self._busy:
@@ -193,8 +229,14 @@ class Exchange:
         try:
             outcome = read(pending.prepared, body, self.connection.copied, release)
         except ShmserveError as error:
+            if isinstance(error, Unavailable) and not (pending.again or pending.abandoned):
+                pending.again = True  # its worker died before the answer was read
+                self._send(pending)
+                return
+            pending.prepared.end()
             outcome = error
         except MalformedMessage:
+            pending.prepared.end()
             outcome = Internal("the answer cannot be read")
         self._done(pending, outcome)
 
@@ -223,8 +265,7 @@ class Exchange:
 
     def _resubmit(self, pending: Pending, endpoint: str) -> None:
         pending.endpoint = endpoint
-        self._pending[pending.submit.id] = pending
-        self._post(endpoint, pending.submit)
+        self._send(pending)
 
     def _done(self, pending: Pending, outcome: Result | ShmserveError) -> None:
         if pending.abandoned:
@@ -248,33 +289,55 @@ class Exchange:
             while link.wait(0):  # its last words
                 for message in link.receive():
                     self._handle(message)
-            if link in self._busy:
-                self._busy.remove(link)
             self._close(link)
             self._lose(endpoint, connection.lost[endpoint])
 
     def _lose(self, endpoint: str, successor: str) -> None:
-        for number, pending in list(self._settling.items()):
-            if pending.endpoint == endpoint:
-                del self._settling[number]
-                pending.prepared.end()
-        for number, pending in list(self._pending.items()):
-            if pending.endpoint != endpoint:
-                continue
-            del self._pending[number]
-            if pending.abandoned:
-                pending.prepared.end()
-            elif successor:
+        for pending in self._left_at(endpoint):
+            if successor:
                 self._resubmit(pending, successor)
             elif not self._moved(pending):
                 pending.prepared.end()
                 self._done(pending, Disconnected("the model was unloaded before it answered"))
 
+    def _left_at(self, endpoint: str) -> list[Pending]:
+        """Take out what a scheduler that will not answer had; those that somebody waits for."""
+        left: list[Pending] = []
+        for waiting in (self._settling, self._pending):
+            for number in [n for n, pending in waiting.items() if pending.endpoint == endpoint]:
+                pending = waiting.pop(number)
+                if pending.abandoned or waiting is self._settling:
+                    pending.prepared.end()
+                else:
+                    left.append(pending)
+        return left
+
+    def _cut_off(self, link: Dealer) -> None:
+        """A link has ended. Where the scheduler has too, the door will tell who has taken over; one
+        that lives has had enough of the link, and gets what was on it once more."""
+        again = self._connect(link.endpoint)
+        if not again.connected:
+            again.close()
+            return
+        del self._links[link.endpoint]
+        self._close(link)
+        left = self._left_at(link.endpoint)
+        if all(pending.again for pending in left):
+            again.close()
+        else:
+            self._keep(again)
+        for pending in left:
+            if pending.again:
+                pending.prepared.end()
+                self._done(pending, Unavailable("the server ended the connection, twice"))
+            else:
+                pending.again = True
+                self._send(pending)
+
     def _drop_all(self) -> None:
         for link in self._links.values():
             self._close(link)
         self._links.clear()
-        self._busy.clear()
         for pending in self._settling.values():
             pending.prepared.end()
         self._settling.clear()
@@ -284,6 +347,8 @@ class Exchange:
         self._pending.clear()
 
     def _close(self, link: Dealer) -> None:
+        if link in self._busy:
+            self._busy.remove(link)
         del self._by_fd[link.fd]
         self._unwatch(link.fd)
         link.close()

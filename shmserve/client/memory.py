@@ -234,11 +234,11 @@ class Memories:
             return False
         return any(self.find(array.ctypes.data, array.nbytes) for array in arrays)
 
-    def share_again(self) -> None:
-        """Make everything known to a server that has started anew."""
+    def share_again(self, share: Callable[[AnySegment], None]) -> None:
+        """Make everything known, by `share`, to a server that has started anew."""
         with self._lock:
             for segment in self._segments:
-                self._share(segment)
+                share(segment)
 
     def close(self) -> None:
         """Give everything back."""

@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from shmserve.errors import NotFound, Unavailable
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import Inferred
 
+if TYPE_CHECKING:
+    from shmserve.client.plans import Plan
+
+_MOST_PLANS = 64
+
 
 class Model:
     """One version of a model: where its scheduler is, and what it takes. `plans` is what the client
-    remembers of requests it has made, `answers` packed answers that it has read."""
+    remembers of requests it has made, `answers` packed answers that it has read; `source` are the
+    models of which it is one."""
 
-    __slots__ = ("answers", "endpoint", "name", "plans", "ready", "signature", "version")
+    __slots__ = (
+        "_closed",
+        "answers",
+        "endpoint",
+        "name",
+        "plans",
+        "ready",
+        "signature",
+        "source",
+        "version",
+    )
 
-    def __init__(self, published: ModelPublished) -> None:
+    def __init__(self, published: ModelPublished, source: Models | None = None) -> None:
+        self.source = source
         self.name = published.name
         self.version = published.version
         self.endpoint = published.endpoint
         self.ready = published.ready
         self.signature = Signature(published.config, published.version)
-        self.plans: dict[Any, Any] = {}
+        self.plans: dict[Any, Plan] = {}
         self.answers: dict[bytes, Inferred] = {}
+        self._closed = False
+
+    def remember(self, key: Any, plan: Plan) -> Plan:
+        """Keep a plan, for which the oldest makes room; gives the one that is used, which another
+        thread may have made meanwhile."""
+        for oldest in list(self.plans)[: 1 - _MOST_PLANS]:
+            forgotten = self.plans.pop(oldest, None)
+            if forgotten is not None:
+                forgotten.close()
+        used = self.plans.setdefault(key, plan)
+        if self._closed:
+            self.close()
+        return used
 
     def close(self) -> None:
         """Forget the plans; their memory comes back."""
+        self._closed = True
         plans, self.plans = self.plans, {}
         for plan in plans.values():
             plan.close()
@@ -42,7 +73,7 @@ class Models:
         """A version may be called, or changed."""
         key = (message.name, message.version)
         old = self._models.get(key)
-        model = self._models[key] = Model(message)
+        model = self._models[key] = Model(message, self)
         latest = self._models.get((message.name, ""))
         if old is not None:
             old.close()

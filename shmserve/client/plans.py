@@ -11,15 +11,17 @@ message, or are copied out of the worker's memory.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from shmserve.client.arrays import Array, dtype_of
 from shmserve.client.memory import Block, Memories, aligned
+from shmserve.client.options import PLAIN, Options
 from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import (
@@ -39,19 +41,6 @@ from shmserve.ipc.tensors import (
 # Random bytes that stand for a tensor must not be found elsewhere by accident.
 _SURE = 8
 _NOWHERE = Memory(0, 0, 0, 0, LARGEST, True)
-
-
-class Options(NamedTuple):
-    """What comes with a request besides its tensors; most requests have none of it."""
-
-    request_id: str = ""
-    parameters: Mapping[str, Any] | None = None
-    priority: int = 0
-    timeout_us: int = 0
-    deadline_ns: int = 0
-
-
-PLAIN = Options()
 
 
 class Form(NamedTuple):
@@ -190,10 +179,9 @@ class Plan:
 
     def take_back(self, slot: Slot) -> None:
         """A slot is free again; at any moment, in any thread."""
+        self._ring.append(slot)
         if self._closed:
-            self._memories.give_back(slot.block)
-        else:
-            self._ring.append(slot)
+            self.close()
 
     def packed(self, arrays: Sequence[Array], slot: Slot | None, options: Options) -> bytes:
         """The request, packed from its parts; inputs with a place in the slot are there."""
@@ -205,8 +193,9 @@ class Plan:
     def close(self) -> None:
         """Give the slots back; those in use follow when they end."""
         self._closed = True
-        while self._ring:
-            self._memories.give_back(self._ring.popleft().block)
+        with contextlib.suppress(IndexError):  # somebody else may be at it
+            while True:
+                self._memories.give_back(self._ring.popleft().block)
 
 
 class Reader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any
 
 from shmserve.client.errors import Released
@@ -12,6 +13,7 @@ from shmserve.client.plans import Form
 from shmserve.client.views import Lease
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.ranges import LARGEST
+from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import ITEM_SIZE, Place, TensorRef, element_count
 
 Shape = tuple[int, ...]
@@ -89,6 +91,18 @@ class Region(Mapping[str, Any]):
         form = self._forms[name]
         return form.ref(self.place(name))
 
+    def room(self, name: str, signature: Signature) -> Place:
+        """Where a tensor is to be written that a model gives. Raises Released, or InvalidArgument
+        when it is another type that was allocated."""
+        spec, given = signature.outputs.get(name), self._forms[name].datatype
+        # Strings are bytes of any tensor, which the answer decodes.
+        if spec is not None and spec.datatype not in (given, "BYTES"):
+            raise InvalidArgument(
+                f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "
+                f"tensor {given}"
+            )
+        return self.place(name)
+
     def place(self, name: str) -> Place:
         """Where a tensor is, for the server. Raises Released."""
         if self.lease.released:
@@ -117,9 +131,12 @@ def _form(name: str, shape: Sequence[int], datatype: str) -> Form:
     if not item:
         allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
         raise InvalidArgument(f"'{name}': datatype '{datatype}' is none of {allowed}")
-    dims = tuple(shape)
-    if any(type(dim) is not int or dim < 0 for dim in dims):
-        raise InvalidArgument(f"'{name}': shape {dims} has a size that is no whole number")
+    try:
+        dims = tuple(map(index, shape))
+    except TypeError:
+        dims = (-1,)
+    if any(dim < 0 for dim in dims):
+        raise InvalidArgument(f"'{name}': shape {shape} has a size that is no whole number")
     size = element_count(dims) * item
     if size > LARGEST:
         raise InvalidArgument(f"'{name}': shape {dims} is too large")

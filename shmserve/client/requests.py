@@ -16,9 +16,10 @@ from shmserve.client.arrays import Array, from_program, is_torch
 from shmserve.client.device import DeviceView
 from shmserve.client.memory import AnySegment, Block, Memories, aligned
 from shmserve.client.models import Model
-from shmserve.client.plans import PLAIN, Form, Options, Plan, Slot, pack
+from shmserve.client.options import PLAIN, Options
+from shmserve.client.plans import Form, Plan, Slot, pack
 from shmserve.client.region import Region, nothing
-from shmserve.client.views import Lease, View
+from shmserve.client.views import View, lease_of
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors import (
     INLINE_LIMIT,
@@ -28,7 +29,6 @@ from shmserve.ipc.tensors import (
     encode_bytes,
 )
 
-_MOST_PLANS = 64
 _ELSEWHERE = np.empty(0, np.uint8)  # stands for what is not in host memory
 
 
@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
     as_torch: bool = False
     end: Callable[[], None] = nothing
     segments: tuple[AnySegment, ...] = ()  # where its outputs may lie
-    leases: tuple[Lease, ...] = ()  # of the regions that it uses
+    holders: tuple[Any, ...] = ()  # of each: the lease, or the program's tensor, that keeps it
 
 
 def prepare(
@@ -131,7 +131,7 @@ def _in_place(model: Model, region: Region, options: Options) -> Prepared:
                 )
         refs = [region.ref(name) for name in region if name in signature.inputs]
         asked = [
-            RequestedOutput(name, region.place(name))
+            RequestedOutput(name, region.room(name, signature))
             for name in region
             if name not in signature.inputs
         ]
@@ -140,7 +140,14 @@ def _in_place(model: Model, region: Region, options: Options) -> Prepared:
         if options is PLAIN:
             region.requests[model] = known
     lease, segment = region.lease, region.segment
-    return Prepared(model, *known, options, segments=(segment,), leases=(lease,))
+    return Prepared(model, *known, options, segments=(segment,), holders=(lease,))
+
+
+def _encoded(array: Array, name: str) -> bytes:
+    try:
+        return encode_bytes(array)
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"input '{name}' has text that UTF-8 cannot carry: {error}") from None
 
 
 class _Loose:
@@ -161,7 +168,7 @@ class _Loose:
         self._as_torch = as_torch
         self._arrays = arrays
         self._segments: list[AnySegment] = []
-        self._leases: list[Lease] = []
+        self._holders: list[Any] = []
         self._forms: list[Form] = []
         self._places: list[Place | None] = []
         specs = model.signature.inputs
@@ -173,14 +180,18 @@ class _Loose:
             array, datatype = from_program(value, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
-                array = arrays[index] = np.frombuffer(encode_bytes(array), np.uint8)
+                array = arrays[index] = np.frombuffer(_encoded(array, name), np.uint8)
             self._forms.append(Form(name, datatype, shape, array.nbytes))
             self._places.append(self._found(value, array))
 
     def _on_device(self, view: DeviceView) -> Place:
-        self._segments.append(view.segment)
-        self._leases.append(view.lease)
+        self._hold(view.segment, view.lease)
         return view.place()
+
+    def _hold(self, segment: AnySegment, holder: Any) -> None:
+        """Have the request keep memory of the program's until its answer."""
+        self._segments.append(segment)
+        self._holders.append(holder)
 
     def _found(self, value: Any, array: Array) -> Place | None:
         """Where an array is if it lies in our memory already."""
@@ -190,9 +201,7 @@ class _Loose:
         if found is None:
             return None
         segment, offset = found
-        self._segments.append(segment)
-        if isinstance(value, View) and value._lease is not None:
-            self._leases.append(value._lease)
+        self._hold(segment, lease_of(value) or value)
         return segment.place(offset, array.nbytes)
 
     @property
@@ -203,12 +212,8 @@ class _Loose:
 
     def plan(self, key: tuple[Any, ...], outputs: Sequence[str]) -> Plan:
         """Make the plan for all that are like it."""
-        plans = self._model.plans
-        if len(plans) >= _MOST_PLANS:
-            plans.pop(next(iter(plans))).close()
         plan = Plan(self._model.signature, tuple(self._forms), outputs, self._memories)
-        plans[key] = plan
-        return plan
+        return self._model.remember(key, plan)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> Prepared:
         """The request, packed as it is."""
@@ -249,16 +254,15 @@ class _Loose:
             as_torch=self._as_torch,
             end=end,
             segments=tuple(self._segments),
-            leases=tuple(self._leases),
+            holders=tuple(self._holders),
         )
 
     def _output(
         self, name: str, outputs: Sequence[str] | Mapping[str, Any] | None
     ) -> RequestedOutput:
         if type(outputs) is Region:
-            self._segments.append(outputs.segment)
-            self._leases.append(outputs.lease)
-            return RequestedOutput(name, outputs.place(name))
+            self._hold(outputs.segment, outputs.lease)
+            return RequestedOutput(name, outputs.room(name, self._model.signature))
         target = outputs[name] if isinstance(outputs, Mapping) else None
         if target is None:
             return RequestedOutput(name)
@@ -269,9 +273,7 @@ class _Loose:
             plain = target.plain() if isinstance(target, View) else target
             found = self._memories.find(plain.ctypes.data, plain.nbytes)
             if found is not None:
-                self._segments.append(found[0])
-                if isinstance(target, View) and target._lease is not None:
-                    self._leases.append(target._lease)
+                self._hold(found[0], lease_of(target) or target)
                 place = found[0].place(found[1], plain.nbytes)
         if place is None:
             raise InvalidArgument(

@@ -78,7 +78,9 @@ def read(
     """The result in an answer. `copied(place)` gives what is in a worker's memory, and
     `release(pid, offsets)` tells the worker that it was read.
 
-    Raises Unsupported for outputs that only the server's own user may read.
+    The request's memory is given back, or kept by the arrays over it. Raises Unavailable when the
+    worker's memory is gone, Unsupported when only the server's own user may read it; the request
+    has its memory still then.
     """
     plan = prepared.plan
     if plan is not None:
@@ -96,17 +98,17 @@ def read(
             answers[body] = answer  # the same places again give the same answer again
     if plan is not None:
         plan.reader.learn(body, answer)
-    lease: Lease | None = None
-    if prepared.slot is not None:
-        lease = Lease(prepared.end)  # from here on it ends with the last array
-    else:
-        prepared.end()
+    lease = None if prepared.slot is None else Lease(nothing)
     found = _Outputs(prepared, lease, copied)
     try:
         outputs = {tensor.name: found.array(tensor) for tensor in answer.outputs}
     finally:
         for pid, offsets in _of_workers(answer, prepared.segments).items():
             release(pid, offsets)
+    if lease is None:
+        prepared.end()
+    else:
+        lease.on_end = prepared.end  # it ends with the last array
     return _result(outputs, dict(answer.parameters), lease, prepared.as_torch)
 
 
@@ -147,7 +149,7 @@ class _Outputs:
         if isinstance(raw, Place):
             segment = self._segment(raw.memory)
             if segment is not None and tensor.datatype != "BYTES":
-                lease = self._lease or self._region_lease()
+                lease = self._lease or self._region_lease(segment)
                 view = segment.view(raw.offset, tensor.shape, tensor.datatype, lease)
                 return view, tensor.datatype
             raw = self._copied(raw, segment)
@@ -163,9 +165,13 @@ class _Outputs:
                 return segment
         return None
 
-    def _region_lease(self) -> Lease:
-        leases = self._prepared.leases
-        return leases[-1] if leases else Lease(nothing)
+    def _region_lease(self, segment: AnySegment) -> Lease:
+        prepared = self._prepared
+        # Outputs come after inputs.
+        for other, holder in zip(prepared.segments[::-1], prepared.holders[::-1], strict=True):
+            if other is segment and isinstance(holder, Lease):
+                return holder
+        return Lease(nothing)
 
     def _copied(self, place: Place, segment: AnySegment | None) -> bytes:
         if segment is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from shmserve.client.connection import Connection
 from shmserve.client.device import DeviceSegment, device_number, exporting
 from shmserve.client.errors import Disconnected
 from shmserve.client.memory import AnySegment, Memories, Segment
-from shmserve.client.plans import PLAIN, Options
+from shmserve.client.options import Options
 from shmserve.client.region import Region
 from shmserve.client.requests import Prepared, prepare
 from shmserve.errors import InvalidArgument
@@ -66,8 +66,14 @@ class Session:
                 raise Disconnected("this client is closed")
             if self._connection is old:
                 old.close()
-                self._connection = self._connect()
-                self.memories.share_again()
+                made = self._connect()
+                try:
+                    self.memories.share_again(made.share)
+                except BaseException:
+                    made.close()
+                    raise
+                # Others find it only now: what they say of their memory, the server knows.
+                self._connection = made
             return self._connection
 
     def _withdraw(self, segment: AnySegment) -> None:
@@ -113,27 +119,28 @@ class Session:
             cuda = self._cuda
         return Region(self.memories, tensors, lambda size: DeviceSegment(cuda, number, size))
 
-    def close(self) -> bool:
-        """End the connection; arrays keep their memory. False in a forked child, which leaves its
-        parent's connection alone."""
-        if self._connection.pid != os.getpid():
-            return False
+    def abandon(self, close: Callable[[], None]) -> None:
+        """Nobody has the client any more, and it was not closed. Where an object is collected, and
+        in which thread, is not known, so the connection's own thread does it."""
+        if self._closed or self.inherited:
+            return
+        try:
+            self._connection.call(lambda _: close())
+        except Disconnected:
+            close()
+        warnings.warn("a client was not closed", ResourceWarning, stacklevel=3)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child, and all of it its parent's."""
+        return self._connection.pid != os.getpid()
+
+    def close(self) -> None:
+        """End the connection; arrays keep their memory. A forked child leaves its parent's be."""
+        if self.inherited:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._connection.close()
                 self.memories.close()
-        return True
-
-
-def options_of(
-    request_id: str, parameters: Mapping[str, Any] | None, priority: int, timeout_s: float | None
-) -> Options:
-    """The options of a call; the same object whenever there are none."""
-    if not request_id and not parameters and not priority and timeout_s is None:
-        return PLAIN
-    timeout_us = deadline_ns = 0
-    if timeout_s is not None:
-        timeout_us = max(1, round(timeout_s * 1e6))
-        deadline_ns = time.monotonic_ns() + timeout_us * 1000
-    return Options(request_id, parameters, priority, timeout_us, deadline_ns)

@@ -9,15 +9,38 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import Any, Protocol
 
 from shmserve.client.connection import Connection
-from shmserve.client.errors import Disconnected, TimedOut
+from shmserve.client.errors import TimedOut
 from shmserve.client.exchange import LATE, Exchange, Pending
+from shmserve.client.options import options_of
 from shmserve.client.region import Region
 from shmserve.client.requests import Prepared
 from shmserve.client.results import Result
-from shmserve.client.session import Outputs, Session, Tensors, options_of
+from shmserve.client.session import Outputs, Session, Tensors
+from shmserve.errors import ShmserveError
+
+# A scheduler takes 16 links of a program; one is the connection's own.
+_MOST_WAITERS = 15
+
+
+class _Way(Protocol):
+    """How a thread's requests go out, and how it waits for their answers."""
+
+    connection: Connection
+
+    def submit(self, prepared: Prepared) -> Any:
+        """Queue a request; what stands for it from then on."""
+
+    def send(self, at_least: int) -> None:
+        """Send what is queued, if it is that much."""
+
+    def wait(self, submitted: Any) -> Result:
+        """The result; raises the error that it ended with, or TimedOut."""
+
+    def cancel(self, left: Iterable[Any]) -> None:
+        """Nobody waits for these any more."""
 
 
 class _Waiter:
@@ -31,6 +54,29 @@ class _Waiter:
 
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
+
+    def submit(self, prepared: Prepared) -> Pending:
+        return self.exchange.submit(prepared)
+
+    def send(self, at_least: int) -> None:
+        if self.exchange.unsent >= at_least:
+            self.exchange.flush()
+
+    def wait(self, pending: Pending) -> Result:
+        with self.lock:
+            try:
+                self.until(pending)
+            except BaseException:
+                self.exchange.cancel(pending)
+                self.exchange.flush()
+                raise
+        return pending.result()
+
+    def cancel(self, left: Iterable[Pending]) -> None:
+        with self.lock:
+            for pending in left:
+                self.exchange.cancel(pending)
+            self.exchange.flush()
 
     def until(self, pending: Pending) -> None:
         """Return when it is answered; raises TimedOut when its deadline passes first."""
@@ -52,6 +98,33 @@ class _Waiter:
         with self.lock:
             self.exchange.close()
             self._poll.close()
+
+
+class _Borrower:
+    """A thread that has no exchange, since others have all that there may be: the connection's own
+    thread sends, and waits, for it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def submit(self, prepared: Prepared) -> Future[Result]:
+        future: Future[Result] = Future()
+        self.connection.call(lambda exchange: _submit(exchange, prepared, future))
+        return future
+
+    def send(self, at_least: int) -> None:
+        """It is on its way."""
+
+    def wait(self, future: Future[Result]) -> Result:
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+            del future  # no cycle of it and its error's traceback
+
+    def cancel(self, left: Iterable[Future[Result]]) -> None:
+        for future in left:
+            future.cancel()
 
 
 class Server:
@@ -85,9 +158,9 @@ class Server:
         Raises the server's error (ShmserveError, with its code), TimedOut or Disconnected.
         """
         options = options_of(request_id, parameters, priority, timeout)
-        prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
         waiter = self._waiter()
-        return _wait(waiter, waiter.exchange.submit(prepared))
+        prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
+        return waiter.wait(waiter.submit(prepared))
 
     def map(
         self,
@@ -104,25 +177,21 @@ class Server:
 
         Raises at the first that fails; the others are cancelled.
         """
-        waiting: deque[Pending] = deque()
+        waiting: deque[Any] = deque()
         waiter = self._waiter()
         few = max(1, in_flight // 4)  # several a message, and the server is never without any
         try:
             for given in inputs:
                 options = options_of("", None, 0, timeout)
                 prepared = self._session.prepared(model, given, outputs, version, options, {})
-                waiting.append(waiter.exchange.submit(prepared))
-                if waiter.exchange.unsent >= few:
-                    waiter.exchange.flush()
+                waiting.append(waiter.submit(prepared))
+                waiter.send(at_least=few)
                 if len(waiting) >= in_flight:
-                    yield _wait(waiter, waiting.popleft())
+                    yield waiter.wait(waiting.popleft())
             while waiting:
-                yield _wait(waiter, waiting.popleft())
+                yield waiter.wait(waiting.popleft())
         finally:
-            with waiter.lock:
-                for pending in waiting:
-                    waiter.exchange.cancel(pending)
-                waiter.exchange.flush()
+            waiter.cancel(waiting)
 
     def stream(
         self, model: str, inputs: Tensors | None = None, /, **options: Any
@@ -147,8 +216,8 @@ class Server:
         """`infer`, in the background. Cancelling the future cancels the request."""
         options = options_of(request_id, parameters, priority, timeout)
         prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
-        future: Future[Result] = Future()
-        self._session.connection().call(lambda exchange: _submit(exchange, prepared, future))
+        future = _Borrower(self._session.connection()).submit(prepared)
+        future.add_done_callback(lambda _: self._session)  # until then somebody needs this client
         return future
 
     def allocate(
@@ -172,24 +241,27 @@ class Server:
         """Name and version of every model that may be called now."""
         return self._session.connection().models.names()
 
-    def _waiter(self) -> _Waiter:
+    def _waiter(self) -> _Way:
         connection = self._session.connection()
         thread = threading.current_thread()
         waiter = self._waiters.get(thread)
         if waiter is None or waiter.connection is not connection:
-            waiter = self._new_waiter(thread, connection)
+            return self._new_waiter(thread, connection)
         return waiter
 
-    def _new_waiter(self, thread: threading.Thread, connection: Connection) -> _Waiter:
+    def _new_waiter(self, thread: threading.Thread, connection: Connection) -> _Way:
         with self._lock:
             for other in [t for t in self._waiters if t is thread or not t.is_alive()]:
                 self._waiters.pop(other).close()
+            if len(self._waiters) >= _MOST_WAITERS:
+                return _Borrower(connection)
             waiter = self._waiters[thread] = _Waiter(connection)
             return waiter
 
     def close(self) -> None:
         """Leave the server, which frees all that this client had there. A second time is fine."""
-        if not self._session.close():
+        self._session.close()
+        if self._session.inherited:
             return
         with self._lock:
             for waiter in self._waiters.values():
@@ -202,16 +274,8 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-
-def _wait(waiter: _Waiter, pending: Pending) -> Result:
-    with waiter.lock:
-        try:
-            waiter.until(pending)
-        except BaseException:
-            waiter.exchange.cancel(pending)
-            waiter.exchange.flush()
-            raise
-    return pending.result()
+    def __del__(self) -> None:
+        self._session.abandon(self.close)
 
 
 def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> None:
@@ -220,7 +284,7 @@ def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> N
         return
     try:
         pending = exchange.submit(prepared, lambda done: _resolve(future, done))
-    except Disconnected as error:
+    except ShmserveError as error:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
         return

@@ -17,14 +17,14 @@ class Lease:
     `released`: it was given back by hand, and the arrays raise.
     """
 
-    __slots__ = ("__weakref__", "_on_end", "released")
+    __slots__ = ("__weakref__", "on_end", "released")
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
+        self.on_end = on_end
         self.released = False
 
     def __del__(self) -> None:
-        self._on_end()
+        self.on_end()
 
 
 class View(np.ndarray[Any, Any]):
@@ -69,6 +69,8 @@ class View(np.ndarray[Any, Any]):
         self.plain()[key] = _plain(value)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: Any, *inputs: Any, **options: Any) -> Any:
+        if "where" in options:
+            options["where"] = _plain(options["where"])
         if "out" not in options:
             return getattr(ufunc, method)(*map(_plain, inputs), **options)
         outs = options.pop("out")
@@ -121,6 +123,15 @@ class View(np.ndarray[Any, Any]):
         return self.plain().__reduce_ex__(protocol)
 
 
+def lease_of(array: object) -> Lease | None:
+    """The lease of the memory that an array lies in, if it is a view of a `View`, or is one."""
+    while isinstance(array, np.ndarray):
+        if isinstance(array, View):
+            return array._lease
+        array = array.base
+    return None
+
+
 def _checked(name: str) -> Callable[..., Any]:
     method = getattr(np.ndarray, name)
 
@@ -136,8 +147,10 @@ def _checked(name: str) -> Callable[..., Any]:
 # array for good when __array_ufunc__ raises. What takes the bytes by the buffer protocol, or by
 # their address, is told of nothing.
 for _name in (
-    *("astype", "byteswap", "diagonal", "dot", "dump", "dumps", "fill", "flatten", "getfield"),
-    *("item", "partition", "put", "ravel", "repeat", "reshape", "sort", "squeeze", "swapaxes"),
+    *("__bool__", "__complex__", "__float__", "__format__", "__index__", "__int__"),
+    *("argpartition", "astype", "byteswap", "choose", "compress", "conj", "conjugate", "diagonal"),
+    *("dot", "dump", "dumps", "fill", "flatten", "getfield", "item", "partition", "put", "ravel"),
+    *("repeat", "reshape", "searchsorted", "setfield", "sort", "squeeze", "swapaxes"),
     *("take", "tofile", "transpose", "view"),
     *("all", "any", "argmax", "argmin", "argsort", "clip", "cumprod", "cumsum", "max", "mean"),
     *("min", "nonzero", "prod", "round", "std", "sum", "trace", "var"),
@@ -151,5 +164,6 @@ def _plain(value: object) -> object:
 
 def _deeply_plain(value: object) -> object:
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value))
+        plain = map(_deeply_plain, value)
+        return list(plain) if isinstance(value, list) else tuple(plain)
     return _plain(value)

@@ -18,7 +18,11 @@ import torch
 
 import shmserve.client
 from shmserve.client import aio
+from shmserve.ipc.channels import Dealer
+from shmserve.ipc.messages import Finished
+from shmserve.ipc.tensors import Place, TensorRef
 from tests import repositories
+from tests.guests import answer, submit
 from tests.servers import Server, running
 from tests.waiting import until
 
@@ -195,11 +199,42 @@ def test_a_region_is_read_and_written_in_place(client) -> None:
         part["OUTPUT0"][0]
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(1, 2)], ids=["views", "plain views"])
+def test_results_end_with_their_own_regions(client, part: slice) -> None:
+    sizes = {"a": ((2, 16), "INT32"), "b": ((2, 16), "INT32")}
+    given, first, second = (client.allocate(sizes) for _ in range(3))
+    for region in (given, first, second):
+        region["a"][:], region["b"][:] = A, B
+    found = client.infer(
+        "simple",
+        {"INPUT0": given["a"][part], "INPUT1": given.view("b", given["a"][part].shape)},
+        outputs={"OUTPUT0": first["a"][part], "OUTPUT1": second["b"][part]},
+    )
+    given.release()
+    first.release()
+    assert (found["OUTPUT1"] == A - B).all() and (second["b"][part] == A - B).all()
+    with pytest.raises(shmserve.client.Released):
+        found["OUTPUT0"][0]
+
+
 def test_regions_are_checked(client) -> None:
     with pytest.raises(shmserve.client.InvalidArgument, match="none of BOOL, UINT8"):
         client.allocate({"x": ((1,), "FLOAT")})
-    with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
-        client.allocate({"x": ((1, -1), "FP32")})
+    for shape in ((1, -1), (1.5,), 3):
+        with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
+            client.allocate({"x": (shape, "FP32")})
+    client.allocate({"x": ((np.int64(2), 3), "FP32")}).release()
+    with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
+        wrong = "output 'OUTPUT0' of model 'rows' is FP32, and the region's tensor INT32"
+        with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+            client.infer("rows", region)
+    # Strings go where there is room for them.
+    words = client.allocate({"OUTPUT0": ((40000,), "UINT8")})
+    found = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
+    assert found["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]
+    integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+        client.infer("rows", INPUT0=frames(), outputs=integers)
     with pytest.raises(shmserve.client.Unavailable, match="may use 1073741824 bytes"):
         client.allocate({"x": ((1 << 31,), "UINT8")})
     with client.allocate({"x": ((1,), "FP32")}) as region:
@@ -313,6 +348,94 @@ def test_from_many_threads(client) -> None:
     assert not wrong
 
 
+def test_more_threads_than_a_scheduler_takes_links(client) -> None:
+    """All at once, so that none can have the link of one that is over."""
+    count = 24
+    all_have_asked = threading.Barrier(count)
+    answers: list[float] = []
+
+    def ask(number: int) -> None:
+        x = np.full(4, number, np.float32)
+        answers.append(client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"][0])
+        more = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
+        answers.extend(one["OUTPUT0"][0] for one in more)
+        all_have_asked.wait()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == sorted([*range(count)] * 4)
+    assert len(client._waiters) <= 15
+
+
+def test_more_at_once_than_a_frame_may_have(client, rows: Server) -> None:
+    x = np.ones(4000, np.float32)
+    count = (64 << 20) // x.nbytes + 100
+
+    async def ask() -> list[shmserve.client.Result | BaseException]:
+        async with aio.connect(rows.run_dir) as server:
+            asked = (server.infer("identity", INPUT0=x) for _ in range(count))
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
+            return answers
+
+    refused = [a for a in asyncio.run(ask()) if not isinstance(a, shmserve.client.Result)]
+    # Most find the queue full.
+    assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
+    with pytest.raises(shmserve.client.InvalidArgument, match="larger than 1048576"):
+        client.infer("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
+    future = client.infer_async("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
+    assert isinstance(future.exception(20), shmserve.client.InvalidArgument)
+
+
+def test_a_link_that_the_server_ends(client) -> None:
+    connection = client._session.connection()
+    endpoint = connection.models.resolve("identity", "").endpoint
+    others = [Dealer(endpoint, f"{connection.identity}.other{n}") for n in range(16)]
+    x = np.ones(4, np.float32)
+    request = submit((TensorRef("INPUT0", "FP32", (4,), x.tobytes()),))
+    for other in others:
+        other.send(request)
+        assert isinstance(answer(other), Finished)
+    with pytest.raises(shmserve.client.Unavailable, match="ended the connection, twice"):
+        client.infer("identity", INPUT0=x, timeout=20)
+    for other in others:
+        other.close()
+    assert (client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
+
+
+def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
+    connection = client._session.connection()
+    copied, lost = connection.copied, [1]
+
+    def gone(place: Place) -> bytes:
+        if lost[0]:
+            lost[0] -= 1
+            raise shmserve.client.Unavailable("the memory of a tensor is gone")
+        return bytes(copied(place))
+
+    connection.copied = gone
+    x = np.arange(20000, dtype=np.float32)
+    assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
+    lost[0] = 2
+    future = client.infer_async("identity", INPUT0=x)
+    assert isinstance(future.exception(20), shmserve.client.Unavailable)
+    (plan,) = connection.models.resolve("identity", "").plans.values()
+    assert len({id(slot) for slot in plan._ring}) == len(plan._ring) == 1
+
+
+def test_a_timeout_that_is_none(client) -> None:
+    x = np.ones(4, np.float32)
+    for seconds in (1e7, 1e12, float("inf")):
+        assert client.infer_async("identity", INPUT0=x, timeout=seconds).result(20)
+        assert client.infer("identity", INPUT0=x, timeout=seconds)
+    for seconds in (0, -1):
+        with pytest.raises(shmserve.client.TimedOut):
+            client.infer("identity", INPUT0=x, timeout=seconds)
+
+
 def test_a_stream_of_one_response(client) -> None:
     (only,) = client.stream("simple", INPUT0=A, INPUT1=B)
     assert (only["OUTPUT0"] == A + B).all()
@@ -344,6 +467,14 @@ def test_a_closed_client_says_so(rows: Server) -> None:
     assert (y == frames()).all()  # its memory is the program's
     with pytest.raises(shmserve.client.Disconnected, match="closed"):
         client.infer("simple", INPUT0=A, INPUT1=B)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 1e-9, 1e12, float("inf")])
+def test_any_patience_with_the_door(rows: Server, seconds: float) -> None:
+    with contextlib.ExitStack() as stack:
+        if seconds < 1:
+            stack.enter_context(contextlib.suppress(shmserve.client.Disconnected))
+        stack.enter_context(shmserve.client.connect(rows.run_dir, timeout=seconds))
 
 
 def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 import shmserve.client
 from shmserve.client import aio
+from shmserve.client.options import PLAIN
 from tests import repositories
 from tests.servers import ROOT, Server, running
 from tests.waiting import until
@@ -109,6 +114,33 @@ def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
     asyncio.run(talk())
 
 
+@pytest.mark.parametrize("made", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
+def test_memory_is_kept_for_what_is_in_flight(gated: Server, made: Callable[..., Any]) -> None:
+    """Also where the program has only a plain view of it, and forgets that."""
+    x = np.arange(ROW, dtype=np.float32)
+    with shmserve.client.connect(gated.run_dir) as client:
+        blocker = client.infer_async("large", INPUT0=x)
+        visit = gated.gate.next()
+        region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
+        region["INPUT0"][1] = x
+        answer = client.infer("rows", INPUT0=np.stack([x, -x]))["OUTPUT0"]
+        waiting = [
+            client.infer_async("large", INPUT0=made(a[1])) for a in (region["INPUT0"], answer)
+        ]
+        region.release()
+        del region, answer
+        gated.wait_pending("large", 2)
+        for _ in range(3):
+            client.infer("rows", INPUT0=np.zeros((2, ROW), np.float32))
+        visit.release()
+        gated.gate.next().release()
+        gated.gate.next().release()
+        assert blocker.result(20)
+        for future, right in zip(waiting, (x, -x), strict=True):
+            found = future.result(20)["OUTPUT0"]
+            assert (np.asarray(found) == right).all()
+
+
 CRASHING = """
 import sys, numpy as np, shmserve.client
 client = shmserve.client.connect(sys.argv[1])
@@ -189,7 +221,9 @@ def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated: Server) -> N
 def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> None:
     x = np.ones((1, ROW), np.float32)
     with shmserve.client.connect(gated.run_dir) as client:
-        assert client.infer("rows", INPUT0=x)
+        region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
+        region["INPUT0"][:] = x
+        assert client.infer("rows", region)
         child = os.fork()
         if not child:
             code = 1
@@ -198,6 +232,7 @@ def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> No
                 with contextlib.suppress(shmserve.client.InvalidArgument):
                     client.infer("rows", INPUT0=x)
                     os._exit(2)
+                region.release()
                 client.close()
                 with shmserve.client.connect(gated.run_dir) as own:
                     assert (own.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
@@ -205,7 +240,8 @@ def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> No
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         connection = client._session.connection()
-        assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+        for inputs in ({"INPUT0": x}, region):
+            assert (client.infer("rows", inputs)["OUTPUT0"] == x).all()
         assert client._session.connection() is connection and connection.alive
 
 
@@ -216,6 +252,65 @@ def test_every_future_ends_when_the_client_does(gated: Server) -> None:
     for future in futures:
         with contextlib.suppress(shmserve.client.Disconnected):
             assert future.result(20)
+
+
+def test_a_client_that_nobody_closes(gated: Server) -> None:
+    x = np.ones((1, ROW), np.float32)
+
+    async def talk() -> np.ndarray:
+        server = await aio.connect(gated.run_dir)
+        for moment in range(5):  # the connection is made in a thread, and may come too late
+            task = asyncio.ensure_future(server._connected())
+            late = asyncio.ensure_future(aio.connect(gated.run_dir)._connect())
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            late.cancel()
+            await task
+        return (await server.infer("rows", INPUT0=x))["OUTPUT0"]
+
+    def state() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        before = state()
+        kept = [shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)]
+        kept.append(shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20))
+        assert all((result["OUTPUT0"] == x).all() for result in kept)
+        assert (asyncio.run(talk()) == x).all()
+        del kept  # which keep their memory
+        until("nothing is left", lambda: state() == before, 10)
+    with pytest.warns(ResourceWarning, match="a client was not closed"):
+        shmserve.client.connect(gated.run_dir)
+
+
+def test_a_callback_may_close_the_client(gated: Server) -> None:
+    client = shmserve.client.connect(gated.run_dir)
+    thread = client._session.connection()._thread
+    blocked = client.infer_async("gated", _value(client, 1))
+    visit = gated.gate.next()
+    waiting = [concurrent.futures.Future[object]() for _ in range(2)]
+
+    def wait(outcome: concurrent.futures.Future[object]) -> None:
+        try:
+            outcome.set_result(client.infer("gated", _value(client, 2)))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threads = [threading.Thread(target=wait, args=(outcome,)) for outcome in waiting]
+    for each in threads:
+        each.start()
+    gated.wait_pending("gated", 2)
+    client.infer_async("simple", INPUT0=A, INPUT1=A).add_done_callback(lambda _: client.close())
+    for error in (blocked.exception(20), *(outcome.exception(20) for outcome in waiting)):
+        assert isinstance(error, shmserve.client.Disconnected)
+    thread.join()
+    for each in threads:
+        each.join()
+    visit.release()
+    with pytest.raises(shmserve.client.Disconnected, match="closed"):
+        client.infer("simple", INPUT0=A, INPUT1=A)
 
 
 def test_a_callback_may_ask_for_more_and_for_memory(gated: Server) -> None:
@@ -301,6 +396,7 @@ def test_a_restarted_server_is_found_again(repository: Path, serve) -> None:
         region["INPUT0"][:] = 3
         kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
         assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
+        late = client._session.prepared("rows", region, None, "", PLAIN, {})
         folder = first.folder
         members = first.tree()
         first.process.terminate()
@@ -312,8 +408,17 @@ def test_a_restarted_server_is_found_again(repository: Path, serve) -> None:
         second = Server([repository], run_dir=run_dir).wait_ready()
         try:
             region["INPUT0"][:] = 4
+            tell = client._session.memories.share_again
+
+            def nobody_else_asks_yet(share: Any) -> None:
+                assert not client._session._connection.alive
+                tell(share)
+
+            client._session.memories.share_again = nobody_else_asks_yet  # type: ignore[method-assign]
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
             assert (kept == 1).all()
+            with pytest.raises(shmserve.client.Disconnected, match="before it answered"):
+                client._waiter().submit(late)  # it was made for the server before
             future = client.infer_async("rows", region)
             assert future.result(20)["OUTPUT0"][0, 0] == 4
             region.release()

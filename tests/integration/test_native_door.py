@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import zmq
 
 import shmserve.client
 from shmserve.devices import cuda_devices
-from shmserve.ipc import frames
+from shmserve.ipc import frames, zmtp
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import (
     Memory,
@@ -249,14 +251,54 @@ def test_a_socket_of_a_zeromq_library(guest: Guest) -> None:
     assert isinstance(message, m.Finished)
 
 
-def test_the_client_in_c(server: Server, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def client_in_c(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler")
-    program = tmp_path / "infer"
+    program = tmp_path_factory.mktemp("c") / "infer"
     subprocess.run([compiler, "-Wall", "-Wextra", "-Werror", "-o", program, CLIENT], check=True)
+    return program
+
+
+def test_the_client_in_c_where_a_scheduler_leaves(client_in_c: Path) -> None:
+    """It says so, and it asked the version that is the latest."""
+    with contextlib.ExitStack() as stack:
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
+        (run_dir / "guests").mkdir()
+        door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        scheduler = stack.enter_context(socket.socket(socket.AF_UNIX))
+        door.bind(str(run_dir / "guests" / "door"))
+        scheduler.bind(str(run_dir / "guests" / "1"))
+        for listener in (door, scheduler):
+            listener.listen()
+            listener.settimeout(20)
+        asking = stack.enter_context(
+            subprocess.Popen([client_in_c, run_dir], stderr=subprocess.PIPE, text=True)
+        )
+        stack.callback(asking.kill)
+        inside = stack.enter_context(door.accept()[0])
+        assert frames.unpack(inside.recv(4096)) == [m.Hello(frames.VERSION)]
+        versions = [
+            m.ModelPublished(
+                "simple", version, {}, {}, f"ipc://{run_dir}/guests/{n}", True, last, 0.0, 0
+            )
+            for version, n, last in (("3", 1, True), ("2", 2, False))
+        ]
+        inside.send(
+            frames.pack([m.Welcome(1, "token"), *versions, m.HealthChanged(True, True, False)])
+        )
+        link = stack.enter_context(scheduler.accept()[0])
+        link.recv(64, socket.MSG_WAITALL)
+        link.shutdown(socket.SHUT_RD)
+        link.sendall(zmtp.GREETING)
+        assert asking.communicate(timeout=20)[1] == "infer: the server does not listen\n"
+        assert asking.returncode == 1
+
+
+def test_the_client_in_c(server: Server, client_in_c: Path) -> None:
     done = subprocess.run(
-        [program, server.run_dir], capture_output=True, text=True, check=False, timeout=20
+        [client_in_c, server.run_dir], capture_output=True, text=True, check=False, timeout=20
     )
     assert done.returncode == 0, done.stderr
     sums, differences = (line.split() for line in done.stdout.splitlines())

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ from shmserve.client.arrays import from_program
 from shmserve.client.errors import Released
 from shmserve.client.memory import AnySegment, Memories, Segment
 from shmserve.client.models import Model, Models
-from shmserve.client.plans import PLAIN, Form, Plan, Reader, cut
+from shmserve.client.options import PLAIN, options_of
+from shmserve.client.plans import Form, Plan, Reader, cut
 from shmserve.client.requests import prepare
 from shmserve.client.views import Lease, View
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.guests import FIRST, Seals
+from shmserve.ipc.signature import TensorSpec
 from shmserve.ipc.tensors import (
     Inferred,
     Memory,
@@ -72,6 +75,11 @@ def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
     assert memories.find(blocks[0].segment.address, 1) is None
 
 
+class Pair(NamedTuple):
+    a: View
+    b: View
+
+
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     segment, ended = Segment(4096), []
     lease = Lease(lambda: ended.append(True))
@@ -80,6 +88,11 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     plain = view[1:]
     assert type(plain) is np.ndarray and type(view + 1) is np.ndarray
     assert np.stack([view, view]).shape == (2, 4)
+    assert np.block([[view, view], [view, view]]).shape == (2, 8)
+    assert np.stack(Pair(view, view)).shape == (2, 4)
+    chosen = View.over(segment.bytes, 0, (4,), np.dtype(np.bool_), lease)
+    chosen[:] = [True, False, False, True]
+    assert np.add(view, 1, where=chosen, out=np.zeros(4, np.int32)).tolist() == [2, 0, 0, 5]
     view += 1
     assert view.tolist() == [2, 3, 4, 5] and plain.tolist() == [3, 4, 5]
     assert type(copy.copy(view)) is type(pickle.loads(pickle.dumps(view))) is np.ndarray
@@ -96,6 +109,12 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
         lambda array: array.flat[0],
         lambda array: array.ravel(),
         lambda array: array.sum(),
+        lambda array: array.compress([True]),
+        lambda array: array.searchsorted(1),
+        lambda array: array.argpartition(1),
+        lambda array: array.conj(),
+        lambda array: array.setfield(1, np.int8),
+        bool,
         list,
         copy.copy,
         copy.deepcopy,
@@ -106,7 +125,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
         with pytest.raises(Released):
             use(view)
     segment.close()
-    del view, lease, segment
+    del view, chosen, lease, segment
     gc.collect()
     assert not ended and plain.tolist() == [3, 4, 5]
     del plain
@@ -158,6 +177,58 @@ def test_every_form_is_checked(memories: Memories) -> None:
     assert not model.plans
 
 
+def test_plans_that_are_over_keep_no_memory(memories: Memories) -> None:
+    """A thread may be about to make a plan while another closes the model, or makes the same."""
+    x = {"x": np.ones((1, 8192), np.float32)}
+    model = Model(published())
+    first = prepare(memories, model, x, None, PLAIN)
+    (key,) = model.plans
+    plan = Plan(model.signature, [Form("x", "FP32", (1, 8192), 32768)], (), memories)
+    assert model.remember(key, plan) is first.plan
+    model.close()
+    late = prepare(memories, model, x, None, PLAIN)
+    assert not model.plans
+    first.end()
+    late.end()
+    memories.settle()
+    assert memories._used() == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"request_id": 5}, "request_id must be a string, got 5"),
+        ({"request_id": "\ud800"}, "request_id is no text"),
+        ({"priority": "1"}, "priority must be a whole number from 0 on, got '1'"),
+        ({"priority": 1.5}, "priority must"),
+        ({"priority": -1}, "priority must"),
+        ({"priority": 1 << 64}, "priority must"),
+        ({"timeout_s": "1"}, "timeout must be a number of seconds, got '1'"),
+        ({"timeout_s": float("nan")}, "timeout must"),
+        ({"parameters": [1]}, "parameters must be a mapping"),
+        ({"parameters": {1: 2}}, "the name of a parameter must be a string, got 1"),
+        ({"parameters": {"a": None}}, "parameter 'a' must be a string, .* got None"),
+        ({"parameters": {"a": np.int64(1)}}, "parameter 'a' must"),
+        ({"parameters": {"a": 1 << 64}}, "parameter 'a' must"),
+        ({"parameters": {"a": "\ud800"}}, "parameter 'a' is no text"),
+    ],
+)
+def test_options_that_no_request_can_have(wrong: dict[str, Any], text: str) -> None:
+    options: dict[str, Any] = {"request_id": "", "parameters": None, "priority": 0}
+    with pytest.raises(InvalidArgument, match=text):
+        options_of(**{**options, "timeout_s": None, **wrong})
+
+
+def test_options_as_they_travel() -> None:
+    assert options_of("", {}, 0, None) is PLAIN
+    assert options_of("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
+    assert options_of("", None, 0, 0).timeout_us == 1
+    assert options_of("", None, 0, float("inf")) == PLAIN
+    assert options_of(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
+    # The longest that epoll can wait for, in milliseconds.
+    assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
+
+
 def test_marks_that_are_too_short_are_not_looked_for() -> None:
     assert cut(b"head" + b"m" * 8 + b"tail", [b"m" * 8]) == [b"head", b"tail"]
     assert cut(b"headmtail", [b"m"]) == []
@@ -186,6 +257,51 @@ def test_what_programs_pass() -> None:
     assert from_program(True, None, "x")[1] == "BOOL"
     with pytest.raises(InvalidArgument, match="takes host memory"):
         from_program(torch.empty(1, device="meta"), None, "x")
+    assert from_program(torch._neg_view(torch.ones(2)), None, "x")[0].tolist() == [-1, -1]
+    scalar, datatype = from_program(torch.tensor(1.0, dtype=torch.bfloat16), None, "x")
+    assert scalar.shape == () and datatype == "BF16"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2).to_sparse(), torch.ones(2).to(torch.float8_e4m3fn)],
+    ids=["sparse", "of a type that numpy lacks"],
+)
+def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
+    with pytest.raises(InvalidArgument, match="input 'x' cannot be taken from torch"):
+        from_program(tensor, None, "x")
+
+
+def test_lists_keep_their_numbers() -> None:
+    def taken(value: object, datatype: str) -> list[object]:
+        array, called = from_program(value, TensorSpec("x", datatype, (-1,)), "x")
+        assert called == datatype
+        return list(array.tolist())
+
+    assert taken([1, 2.0, True], "INT32") == [1, 2, 1]
+    assert taken([], "INT8") == []
+    assert taken([1, 0], "BOOL") == [True, False]
+    assert taken([2**63], "UINT64") == [2**63]
+    assert taken([0.1], "FP32") == [np.float32(0.1)]
+    # BF16 as bit patterns: 1.0 is 0x3f80.
+    assert taken([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype"),
+    [
+        ([1.7], "INT32"),
+        ([300], "UINT8"),
+        ([-1], "UINT64"),
+        ([2], "BOOL"),
+        (["1"], "INT32"),
+        ([None], "FP32"),
+        ([["a"]], "BF16"),
+    ],
+)
+def test_lists_whose_numbers_the_datatype_has_not(value: object, datatype: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"input 'x' is no {datatype} tensor"):
+        from_program(value, TensorSpec("x", datatype, (-1,)), "x")
 
 
 def test_models_follow_the_news() -> None:

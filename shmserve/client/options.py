@@ -1,0 +1,91 @@
+"""What comes with a request besides its tensors, checked: a message whose fields have other types
+than they should is dropped by the server, and would not be answered."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from numbers import Real
+from operator import index
+from typing import Any, NamedTuple
+
+from shmserve.errors import InvalidArgument
+
+_FOREVER_S = 2e6  # a timeout from here on is none: epoll knows no longer one
+_INTEGERS = range(-(1 << 63), 1 << 64)  # what travels
+
+
+class Options(NamedTuple):
+    """What a call says besides its tensors; most say nothing."""
+
+    request_id: str = ""
+    parameters: Mapping[str, Any] | None = None
+    priority: int = 0
+    timeout_us: int = 0
+    deadline_ns: int = 0
+
+
+PLAIN = Options()
+
+
+def options_of(
+    request_id: str, parameters: Mapping[str, Any] | None, priority: int, timeout_s: float | None
+) -> Options:
+    """The options of a call; the same object whenever there are none.
+
+    Raises InvalidArgument for what a request cannot have.
+    """
+    if not request_id and not parameters and not priority and timeout_s is None:
+        return PLAIN
+    timeout_us = _timeout_us(timeout_s)
+    deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
+    name = _text("request_id", request_id or "")
+    return Options(name, _parameters(parameters), _priority(priority), timeout_us, deadline_ns)
+
+
+def _timeout_us(timeout_s: float | None) -> int:
+    if timeout_s is None:
+        return 0
+    if not isinstance(timeout_s, Real) or math.isnan(timeout_s):
+        raise InvalidArgument(f"timeout must be a number of seconds, got {timeout_s!r}")
+    return max(1, round(timeout_s * 1e6)) if timeout_s < _FOREVER_S else 0
+
+
+def _priority(priority: int) -> int:
+    try:
+        number = index(priority)
+    except TypeError:
+        number = -1
+    if number not in _INTEGERS or number < 0:
+        raise InvalidArgument(f"priority must be a whole number from 0 on, got {priority!r}")
+    return number
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} must be a string, got {value!r:.80}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"{name} is no text that UTF-8 could carry: {error}") from None
+    return value
+
+
+def _parameters(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if not given:
+        return None
+    if not isinstance(given, Mapping):
+        raise InvalidArgument(f"parameters must be a mapping, got {given!r:.80}")
+    return {_text("the name of a parameter", name): _value(name, given[name]) for name in given}
+
+
+def _value(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return _text(f"parameter '{name}'", value)
+    if isinstance(value, bool | float) or (isinstance(value, int) and value in _INTEGERS):
+        return value
+    raise InvalidArgument(
+        f"parameter '{name}' must be a string, an integer of 64 bits, a float or a bool, got "
+        f"{value!r:.80}"
+    )
