@@ -62,6 +62,8 @@ def prepare(
     """
     if type(inputs) is Region and outputs is None:
         return _in_place(model, inputs, options)
+    if type(inputs) is not dict and not isinstance(inputs, Mapping):
+        raise InvalidArgument(f"inputs must be a mapping of names to arrays, got {inputs!r:.80}")
     arrays: list[Array] = []
     key: list[Any] = []
     as_torch = False

@@ -165,13 +165,15 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
 
 def test_every_form_is_checked(memories: Memories) -> None:
     model = Model(published())
-    for inputs, text in (
+    wrong: list[tuple[Any, str]] = [
+        ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
         ({"x": np.zeros((5, 2), np.float32)}, "batch-size must be <= 4"),
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
         ({"z": np.zeros((1, 2), np.float32)}, "unexpected inference input"),
         ({"x": np.zeros((1, 2), np.complex64)}, "which no datatype is"),
         ({"x": "word"}, "is no FP32 tensor"),
-    ):
+    ]
+    for inputs, text in wrong:
         with pytest.raises(InvalidArgument, match=text):
             prepare(memories, model, inputs, None, PLAIN)
     assert not model.plans
