@@ -258,8 +258,8 @@ class Doors:
         if not self.stopping:
             try:
                 await self._start(name)
-            except ShmserveError as error:
-                logger.error("gateway %s could not be started: %s", name, error.message)
+            except (ShmserveError, OSError) as error:  # of no descriptor or memory left, too
+                logger.error("gateway %s could not be started: %s", name, error)
                 self._host.background(self._restart(name))
 
     def _forgive(self) -> None:
