@@ -488,6 +488,25 @@ def test_version_policies(repository: Path, serve: Serve) -> None:
     )
 
 
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_load_says_what_initialize_raised(repository: Path, serve: Serve, instances: int) -> None:
+    repositories.add(repository, "constant", config=f"instance_group {{ count: {instances} }}")
+    server = serve(repository, "--model-control-mode=explicit")
+    fails = """    def initialize(self, args):
+        raise ValueError('no weights')
+
+    def execute("""
+    code = repository / "constant" / "1" / "model.py"
+    code.write_text(code.read_text().replace("    def execute(", fails, 1))
+    with server.http() as http:
+        assert load(http, "constant").error == (
+            "load failed for model 'constant': version 1 is at UNAVAILABLE state: "
+            "Internal: ValueError: no weights;\n"
+        )
+        assert index(http)[("constant", "1")] == ("UNAVAILABLE", "Internal: ValueError: no weights")
+    assert "ExceptionGroup" not in server.log()
+
+
 # --- mode poll ---
 
 
