@@ -59,14 +59,20 @@ def main(argv: list[str]) -> int:
         os.set_inheritable(fd, False)
     supervisor_pid, run_dir, title = int(argv[2]), argv[3], argv[4]
 
-    def supervisor_ended(*_: object) -> None:
+    def supervisor_ended() -> None:
         shutil.rmtree(run_dir, ignore_errors=True)
         os._exit(0)
+
+    def hung_up(*_: object) -> None:
+        # A terminal that is closed sends it too, to all in the group, and `nohup` has the
+        # supervisor live on. Those that are forked from here inherit this.
+        if os.getppid() != supervisor_pid:
+            supervisor_ended()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Reading the link tells it too, but not in the middle of the imports.
-    signal.signal(signal.SIGHUP, supervisor_ended)
+    signal.signal(signal.SIGHUP, hung_up)
     signal_at_parents_death(signal.SIGHUP)
     renounce_privileges()
     if os.getppid() != supervisor_pid:
