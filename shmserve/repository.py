@@ -229,23 +229,30 @@ def _subfolders(repository: Path) -> list[Path]:
 
 def _look(repository: Path, path: Path) -> ModelFolder | None:
     """The folder as a model; None for one that has neither a model's name nor its contents."""
+    name = os.fsencode(path.name).decode(errors="replace")  # what is no text cannot be sent
     if _leads_out(path, repository):
-        return ModelFolder(path.name, path, repository, problem=_OUTSIDE)
+        return ModelFolder(name, path, repository, problem=_OUTSIDE)
     config_path = path / CONFIG_FILE
-    versions = sorted(int(entry.name) for entry in _versions(path))
+    try:
+        versions = sorted(int(entry.name) for entry in _versions(path))
+        has_config = _is_file(config_path)
+    except OSError as error:
+        if not _NAME.fullmatch(path.name):
+            return None  # lost+found of a volume, for one
+        reason = error.strerror or "cannot be read"
+        return ModelFolder(name, path, repository, problem=f"the model's folder: {reason}")
     folder = ModelFolder(
-        path.name,
+        name,
         path,
         repository,
-        config_path if os.path.isfile(config_path) else None,
+        config_path if has_config else None,
         tuple(versions),
     )
     try:
         check_model_name(path.name)
     except InvalidArgument as error:
         has_contents = bool(versions) or folder.config_path is not None
-        shown = os.fsencode(path.name).decode(errors="replace")  # what is no text cannot be sent
-        return replace(folder, name=shown, problem=error.message) if has_contents else None
+        return replace(folder, problem=error.message) if has_contents else None
     parts = [config_path, *(path / str(version) for version in versions)]
     if any(_leads_out(part, repository) for part in parts):
         return replace(folder, problem=_OUTSIDE)
@@ -259,15 +266,17 @@ def _leads_out(path: Path, repository: Path) -> bool:
 
 
 def _versions(path: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        return [
+            entry for entry in entries if _VERSION.fullmatch(entry.name) and os.path.isdir(entry)
+        ]
+
+
+def _is_file(path: Path) -> bool:
     try:
-        with os.scandir(path) as entries:
-            return [
-                entry
-                for entry in entries
-                if _VERSION.fullmatch(entry.name) and os.path.isdir(entry)
-            ]
-    except OSError:
-        return []
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _read_text(path: Path) -> str:

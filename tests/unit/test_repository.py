@@ -109,20 +109,22 @@ def test_links_out_of_the_repository_are_refused(tmp_path: Path) -> None:
 
 def test_a_link_to_itself_is_its_models_own_trouble(tmp_path: Path) -> None:
     make(tmp_path, "plain", "1")
-    for folder in ("config", "version", "file"):
+    for folder in ("config", "version", "file", "lost+found"):
         make(tmp_path, folder, "1", config=None)
-    for loop in ("folder", "config/config.pbtxt", "version/2", "file/1/weights"):
+    configs = ("config/config.pbtxt", "lost+found/config.pbtxt")
+    for loop in ("folder", *configs, "version/2", "file/1/weights"):
         (tmp_path / loop).symlink_to(Path(loop).name)
     found = scan([tmp_path])
     assert {name: folder.versions for name, folder in found.items()} == {
         "plain": (1,),
-        "config": (1,),
+        "config": (),
         "version": (1,),
         "file": (1,),
     }
     assert find([tmp_path], "folder") is None
     assert found["config"] == find([tmp_path], "config")
-    assert (found["config"].problem, found["config"].config_path) == ("", None)
+    assert found["config"].problem == "the model's folder: Too many levels of symbolic links"
+    assert not any(found[name].problem for name in ("plain", "version", "file"))
     assert all(fingerprint(folder) for folder in found.values())
 
 
