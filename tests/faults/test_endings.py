@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +99,19 @@ def test_a_terminal_that_is_closed(serve: Callable[..., Server]) -> None:
         pass
     assert load.troubles() == []
     assert set(server.find("zygote")) < set(members)
+    server.stop()
+
+
+def test_a_parent_that_has_blocked_every_signal(serve: Callable[..., Server]) -> None:
+    """Blocked signals are inherited; the server still hears of deaths, and of its end."""
+    block = (
+        "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    server = serve(prefix=(sys.executable, "-c", block))
+    victim = server.one("worker simple.0")
+    victim.kill()
+    wait_replaced(server, victim, "worker simple.0")
     server.stop()
 
 
