@@ -12,6 +12,7 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.config import ServerConfig
+from shmserve.errors import ShmserveError
 from shmserve.ipc.channels import Dealer
 from shmserve.ipc.messages import Failed, Finished, Submit
 from shmserve.ipc.processes import name_process
@@ -56,8 +57,11 @@ async def _check(supervisor: Supervisor) -> int:
             failure = row.get("reason", "")
             seconds = 0.0
             if not failure:
-                where = await supervisor.models.find(row["name"], row["version"])
-                failure, seconds = await asyncio.to_thread(_run_one_batch, where)
+                try:
+                    where = await supervisor.models.find(row["name"], row["version"])
+                    failure, seconds = await asyncio.to_thread(_run_one_batch, where)
+                except ShmserveError as error:
+                    failure = error.message
             bad += bool(failure)
             name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
             print(f"{name:<32} {_verdict(failure, seconds)}", flush=True)
@@ -77,7 +81,11 @@ def _verdict(failure: str, seconds: float) -> str:
 
 def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
     signature = Signature(where["config"], where["version"])
-    inputs = tuple(_zeros(signature, name) for name in signature.inputs)
+    try:
+        inputs = tuple(_zeros(signature, name) for name in signature.inputs)
+        work = pack_inference(Inference("check", inputs))
+    except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
+        return "not tried: a batch of zeros is too large to be sent", 0.0
     admission = signature.admit("check", inputs, ())
     dealer = Dealer(where["endpoint"], f"{os.getpid()}.{secrets.token_hex(4)}")
     began = time.monotonic()
@@ -91,7 +99,7 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
                 deadline_ns=0,
                 timeout_us=0,
                 priority=0,
-                work=pack_inference(Inference("check", inputs)),
+                work=work,
             )
         )
         while dealer.wait(_PATIENCE_S):

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # death.
 STOPPED_LIMIT_S = 0.4
 _MOST_FAILED_STARTS = 3
+_MOST_REQUESTS = 64  # at a zygote: a socket that is full takes no more
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +148,10 @@ class Children:
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
 
+def _no_process(number: int | None) -> Unavailable:
+    return Unavailable(f"no process can be started: {os.strerror(number or 0)}")
+
+
 class Zygote:
     """The supervisor's end of a zygote; it is started again when it dies (its children live on)."""
 
@@ -165,6 +170,7 @@ class Zygote:
         self._environment = environment
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[int]] = {}
+        self._room = asyncio.Semaphore(_MOST_REQUESTS)
         self._link: socket.socket | None = None
         self._child: Child | None = None
         self._loop = asyncio.get_running_loop()
@@ -217,8 +223,12 @@ class Zygote:
                     self._ready.set_result(None)
                 continue
             waiter = self._waiting.pop(number, None)
-            if waiter is not None and not waiter.done():
+            if waiter is None or waiter.done():
+                continue
+            if pid > 0:
                 waiter.set_result(pid)
+            else:
+                waiter.set_exception(_no_process(-pid))
 
     def _died(self, exited: asyncio.Future[str]) -> None:
         assert self._link is not None
@@ -241,7 +251,16 @@ class Zygote:
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
             self._ready.exception()  # retrieved, also when nobody spawns
             return
-        self._loop.call_later(0.2, self.start)
+        self._loop.call_later(0.2, self._start_again)
+
+    def _start_again(self) -> None:
+        if self._stopping:
+            return
+        try:
+            self.start()
+        except OSError as error:
+            logger.error("%s: %s", self._title, _no_process(error.errno).message)
+            self._loop.call_later(1.0, self._start_again)
 
     async def spawn(
         self, title: str, entry: str, args: dict[str, Any], fds: Sequence[int] = ()
@@ -249,7 +268,8 @@ class Zygote:
         """Fork a process that runs `entry` ("module:function") with `args` (and `args["fds"]`, the
         numbers of `fds` there).
 
-        When the zygote dies meanwhile, the next one does it. Raises Unavailable when there is none.
+        When the zygote dies meanwhile, the next one does it. Raises Unavailable when there is none,
+        and when the host has no room for one process more.
         """
         self._children.spawning += 1
         try:
@@ -268,19 +288,26 @@ class Zygote:
 
     async def _forked(self, entry: str, args: dict[str, Any], fds: Sequence[int]) -> int:
         """The pid of a new process; 0 when the zygote has ended, noticed or not."""
-        number = next(self._numbers)
-        waiter: asyncio.Future[int] = self._loop.create_future()
-        self._waiting[number] = waiter
-        request = encode_request(number, entry, args)
+        async with self._room:
+            number = next(self._numbers)
+            waiter: asyncio.Future[int] = self._loop.create_future()
+            self._waiting[number] = waiter
+            try:
+                self._request(encode_request(number, entry, args), fds)
+            except ConnectionError:
+                del self._waiting[number]
+                return 0
+            except OSError as error:
+                del self._waiting[number]
+                raise _no_process(error.errno) from None
+            return await waiter
+
+    def _request(self, memory: int, fds: Sequence[int]) -> None:
+        assert self._link is not None
         try:
-            assert self._link is not None
-            socket.send_fds(self._link, [b"fork"], [request, *fds])
-        except OSError:
-            self._waiting.pop(number, None)
-            return 0
+            socket.send_fds(self._link, [b"fork"], [memory, *fds])
         finally:
-            os.close(request)
-        return await waiter
+            os.close(memory)
 
     def stop(self) -> None:
         """Let it end: it removes the run directory when its link closes."""

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from shmserve import __version__
+from shmserve import __version__, descriptors
 from shmserve.errors import InvalidArgument
 
 _USAGE = """\
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0 done, 1 failed, 2 the command line is wrong."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = arguments.pop(0) if arguments else ""
+    descriptors.fill_standard_streams()
     try:
         match verb:
             case "serve":

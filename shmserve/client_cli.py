@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         print(json.dumps(_infer(args)))
-    except WrongInput as error:
+    except (WrongInput, UnicodeError) as error:  # of a name or a text that is none
         return _complain(str(error), _USAGE)
     except _Failed as error:
         return _complain(str(error), _FAILED)
@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _complain(text: str, status: int) -> int:
-    print(f"shmserve client infer: {' '.join(text.split())}", file=sys.stderr)
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+    print(f"shmserve client infer: {line}", file=sys.stderr)
     return status
 
 

@@ -142,7 +142,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         allow_metrics=value["allow-metrics"],
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics_port=value["metrics-port"],
-        tokens=read_tokens(Path(value["auth-token-file"])) if value["auth-token-file"] else {},
+        tokens=_tokens(value["auth-token-file"]),
         insecure=value["insecure"],
         http_restricted=parse_restrictions(
             "--http-restricted-api", parsed.repeated["http-restricted-api"]
@@ -171,6 +171,12 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
     )
+
+
+def _tokens(file: str | None) -> Tokens:
+    if file == "":  # what an unset shell variable must not mean: that nobody needs a token
+        raise InvalidArgument("--auth-token-file: '' is not a file")
+    return {} if file is None else read_tokens(Path(file))
 
 
 def _shm_policy(value: Mapping[str, Any]) -> ShmPolicy:
@@ -213,10 +219,15 @@ def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
         else:
             repositories.append(Path(word))
     for path in repositories:
-        if path.suffix == ".py" and path.is_file():
-            raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
-        if not path.is_dir():
-            raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
+        try:
+            if path.suffix == ".py" and path.is_file():
+                raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
+            if not path.is_dir():
+                raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
+        except OSError as error:
+            raise InvalidArgument(
+                f"--model-repository: cannot read '{path}': {error.strerror}"
+            ) from None
     if not repositories and not files:
         raise InvalidArgument(
             "--model-repository: at least one is needed (or a path/model.py:Class)"

@@ -144,9 +144,10 @@ class Deployment:
                     group.create_task(self._load(instance))
             self.loaded = True
             await self.until_ready()
-        except* ShmserveError as errors:
+        except (ShmserveError, ExceptionGroup) as error:
+            # Not `except*`: what is raised there becomes a group itself, whose text nobody knows.
             await self.kill()
-            first: BaseException = errors
+            first: BaseException = error
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
             raise first from None

@@ -1,12 +1,26 @@
-"""How many descriptors a process may have, and what clients may take of them."""
+"""How many descriptors a process may have, what clients may take of them, and the first three."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import sys
 
 _PLENTY = 1 << 20
 _OWN = 128  # of a gateway: for everything but connections
+
+
+def fill_standard_streams() -> None:
+    """Put /dev/null where descriptors 0, 1 or 2 are closed.
+
+    The next sockets would get their numbers, and what a model prints would be written to them.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest that is free
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def raise_limit() -> None:

@@ -25,6 +25,8 @@ from shmserve.trust import NO_GROUP
 logger = logging.getLogger(__name__)
 
 _GRPC = "grpc"
+# Of the addresses that a name has, those of a family that this host does without.
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _PAUSES_S = (0.0, 0.0, 0.1, 0.3, 0.6, 1.0)
 
 
@@ -38,8 +40,9 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
         found = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    except OSError as error:
-        raise InvalidArgument(f"{flag}: cannot resolve '{address}': {error.strerror}") from None
+    except (OSError, UnicodeError) as error:  # a name that no host can have is no OSError
+        reason = getattr(error, "strerror", None) or "not a host's name"
+        raise InvalidArgument(f"{flag}: cannot resolve '{address}': {reason}") from None
     if not guarded and not all(is_loopback(str(where[0])) for *_, where in found):
         raise InvalidArgument(
             f"{flag}: other hosts reach '{address}', so clients must show a token "
@@ -71,24 +74,37 @@ def _bound(
     address: str, port: int, flag: str, guarded: bool, backlog: int | None
 ) -> list[socket.socket]:
     made: list[socket.socket] = []
-    for family, kind, protocol, _, where in resolve(address, port, flag, guarded):
-        sock = socket.socket(family, kind, protocol)
+    missing: OSError | None = None
+    for family, _, _, _, where in resolve(address, port, flag, guarded):
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind(where)
-            if backlog is not None:
-                sock.listen(backlog)
-            sock.setblocking(False)
+            made.append(_bound_to(family, where, backlog))
         except OSError as error:
-            for opened in (sock, *made):
-                opened.close()
-            raise InvalidArgument(
-                f"{flag}: cannot listen on {address}:{port}: {error.strerror}"
-            ) from None
-        made.append(sock)
+            missing = error
+            if error.errno not in _NOT_HERE:
+                break
+    if missing is not None and (not made or missing.errno not in _NOT_HERE):
+        for opened in made:
+            opened.close()
+        raise InvalidArgument(
+            f"{flag}: cannot listen on {address}:{port}: {missing.strerror}"
+        ) from None
     return made
+
+
+def _bound_to(family: int, where: Any, backlog: int | None) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(where)
+        if backlog is not None:
+            sock.listen(backlog)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
@@ -242,8 +258,8 @@ class Doors:
         if not self.stopping:
             try:
                 await self._start(name)
-            except ShmserveError as error:
-                logger.error("gateway %s could not be started: %s", name, error.message)
+            except (ShmserveError, OSError) as error:  # of no descriptor or memory left, too
+                logger.error("gateway %s could not be started: %s", name, error)
                 self._host.background(self._restart(name))
 
     def _forgive(self) -> None:

@@ -459,6 +459,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
     repeated: dict[str, list[str]] = {f.name: [] for f in ACTED_ON if f.repeat}
     parsed = Parsed(values, repeated, [], [])
     rest = list(arguments)
+    for word in rest:
+        _check_text(word)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
@@ -476,6 +478,14 @@ def parse(arguments: Sequence[str]) -> Parsed:
         else:
             values[flag.name] = value
     return parsed
+
+
+def _check_text(word: str) -> None:
+    # What is no text cannot be logged, shown to clients or sent to the server's other processes.
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{word.partition('=')[0]}: '{word}' is not UTF-8 text") from None
 
 
 def _following(flag: Flag, rest: list[str]) -> str:

@@ -94,11 +94,35 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
     mutual: bool = value["grpc-use-ssl-mutual"]
     if not (value["grpc-use-ssl"] or mutual):
         return None
-    return Tls(
+    tls = Tls(
         server_cert=_file(value, "grpc-server-cert"),
         server_key=_file(value, "grpc-server-key"),
         root_cert=_file(value, "grpc-root-cert") if mutual else None,
     )
+    _check(tls)
+    return tls
+
+
+def _check(tls: Tls) -> None:
+    # gRPC would say it in the gateway, which would be started again and again.
+    import ssl  # only who uses TLS pays for it
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("ALL:@SECLEVEL=0")  # how strong they must be is gRPC's to say
+    try:
+        context.load_cert_chain(tls.server_cert, tls.server_key, password=str)
+    except OSError:
+        raise InvalidArgument(
+            f"--grpc-server-cert, --grpc-server-key: '{tls.server_cert}' and '{tls.server_key}' "
+            "are not a certificate and its private key in PEM"
+        ) from None
+    try:
+        if tls.root_cert is not None:
+            context.load_verify_locations(tls.root_cert)
+    except OSError:
+        raise InvalidArgument(
+            f"--grpc-root-cert: '{tls.root_cert}' holds no certificate in PEM"
+        ) from None
 
 
 def _file(value: Mapping[str, Any], flag: str) -> str:

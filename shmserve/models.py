@@ -398,7 +398,8 @@ class Models:
 
     async def poll_forever(self) -> None:
         """Look at the repositories every `repository_poll_s` seconds; load, reload and unload what
-        changed."""
+        changed. A model that takes long to load, or hangs, keeps no other waiting."""
+        busy: set[str] = set()
         while True:
             await asyncio.sleep(self._host.config.repository_poll_s)
             try:
@@ -406,13 +407,19 @@ class Models:
             except ShmserveError as error:
                 logger.error("%s", error.message)
                 continue
-            for name in sorted({*found, *self._models}):
-                try:
-                    await self._follow(name, name in found)
-                except ShmserveError as error:
-                    logger.error("model %s: %s", name, error.message)
-                except Exception:
-                    logger.exception("model %s: loading failed", name)
+            for name in sorted({*found, *self._models} - busy):
+                busy.add(name)
+                self._host.background(self._follow_one(name, name in found, busy))
+
+    async def _follow_one(self, name: str, present: bool, busy: set[str]) -> None:
+        try:
+            await self._follow(name, present)
+        except ShmserveError as error:
+            logger.error("model %s: %s", name, error.message)
+        except Exception:
+            logger.exception("model %s: loading failed", name)
+        finally:
+            busy.discard(name)
 
     async def _follow(self, name: str, present: bool) -> None:
         model = self._models.get(name)

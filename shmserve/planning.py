@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ class Planner:
     def has(self, name: str) -> bool:
         """Whether there is such a model, loadable or not."""
         roots = self._config.model_repositories
-        return name in self._inline or any((root / name).is_dir() for root in roots)
+        return name in self._inline or any(os.path.isdir(root / name) for root in roots)
 
     def _find(self, name: str) -> ModelFolder | None:
         return self._inline.get(name) or repository.find(self._config.model_repositories, name)

@@ -53,8 +53,12 @@ class ModelFolder:
     file: Path | None = None
 
     def files(self, version: int) -> list[str]:
-        """The names in a version's folder."""
-        return sorted(entry.name for entry in (self.path / str(version)).iterdir())
+        """The names in a version's folder; raises InvalidArgument when it cannot be read."""
+        try:
+            return sorted(os.listdir(self.path / str(version)))
+        except OSError as error:
+            reason = error.strerror or "cannot be read"
+            raise InvalidArgument(f"{self.name}/{version}: {reason}") from None
 
 
 def check_model_name(name: str) -> None:
@@ -95,7 +99,7 @@ def scan(repositories: Sequence[Path]) -> dict[str, ModelFolder]:
 def find(repositories: Sequence[Path], name: str) -> ModelFolder | None:
     """The model `name` as `scan` would show it, or None; raises InvalidArgument for a bad name."""
     check_model_name(name)
-    seen = (_look(root, root / name) for root in repositories if (root / name).is_dir())
+    seen = (_look(root, root / name) for root in repositories if os.path.isdir(root / name))
     found = [folder for folder in seen if folder is not None]
     if len(found) > 1:
         return replace(found[0], problem=IN_SEVERAL)
@@ -215,25 +219,33 @@ def is_inline(text: str) -> bool:
 def _subfolders(repository: Path) -> list[Path]:
     try:
         with os.scandir(repository) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_dir())
+            names = sorted(entry.name for entry in entries if os.path.isdir(entry))
     except OSError as error:
         reason = error.strerror or "cannot be read"
-        raise InvalidArgument(f"model repository '{repository}': {reason}") from None
+        name = repository.absolute().name  # no more of the path: clients who ask see it, too
+        raise InvalidArgument(f"model repository '{name}': {reason}") from None
     return [repository / name for name in names if not name.startswith((".", "__"))]
 
 
 def _look(repository: Path, path: Path) -> ModelFolder | None:
     """The folder as a model; None for one that has neither a model's name nor its contents."""
-    root = path.resolve()
-    if not root.is_relative_to(repository.resolve()):
-        return ModelFolder(path.name, path, repository, problem=_OUTSIDE)
+    name = os.fsencode(path.name).decode(errors="replace")  # what is no text cannot be sent
+    if _leads_out(path, repository):
+        return ModelFolder(name, path, repository, problem=_OUTSIDE)
     config_path = path / CONFIG_FILE
-    versions = sorted(int(entry.name) for entry in _versions(path))
+    try:
+        versions = sorted(int(entry.name) for entry in _versions(path))
+        has_config = _is_file(config_path)
+    except OSError as error:
+        if not _NAME.fullmatch(path.name):
+            return None  # lost+found of a volume, for one
+        reason = error.strerror or "cannot be read"
+        return ModelFolder(name, path, repository, problem=f"the model's folder: {reason}")
     folder = ModelFolder(
-        path.name,
+        name,
         path,
         repository,
-        config_path if config_path.is_file() else None,
+        config_path if has_config else None,
         tuple(versions),
     )
     try:
@@ -242,17 +254,29 @@ def _look(repository: Path, path: Path) -> ModelFolder | None:
         has_contents = bool(versions) or folder.config_path is not None
         return replace(folder, problem=error.message) if has_contents else None
     parts = [config_path, *(path / str(version) for version in versions)]
-    if any(not part.resolve().is_relative_to(repository.resolve()) for part in parts):
+    if any(_leads_out(part, repository) for part in parts):
         return replace(folder, problem=_OUTSIDE)
     return folder
 
 
+# Of os.path, not of Path: one link that leads to itself, or one folder that may not be read, would
+# end the look at all models.
+def _leads_out(path: Path, repository: Path) -> bool:
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(repository))
+
+
 def _versions(path: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        return [
+            entry for entry in entries if _VERSION.fullmatch(entry.name) and os.path.isdir(entry)
+        ]
+
+
+def _is_file(path: Path) -> bool:
     try:
-        with os.scandir(path) as entries:
-            return [entry for entry in entries if _VERSION.fullmatch(entry.name) and entry.is_dir()]
-    except OSError:
-        return []
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _read_text(path: Path) -> str:
@@ -290,7 +314,7 @@ def _lines(root: Path) -> Iterator[bytes]:
             if name in _BYTECODE:
                 continue
             path = folder / name
-            if path.is_dir():
+            if os.path.isdir(path):
                 waiting.append((f"{prefix}{name}/", path))
             yield _line(prefix + name, path)
 

@@ -55,7 +55,12 @@ class RunDirectory:
                     f"--run-dir: cannot make '{self.path}': {error.strerror}"
                 ) from None
         self._check(through=0o010 if group >= 0 else 0)
-        self.lock_fd = self._lock(patience_s)
+        try:
+            self.lock_fd = self._lock(patience_s)
+        except OSError as error:
+            raise InvalidArgument(
+                f"--run-dir: cannot use '{self.path}': {error.strerror}"
+            ) from None
         if group >= 0:
             admit_group(self.path, group)
         for entry in self.path.iterdir():
@@ -105,7 +110,7 @@ class RunDirectory:
                 time.sleep(_LOCK_PAUSE_S)
                 continue
             fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The killed server's last process may have removed the file between our open and
                 # the lock.

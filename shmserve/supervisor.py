@@ -159,6 +159,8 @@ class Supervisor:
     def open(self) -> None:
         """Start the zygotes and everything that listens; nothing is loaded yet."""
         loop = asyncio.get_running_loop()
+        # Who starts the server may have some blocked, of which deaths and the end would be unheard.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
         if self.config.without_effect:

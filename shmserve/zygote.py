@@ -6,6 +6,8 @@ instead of a second.
         ├───────────── [number, pid of B], then A exits ──────────────────────┘           process
         └── parent of B, because the supervisor adopts orphans
 
+    or [number, -errno] from the zygote, when there is no memory or no room for one process more.
+
 The double fork makes the supervisor the true parent: it reaps B, sees it stop, and B dies with it,
 whatever becomes of the zygote. A zygote has started no thread and touched no device. It outlives
 the supervisor for a moment: the end of its socket tells it that the supervisor is gone, and it
@@ -15,6 +17,7 @@ removes the run directory that nobody else could.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -24,7 +27,7 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
 
@@ -56,14 +59,20 @@ def main(argv: list[str]) -> int:
         os.set_inheritable(fd, False)
     supervisor_pid, run_dir, title = int(argv[2]), argv[3], argv[4]
 
-    def supervisor_ended(*_: object) -> None:
+    def supervisor_ended() -> None:
         shutil.rmtree(run_dir, ignore_errors=True)
         os._exit(0)
+
+    def hung_up(*_: object) -> None:
+        # A terminal that is closed sends it too, to all in the group, and `nohup` has the
+        # supervisor live on. Those that are forked from here inherit this.
+        if os.getppid() != supervisor_pid:
+            supervisor_ended()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Reading the link tells it too, but not in the middle of the imports.
-    signal.signal(signal.SIGHUP, supervisor_ended)
+    signal.signal(signal.SIGHUP, hung_up)
     signal_at_parents_death(signal.SIGHUP)
     renounce_privileges()
     if os.getppid() != supervisor_pid:
@@ -74,7 +83,10 @@ def main(argv: list[str]) -> int:
     # What was imported stays: a collection in a child that looked at it would copy all its pages.
     gc.collect()
     gc.freeze()
-    link.send(msgpack.packb([0, os.getpid()]))
+    try:
+        link.send(msgpack.packb([0, os.getpid()]))
+    except OSError:
+        supervisor_ended()
     while True:
         data, fds, _, _ = socket.recv_fds(link, 16, 16)
         if not data:
@@ -86,15 +98,31 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
     with open(fds[0], "rb") as file:
         file.seek(0)
         number, entry, args = msgpack.unpackb(file.read())
-    between = os.fork()
-    if between:
-        for fd in fds[1:]:
-            os.close(fd)
-        os.waitpid(between, 0)
-        return
+    try:
+        between = os.fork()
+    except OSError as error:
+        failure = error.errno or errno.EAGAIN
+    else:
+        if not between:
+            _fork_again(link, number, supervisor_pid, entry, {**args, "fds": fds[1:]})
+        status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
+        failure = status if status >= 0 else errno.EAGAIN  # killed, maybe before it could tell
+    for fd in fds[1:]:
+        os.close(fd)
+    if failure:
+        with contextlib.suppress(OSError):
+            link.send(msgpack.packb([number, -failure]))
+
+
+def _fork_again(
+    link: socket.socket, number: int, supervisor_pid: int, entry: str, args: dict[str, Any]
+) -> NoReturn:
     parent = os.getpid()
     read_end, write_end = os.pipe()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:
+        os._exit(error.errno or errno.EAGAIN)
     if child:
         with contextlib.suppress(OSError):
             link.send(msgpack.packb([number, child]))
@@ -107,7 +135,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
         os._exit(BOOT_FAILED)
     os.close(read_end)
     _become_child_of(supervisor_pid, parent)
-    os._exit(_run(entry, {**args, "fds": fds[1:]}))
+    os._exit(_run(entry, args))
 
 
 def _become_child_of(supervisor_pid: int, between: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from tests.crowd import crowd
-from tests.faults.scene import wait_replaced
+from tests.faults.scene import RECOVERY_S, wait_replaced
 from tests.leaks import made_since, unix_sockets
 from tests.load import Load
 from tests.servers import Server, running
@@ -80,6 +81,46 @@ def test_stop_the_supervisor_and_continue(serve: Callable[..., Server]) -> None:
         os.kill(server.pid, signal.SIGCONT)
         wait_replaced(server, victim, "worker simple.0")
     assert load.troubles() == []
+
+
+def test_a_terminal_that_is_closed(serve: Callable[..., Server]) -> None:
+    """The kernel hangs up every process of the group. Under `nohup` the supervisor lives on, and
+    so do the others; what they need to replace each other is still there."""
+    server = serve(prefix=("nohup",))
+    members = server.tree()
+    os.killpg(server.pid, signal.SIGHUP)
+    for title in ("scheduler simple", "worker simple.0", "gateway http 0"):
+        victim = server.one(title)
+        assert victim in members
+        victim.kill()
+        wait_replaced(server, victim, title)
+    until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
+    with Load(server) as load:
+        pass
+    assert load.troubles() == []
+    assert set(server.find("zygote")) < set(members)
+    server.stop()
+
+
+def test_a_parent_that_has_blocked_every_signal(serve: Callable[..., Server]) -> None:
+    """Blocked signals are inherited; the server still hears of deaths, and of its end."""
+    block = (
+        "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    server = serve(prefix=(sys.executable, "-c", block))
+    victim = server.one("worker simple.0")
+    victim.kill()
+    wait_replaced(server, victim, "worker simple.0")
+    server.stop()
+
+
+def test_hang_up_ends_a_server_that_is_not_told_to_live_on(serve: Callable[..., Server]) -> None:
+    server = serve()
+    members = server.tree()
+    os.killpg(server.pid, signal.SIGHUP)
+    server.process.wait(_ORPHANS_S)
+    assert_nothing_is_left(server, members)
 
 
 def test_a_run_directory_that_a_killed_server_left(

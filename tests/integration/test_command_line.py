@@ -131,6 +131,19 @@ def test_check(repository: Path) -> None:
     assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice"]
 
 
+def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:
+    repositories.add(repository, "simple")
+    repositories.add_identity(repository, "huge", "FP64", [1 << 40])
+    told = run_command("check", str(repository))
+    assert told.returncode == 2
+    huge, simple = told.stdout.splitlines()
+    assert huge.split(maxsplit=1) == [
+        "huge:1",
+        "FAILED  not tried: a batch of zeros is too large to be sent",
+    ]
+    assert simple.split()[:2] == ["simple:1", "ok"]
+
+
 def infer(server: Server, *arguments: str) -> Any:
     """What `shmserve client infer` prints."""
     url = f"http://127.0.0.1:{server.http_port}"

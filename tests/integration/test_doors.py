@@ -192,6 +192,7 @@ def test_no_token_is_seen_anywhere(guarded: Server, http: Http) -> None:
         (("--http-address=0.0.0.0",), "--http-address: other hosts reach '0.0.0.0'"),
         (("--http-address=::",), "--http-address: other hosts reach '::'"),
         (("--http-address=",), "--http-address: other hosts reach ''"),
+        (("--http-address=a..b",), "--http-address: cannot resolve 'a..b': not a host's name"),
         (("--grpc-address=0.0.0.0",), "--grpc-address: other hosts reach '0.0.0.0'"),
         (("--metrics-address=0.0.0.0",), "--metrics-address: other hosts reach '0.0.0.0'"),
         (("--auth-token-file=/nowhere",), "--auth-token-file: cannot read '/nowhere'"),

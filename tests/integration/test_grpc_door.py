@@ -138,6 +138,26 @@ def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
     assert (found.returncode, found.stderr) == (2, f"shmserve: {text}\n")
 
 
+def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
+    """Said at the start; gRPC itself would say it in each gateway that takes over from the last."""
+    cert, key = f"{keys}/server.pem", f"{keys}/client.key"
+    flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
+    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert (found.returncode, found.stderr) == (
+        2,
+        f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a "
+        "certificate and its private key in PEM\n",
+    )
+    flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={keys}/server.key"]
+    found = run_command(
+        "serve", str(models), "--grpc-use-ssl-mutual", *flags, f"--grpc-root-cert={key}"
+    )
+    assert (found.returncode, found.stderr) == (
+        2,
+        f"shmserve: --grpc-root-cert: '{key}' holds no certificate in PEM\n",
+    )
+
+
 def test_a_port_that_is_taken(models: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

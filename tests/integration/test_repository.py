@@ -488,6 +488,25 @@ def test_version_policies(repository: Path, serve: Serve) -> None:
     )
 
 
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_load_says_what_initialize_raised(repository: Path, serve: Serve, instances: int) -> None:
+    repositories.add(repository, "constant", config=f"instance_group {{ count: {instances} }}")
+    server = serve(repository, "--model-control-mode=explicit")
+    fails = """    def initialize(self, args):
+        raise ValueError('no weights')
+
+    def execute("""
+    code = repository / "constant" / "1" / "model.py"
+    code.write_text(code.read_text().replace("    def execute(", fails, 1))
+    with server.http() as http:
+        assert load(http, "constant").error == (
+            "load failed for model 'constant': version 1 is at UNAVAILABLE state: "
+            "Internal: ValueError: no weights;\n"
+        )
+        assert index(http)[("constant", "1")] == ("UNAVAILABLE", "Internal: ValueError: no weights")
+    assert "ExceptionGroup" not in server.log()
+
+
 # --- mode poll ---
 
 
@@ -511,3 +530,22 @@ def test_poll_mode(repository: Path, serve: Serve) -> None:
             assert http.get("/v2/health/ready").status == 200
         assert asking.troubles() == []
         assert load(http, "constant").status == 503
+
+
+def test_poll_mode_waits_for_no_model(repository: Path, serve: Serve) -> None:
+    """One that takes its time to load, or hangs, does not keep the others from being followed."""
+    repositories.add(repository, "constant")
+    server = serve(repository, "--model-control-mode=poll", "--repository-poll-secs=1")
+    slow = repositories.add_as(repository, "a", "gated") / "1" / "model.py"
+    waits = """    def initialize(self, args):
+        self.wait({"batch": [], "rows": [], "pid": 0})
+
+    def execute("""
+    slow.write_text(slow.read_text().replace("    def execute(", waits))
+    loading = server.gate.next()
+    with server.http() as http:
+        rewrite(repository, source(2))
+        until("the new code answers", lambda: answer(http) == 2, 10)
+        assert http.get("/v2/health/ready").status == 400
+        loading.release()
+        until("it is loaded at last", lambda: http.get("/v2/health/ready").status == 200, 10)

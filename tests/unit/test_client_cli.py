@@ -150,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.startswith("/v2/models/m"):
             return self.reply(200, METADATA)
-        return self.reply(404, {"error": "Request for unknown model:\n'x' is not found"})
+        return self.reply(404, {"error": "Request for unknown model:\n'x\x1b[2J' is not found"})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -227,7 +227,7 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["x", "--input=X=1"], 1, "Request for unknown model: 'x' is not found"),
+        (["x", "--input=X=1"], 1, "Request for unknown model: 'x?[2J' is not found"),
         (["m", "--input=Z=1"], 2, "the model has no input 'Z'; it has X"),
         (["m", "--input=X=[1.5]"], 2, "integers, not 1.5"),
         (["m", "--input=X"], 2, "--input takes NAME=VALUE, not 'X'"),
@@ -238,6 +238,8 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url takes"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url takes"),
         (["m", "--input=X=1", "--url=127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
+        (["m", "--input=X=1", "--url=http://a..b"], 2, "label empty or too long"),
+        (["\udcff", "--input=X=1"], 2, "surrogates not allowed"),
         (["m", "--input=X=1", "--timeout-us=x"], 2, "argument --timeout-us"),
         (["m"], 2, "--input"),
         (["m", "--nothing"], 2, "--input"),

@@ -192,6 +192,9 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ("--model-control-mode=x", "'x' is not one of none, poll, explicit"),
         ("--load-model=m", "--load-model: needs --model-control-mode=explicit"),
         ("--backend-config=python", "--backend-config: 'python' is not BACKEND,SETTING=VALUE"),
+        ("--auth-token-file=", "--auth-token-file: '' is not a file"),
+        ("--id=\udcff", "--id: '--id=\udcff' is not UTF-8 text"),
+        ("--model-repository=" + "x" * 300, "x': File name too long"),
     ],
 )
 def test_an_error_names_the_flag_what_was_found_and_what_is_allowed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_what_is_not_a_servers_is_not_touched(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_made(tmp_path: Path, path: str) -> None:
     with pytest.raises(InvalidArgument, match="--run-dir: cannot make"):
         RunDirectory(tmp_path / path)
+
+
+def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(InvalidArgument, match=r"cannot use .*: No space left on device"):
+        RunDirectory(tmp_path / "run", patience_s=0)
 
 
 def test_one_server_at_a_time(tmp_path: Path) -> None:

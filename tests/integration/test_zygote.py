@@ -1,0 +1,68 @@
+"""Processes that are forked on request: very many at once, and none when the host has no room."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+
+import msgpack
+import pytest
+
+from shmserve import zygote
+from tests.servers import ROOT
+
+# In a process of its own: the process table adopts orphans, and kills what it does not know.
+_CROWD = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from shmserve.children import Children, Zygote
+from shmserve.run_directory import RunDirectory
+
+async def main():
+    folder = RunDirectory(Path(sys.argv[1]))
+    children = Children(lambda child: None)
+    zygote = Zygote(children, folder, "zygote", (), os.environ)
+    zygote.start()
+    first = await zygote.spawn("one", "builtins:len", {})
+    process, = [child for child in children.all() if child.title == "zygote"]
+    os.kill(process.pid, signal.SIGSTOP)
+    spawned = [asyncio.ensure_future(zygote.spawn("one", "builtins:len", {})) for _ in range(500)]
+    await asyncio.sleep(0)  # every request that is sent at once is sent
+    os.kill(process.pid, signal.SIGCONT)
+    ends = [await child.exited for child in await asyncio.gather(*spawned)]
+    print(len(ends), set(ends))
+    zygote.stop()
+    await process.exited
+
+asyncio.run(main())
+"""
+
+
+def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
+    """A host with some hundred instances asks for them all at once."""
+    command = [sys.executable, "-c", _CROWD, f"{tmp_path}/run"]
+    found = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.stdout, found.stderr) == ("500 {'exit status 0'}\n", "")
+
+
+@pytest.mark.parametrize("at", ["the first fork", "the second fork"])
+def test_no_room_for_one_process_more(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """The zygote says so and lives; who asked for the process hears of it."""
+    kernels, forks = os.fork, [at == "the first fork"]
+
+    def fork() -> int:
+        if forks.pop():
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        forks.append(True)
+        return kernels()
+
+    monkeypatch.setattr(os, "fork", fork)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        zygote._fork(theirs, os.getpid(), [zygote.encode_request(7, "builtins:len", {})])
+        assert msgpack.unpackb(ours.recv(64)) == [7, -errno.EAGAIN]

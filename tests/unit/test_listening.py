@@ -1,0 +1,63 @@
+"""Where the server listens: every address that a name has and this host as well."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from shmserve.doors import hold, listen
+from shmserve.errors import InvalidArgument
+
+NOBODYS = "192.0.2.1"  # RFC 5737: for documentation only
+
+
+def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Have every name mean these addresses."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+@pytest.mark.parametrize("make", [listen, hold])
+def test_an_address_that_this_host_does_without(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., list[socket.socket]]
+) -> None:
+    """`localhost` is 127.0.0.1 and ::1 also where there is no IPv6."""
+    named(monkeypatch, NOBODYS, "127.0.0.1")
+    (sock,) = make("localhost", 0, "--http-address", True)
+    with sock:
+        assert sock.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_family_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = socket.socket
+
+    def without_ipv6(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return kernels(family, kind)
+
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    (sock,) = listen("", 0, "--http-address", True)
+    with sock:
+        assert sock.family == socket.AF_INET
+
+
+def test_no_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    named(monkeypatch, NOBODYS)
+    with pytest.raises(InvalidArgument, match="cannot listen on x:0: Cannot assign requested"):
+        listen("x", 0, "--http-address", True)
+
+
+def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then none is listened on: clients would find the server by one address and not by another."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", where)
+            for where in (("127.0.0.2", 0), taken.getsockname(), (NOBODYS, 0))
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        with pytest.raises(InvalidArgument, match="Address already in use"):
+            listen("localhost", 0, "--http-address", True)
