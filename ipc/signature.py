@@ -14,8 +14,8 @@ from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.records import record
 from shmserve.ipc.tensors import FROM_CONFIG, ITEM_SIZE, RequestedOutput, TensorRef, element_count
 
-# What no machine has memory for: a batch of arrays of this extent, of any datatype, has strides that
-# can be told in 63 bits.
+# What no machine has memory for: a batch of arrays of this extent, of any datatype, has strides
+# that can be told in 63 bits.
 _MOST_ELEMENTS = 2**44
 _BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
