@@ -36,7 +36,7 @@ class Submitted:
     """A request that a scheduler has; every one must be answered or abandoned."""
 
     __slots__ = (
-        *("_abandoned", "_gateway", "_inferences", "_model", "_pending", "_taken"),
+        *("_gateway", "_given_up", "_inferences", "_model", "_pending", "_taken"),
         *("model_name", "request_id"),
     )
 
@@ -48,7 +48,7 @@ class Submitted:
         self._model = model
         self._taken = taken
         self._pending = pending
-        self._abandoned = False
+        self._given_up = False
         self.model_name = model.name
         self.request_id = taken.wire.id
 
@@ -69,7 +69,7 @@ class Submitted:
 
         def done(_: asyncio.Future[m.Finished | m.Failed]) -> None:
             # The answer may have come just before it was abandoned.
-            if not self._abandoned:
+            if not self._given_up:
                 action(self)
 
         self._pending.future.add_done_callback(done)
@@ -113,7 +113,7 @@ class Submitted:
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more."""
-        self._abandoned = True
+        self._given_up = True
         self._pending.future.cancel()
         self._inferences.left()
         self._gateway.dispatcher.cancel(self._pending)
