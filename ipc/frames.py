@@ -76,12 +76,16 @@ def tags() -> list[str]:
 
 
 def pack(messages: Iterable[Any]) -> bytes:
-    """One frame of `messages`, in order."""
+    """One frame of `messages`, in order; what of their texts cannot be written is escaped."""
     items: list[Any] = [VERSION]
     for each in messages:
         kind = type(each)
         items.append((kind.__name__, *_GETTERS[kind](each)))
-    frame: bytes = msgpack.packb(items)
+    frame: bytes
+    try:
+        frame = msgpack.packb(items)
+    except UnicodeEncodeError:  # half a character, in what a model raised or was given
+        frame = msgpack.packb(items, unicode_errors="backslashreplace")
     return frame
 
 

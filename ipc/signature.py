@@ -14,6 +14,9 @@ from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.records import record
 from shmserve.ipc.tensors import FROM_CONFIG, ITEM_SIZE, RequestedOutput, TensorRef, element_count
 
+# What no machine has memory for: a batch of arrays of this extent, of any datatype, has strides
+# that can be told in 63 bits.
+_MOST_ELEMENTS = 2**44
 _BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
     "prepended to each "
@@ -207,11 +210,12 @@ def _names(names: Iterable[str]) -> str:
 
 def _check_size(tensor: TensorRef, model: str) -> None:
     item = ITEM_SIZE[tensor.datatype]
+    count = element_count(tensor.shape)
+    expected = count * item
+    if expected > LARGEST or (not count and _extent(tensor.shape) > _MOST_ELEMENTS):
+        raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
     if not item:
         return
-    expected = element_count(tensor.shape) * item
-    if expected > LARGEST:
-        raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
     data = tensor.data
     got = len(data) if isinstance(data, bytes) else data.byte_size
     if got != expected:
@@ -219,6 +223,11 @@ def _check_size(tensor: TensorRef, model: str) -> None:
             f"input byte size mismatch for input '{tensor.name}' for model '{model}'. Expected "
             f"{expected}, got {got}"
         )
+
+
+def _extent(shape: tuple[int, ...]) -> int:
+    # An array may have a dimension of 0 and still be refused for its others.
+    return element_count([dim for dim in shape if dim])
 
 
 def _spec(raw: dict[str, Any]) -> TensorSpec:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import Any
 
-from shmserve.errors import Cancelled, Internal, ShmserveError, Unavailable
+from shmserve.errors import Cancelled, Internal, ShmserveError, Unavailable, said
 from shmserve.ipc.channels import Dealer
 from shmserve.ipc.messages import (
     Attach,
@@ -277,7 +277,7 @@ class Instance:
             )
         return Internal(
             f"Failed to process the request(s) for model '{where}', message: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {said(error)}"
         )
 
 
@@ -294,7 +294,7 @@ def _failed(key: int, error: ShmserveError) -> Reply:
 
 def _wrote_into_inputs(error: BaseException, requests: list[Request]) -> bool:
     # numpy and what builds on it say so in these words, each in its own sentence.
-    text = str(error)
+    text = said(error)
     return ("read-only" in text or "readonly" in text) and any(
         item.shared for request in requests for item in request.inputs.values()
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import logs
-from shmserve.errors import ShmserveError
+from shmserve.errors import ShmserveError, said
 from shmserve.ipc import endpoints
 from shmserve.ipc.arena import Arena
 from shmserve.ipc.channels import Dealer
@@ -144,7 +144,7 @@ class _Worker:
             self._control.send(LoadFailed(error.code, error.message))
         except BaseException as error:  # SystemExit too: it is the model's, not ours
             logger.exception("model '%s' failed to load", self._context.model_name)
-            self._control.send(LoadFailed("INTERNAL", f"{type(error).__name__}: {error}"))
+            self._control.send(LoadFailed("INTERNAL", f"{type(error).__name__}: {said(error)}"))
         else:
             return True
         return False

@@ -20,6 +20,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
+from tests.grpc_calls import place, request_of, stub
 from tests.raw_http import Http, in_region, shm_input
 from tests.regions import SharedObject
 from tests.servers import Server, running
@@ -169,6 +170,23 @@ def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None
         client.stop_stream()
     assert "'nobody' is not found" in str(found.pop(3))
     assert found == ["0", "1", "2", "4", "5", "6", "7"]
+
+
+def test_an_overlap_in_a_stream_says_whose_it_is(
+    server: Server, client: triton.InferenceServerClient
+) -> None:
+    """Also where the same request was understood before."""
+    request = request_of("gated", np.zeros((1, 4), np.int32), "INT32", "again")
+    place(request.outputs.add(name="OUTPUT0"), "twice", 16)
+    with SharedObject(SIZE) as made, stub(server) as call:
+        client.register_system_shared_memory("twice", made.key, SIZE)
+        stream = call.ModelStreamInfer(iter([request, request]), timeout=20)
+        server.gate.next().release()
+        right, refusal = stream
+    assert not right.error_message and "overlaps one of a request in flight" in (
+        refusal.error_message
+    )
+    assert [answer.infer_response.id for answer in (right, refusal)] == ["again", "again"]
 
 
 def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerClient) -> None:

@@ -375,6 +375,18 @@ def test_another_refused_call(call: Any, case: str) -> None:
     assert refusal(getattr(call, method), request) == (status, text)
 
 
+@pytest.mark.parametrize("name", ["n" * 6000, "n" * 9000, "n" * 20000, "\u2603" * 5000])
+def test_a_long_text_is_cut_to_what_clients_take(call: Any, name: str) -> None:
+    """They refuse some statuses of more than 8 KB, and all of more than 16."""
+    request = simple_request()
+    request.outputs.add(name=name)
+    whole = f"unexpected inference output '{name}' for model 'simple'"
+    for _ in range(8):
+        status, text = refusal(call.ModelInfer, request)
+        assert status == BAD
+        assert text == whole if len(name) == 6000 else whole.startswith(text.removesuffix("..."))
+
+
 def test_bytes_that_are_no_request(server: Server) -> None:
     with grpc.insecure_channel(server.grpc_url) as channel:
         for name in ("ModelInfer", "ServerLive", "ModelConfig"):

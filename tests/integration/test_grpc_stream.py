@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
 
 from tests import repositories
 from tests.grpc_calls import is_right, request_of, simple_request, stub
@@ -23,13 +24,22 @@ STRICT = (("triton_grpc_error", "true"),)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("stream") / "models"
     repository.mkdir()
-    repositories.add(repository, "simple", "gated")
+    repositories.add(repository, "simple", "gated", "crimes")
     with running(repository, grpc=True) as started:
         yield started
 
 
 def gated(value: int) -> Any:
     return request_of("gated", np.full((1, 4), value, np.int32), "INT32", f"g{value}")
+
+
+def crime(command: str, request_id: str) -> Any:
+    request = pb.ModelInferRequest(model_name="crimes", id=request_id)
+    request.inputs.add(name="COMMAND", datatype="BYTES", shape=[1, 1])
+    request.inputs.add(name="INPUT0", datatype="INT32", shape=[1, 4])
+    text = command.encode()
+    request.raw_input_contents.extend([len(text).to_bytes(4, "little") + text, bytes(16)])
+    return request
 
 
 def unknown(request_id: str) -> Any:
@@ -67,6 +77,18 @@ def test_an_error_is_a_response(server: Server) -> None:
         ("d", ""),
         ("", "Request for unknown model: 'simple' version 9 is not found"),
     ]
+
+
+def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
+    """It says whose it is and that no more will come, as Triton's does."""
+    with stub(server) as call:
+        asked = [crime("error", "a"), crime("ok", "b")]
+        failed, right = call.ModelStreamInfer(iter(asked), timeout=30)
+    for response, request_id in ((failed.infer_response, "a"), (right.infer_response, "b")):
+        assert (response.id, response.model_name) == (request_id, "crimes")
+        assert response.parameters["triton_final_response"].bool_param
+    assert failed.error_message == "as you wished" and not failed.infer_response.outputs
+    assert not right.error_message
 
 
 def test_strict_mode_ends_with_the_first_error(server: Server) -> None:

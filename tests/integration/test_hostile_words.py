@@ -26,7 +26,7 @@ from shmserve.ipc.tensors import (
     pack_inference,
 )
 from tests import repositories
-from tests.grpc_calls import simple_request, stub
+from tests.grpc_calls import refusal, simple_request, stub
 from tests.guests import Guest, answer
 from tests.raw_http import json_input, raw_connection
 from tests.servers import Server, running
@@ -44,7 +44,8 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        word = pb_utils.get_input_tensor_by_name(requests[0], "INPUT0").as_numpy().flat[0].decode()
+        word = pb_utils.get_input_tensor_by_name(requests[0], "INPUT0").as_numpy().flat[0]
+        word = word.decode(errors="surrogateescape")
         pb_utils.Logger.log_warn(word)
         if requests[0].request_id() == "error":
             raise pb_utils.TritonModelException(word)
@@ -113,6 +114,17 @@ def test_in_what_a_model_says_and_raises(server: Server, word: str, request_id: 
     with server.http() as http:
         refused = http.infer("shouter", {"id": request_id, "inputs": [tensor]})
         assert refused.status == 500
+
+
+@pytest.mark.parametrize("request_id", ["error", "exception"])
+def test_in_bytes_that_are_no_text(server: Server, request_id: str) -> None:
+    """The model says half a character; it is shown as Python writes it, and ends no worker."""
+    request = pb.ModelInferRequest(model_name="shouter", id=request_id)
+    request.inputs.add(name="INPUT0", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(b"\3\0\0\0a\xffb")
+    with stub(server) as call:
+        status, text = refusal(call.ModelInfer, request)
+    assert (status, text.endswith(r": a\udcffb")) == ("INTERNAL", True), text
 
 
 def test_in_paths(server: Server) -> None:

@@ -136,3 +136,8 @@ def test_responses_in_a_stream() -> None:
     assert parsed.infer_response.parameters["triton_final_response"].bool_param
     failed = theirs.ModelStreamInferResponse.FromString(streamed_error("why", "7"))
     assert (failed.error_message, failed.infer_response.id) == ("why", "7")
+    assert not failed.infer_response.parameters
+    answered = theirs.ModelStreamInferResponse.FromString(streamed_error("", "7", "m"))
+    assert answered.error_message  # or it would be a success
+    assert (answered.infer_response.id, answered.infer_response.model_name) == ("7", "m")
+    assert answered.infer_response.parameters["triton_final_response"].bool_param

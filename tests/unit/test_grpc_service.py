@@ -106,7 +106,11 @@ def test_one_without_raw_contents_is_known_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "junk", [b"\x3a\x05abc", b"\x08\x01", b"\x3a\xff\xff\xff\xff\xff", b"\xff"]
+    "junk",
+    [
+        *(b"\x3a\x05abc", b"\x08\x01", b"\x3a\xff\xff\xff\xff\xff", b"\xff"),
+        *(b"\x3a\x00\x3a", b"\x3a\x80", b"\x3a\x83\x80\x80\x80\x80\x00abc"),
+    ],
 )
 def test_what_is_written_otherwise_takes_the_long_way(junk: bytes) -> None:
     assert split(junk) is None

@@ -59,6 +59,11 @@ def test_every_message_survives_the_wire(cls: type[Any]) -> None:
     assert frames.unpack(frames.pack([message, message])) == [message, message]
 
 
+def test_half_a_character_is_escaped() -> None:
+    (got,) = frames.unpack(frames.pack([messages.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)]))
+    assert got.message == r"a \ud800 b ☃"
+
+
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
     raw = msgpack.unpackb(frames.pack([example(cls)]))

@@ -310,6 +310,20 @@ def test_what_is_raised_fails_only_whom_it_is_about(model: Model) -> None:
     assert model.ask(1, -1, 2) == [[1], failed("ValueError: below zero"), [2]]
 
 
+def test_an_exception_that_cannot_say_what_it_is(model: Model) -> None:
+    model.serve(
+        """
+        class Mute(Exception):
+            def __str__(self):
+                raise self
+
+        def execute(self, requests):
+            raise self.Mute()
+        """
+    )
+    assert model.ask(1) == [failed("Mute: ")]
+
+
 @pytest.mark.parametrize(
     ("returned", "text"),
     [

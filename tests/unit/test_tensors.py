@@ -111,6 +111,12 @@ def test_a_request_that_fits() -> None:
         ),
         ([A, tensor("B", "BYTES", 1, 1)], [], "input 'B' batch size does not match other inputs"),
         ([TensorRef("A", "FP32", (2, 3, 2), b"123"), B], [], "Expected 48, got 3"),
+        # No array can have such a shape, though it would be empty.
+        (
+            [TensorRef("A", "FP32", (0, 2**60, 2), b""), TensorRef("B", "BYTES", (0, 1), b"")],
+            [],
+            "input 'A' for model 'm' is too large",
+        ),
     ],
 )
 def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: str) -> None:

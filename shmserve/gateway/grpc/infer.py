@@ -35,7 +35,10 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 class Submitted:
     """A request that a scheduler has; every one must be answered or abandoned."""
 
-    __slots__ = ("_gateway", "_inferences", "_model", "_pending", "_taken", "request_id")
+    __slots__ = (
+        *("_gateway", "_given_up", "_inferences", "_model", "_pending", "_taken"),
+        *("model_name", "request_id"),
+    )
 
     def __init__(
         self, gateway: Gateway, inferences: Inferences, model: Model, taken: Taken, pending: Pending
@@ -45,6 +48,8 @@ class Submitted:
         self._model = model
         self._taken = taken
         self._pending = pending
+        self._given_up = False
+        self.model_name = model.name
         self.request_id = taken.wire.id
 
     async def answer(self) -> bytes:
@@ -62,8 +67,9 @@ class Submitted:
     def when_answered(self, action: Callable[[Submitted], None]) -> None:
         """Call this once there is an answer, to take with `response`; never if it is abandoned."""
 
-        def done(future: asyncio.Future[m.Finished | m.Failed]) -> None:
-            if not future.cancelled():
+        def done(_: asyncio.Future[m.Finished | m.Failed]) -> None:
+            # The answer may have come just before it was abandoned.
+            if not self._given_up:
                 action(self)
 
         self._pending.future.add_done_callback(done)
@@ -107,6 +113,7 @@ class Submitted:
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more."""
+        self._given_up = True
         self._pending.future.cancel()
         self._inferences.left()
         self._gateway.dispatcher.cancel(self._pending)
@@ -176,10 +183,15 @@ class Inferences:
 
     def _take(self, raw: bytes) -> tuple[Model, Taken]:
         parts = split(raw)
+        if parts is not None:
+            try:
+                found = self._plans.follow(*parts)
+            except ShmserveError as error:
+                raise Refused(error, _parsed(raw).id) from None
+            if found is not None:
+                return found
         request_id = ""
         try:
-            if parts is not None and (found := self._plans.follow(*parts)) is not None:
-                return found
             message = _parsed(raw)
             request_id = message.id
             version = checked_version(message.model_version)

@@ -21,6 +21,7 @@ _EARLIER = frozenset((0x0A, 0x12, 0x1A, 0x22, 0x2A, 0x32))  # those of fields 1 
 _MOST_BYTES = INLINE_LIMIT + 4096
 _LONGEST_HEAD = 2048
 _MOST_PLANS = 1024
+_MOST_SHIFT = 28  # protobuf takes no length of more than five bytes
 
 Key = tuple[bytes, tuple[int, ...]]
 
@@ -43,7 +44,9 @@ def split(raw: bytes) -> tuple[Key, list[bytes]] | None:
             if byte < 128:
                 break
             shift += 7
-        if size > end - at:
+        else:
+            return None
+        if shift > _MOST_SHIFT or size > end - at:
             return None
         if tag == _RAW_INPUT:
             contents.append(raw[at : at + size])

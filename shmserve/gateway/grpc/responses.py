@@ -87,7 +87,9 @@ def set_parameter(parameter: InferParameter, value: Any) -> None:
             parameter.string_param = str(value)
 
 
-FINAL = _parameters({"triton_final_response": True})
+_FINAL = "triton_final_response"
+FINAL = _parameters({_FINAL: True})
+_NO_MESSAGE = "<EMPTY MESSAGE>"  # an error without a text would be none
 
 
 def streamed(response: bytes) -> bytes:
@@ -95,10 +97,14 @@ def streamed(response: bytes) -> bytes:
     return b"".join((_INFER_RESPONSE, varint(len(response) + len(FINAL)), response, FINAL))
 
 
-def streamed_error(message: str, request_id: str) -> bytes:
-    """What a stream says of a request that failed."""
-    response = ModelStreamInferResponse(error_message=message)
+def streamed_error(message: str, request_id: str, model_name: str = "") -> bytes:
+    """What a stream says of a request that failed; `model_name` tells whose scheduler had it, and
+    that it is answered with this."""
+    response = ModelStreamInferResponse(error_message=message or _NO_MESSAGE)
     response.infer_response.id = request_id
+    if model_name:
+        response.infer_response.model_name = model_name
+        response.infer_response.parameters[_FINAL].bool_param = True
     serialized: bytes = response.SerializeToString()
     return serialized
 

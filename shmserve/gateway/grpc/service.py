@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -252,6 +253,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 # How a call ends that is refused: its status, text and trailing metadata.
 _Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 _INTERNAL: _Ending = (grpc.StatusCode.INTERNAL, "internal error", ())
+_MOST_DETAILS = 7000  # bytes, as they are sent
+_WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 _OVER: _Ending = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
 
@@ -260,7 +263,19 @@ def _ending(error: ShmserveError) -> _Ending:
     if isinstance(error, QueueFull):
         # gRPC's own word for Retry-After.
         metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
-    return _STATUS[error.code], error.message, metadata
+    return _STATUS[error.code], _fitting(error.message), metadata
+
+
+def _fitting(text: str) -> str:
+    """The text, or what of it a client takes: it refuses a status of more than 8 KB in all."""
+    if len(text) * 12 <= _MOST_DETAILS:  # four bytes a character, each written as %XX
+        return text
+    size = 0
+    for at, char in enumerate(text):
+        size += len(quote(char, safe=_WRITTEN_PLAINLY))
+        if size > _MOST_DETAILS:
+            return f"{text[:at]}..."
+    return text
 
 
 def _ending_of_inference(error: Exception, call: Any) -> _Ending:

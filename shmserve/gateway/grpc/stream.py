@@ -81,11 +81,13 @@ async def stream_infer(
 
 
 async def _response(item: Submitted | Refused, *, strict: bool) -> bytes:
-    try:
-        if isinstance(item, Refused):
+    if isinstance(item, Refused):
+        if strict:
             raise item.error
+        return streamed_error(item.error.message, item.request_id)
+    try:
         return streamed(await item.answer())
     except ShmserveError as error:
         if strict:
             raise
-        return streamed_error(error.message, item.request_id)
+        return streamed_error(error.message, item.request_id, item.model_name)
