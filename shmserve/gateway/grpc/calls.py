@@ -43,7 +43,7 @@ class Phase(Enum):
 
 # How a call ends whose request does not come.
 LATE = (grpc.StatusCode.UNAVAILABLE, "the request did not arrive in time")
-MISSING = (grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
+MISSING = (grpc.StatusCode.INTERNAL, "Unable to parse request")  # as from Triton
 
 
 class Calls:
