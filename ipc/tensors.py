@@ -122,6 +122,14 @@ class Place:
     offset: int
     byte_size: int
 
+    def overlaps(self, other: Place) -> bool:
+        """Whether some bytes are in both; one object may have been registered under two names."""
+        return (
+            self.memory.object == other.memory.object
+            and self.offset < other.offset + other.byte_size
+            and other.offset < self.offset + self.byte_size
+        )
+
 
 @record
 class TensorRef:

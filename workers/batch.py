@@ -54,6 +54,7 @@ class _Form(NamedTuple):
     batch_size: int
     requested: dict[str, RequestedOutput]
     bodies: dict[Any, bytes]
+    overlaid: bool
 
 
 class Unpacker:
@@ -111,6 +112,7 @@ class Unpacker:
             form.requested,
             self._probe,
             form.bodies,
+            form.overlaid,
         )
 
     def _read(self, work: bytes) -> _Form:
@@ -125,7 +127,7 @@ class Unpacker:
             requested = self._all_outputs
         else:
             requested = {output.name: output for output in inference.outputs}
-        form = _Form(inference, tensors, batch_size, requested, {})
+        form = _Form(inference, tensors, batch_size, requested, {}, _overlaid(inference))
         if any(type(tensor.data) is bytes for tensor in inference.inputs):
             self._forms.learn(work, inference, form)
         elif len(work) <= LONGEST_KNOWN:
@@ -276,6 +278,13 @@ class Gatherer:
         # larger.
         rows = max(1, rows)
         return (byte_size + rows - 1) // rows * max(self._most_rows, rows)
+
+
+def _overlaid(inference: Inference) -> bool:
+    """Whether an output goes where an input is."""
+    inputs = [tensor.data for tensor in inference.inputs if isinstance(tensor.data, Place)]
+    places = [output.place for output in inference.outputs if output.place is not None]
+    return any(place.overlaps(other) for place in places for other in inputs)
 
 
 def _check_elements(tensor: Input, request_id: str) -> None:

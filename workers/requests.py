@@ -150,7 +150,7 @@ class Request:
     `requested` maps the name of each output that is wanted to where it goes; every output of the
     model when the client named none. `probe` asks whether the client has cancelled meanwhile.
     `bodies` keeps packed answers by the form of their outputs, where these all have their places:
-    requests that are packed alike share it.
+    requests that are packed alike share it. `overlaid`: an output goes where an input is.
     """
 
     key: int
@@ -161,6 +161,7 @@ class Request:
     requested: dict[str, RequestedOutput]
     probe: Callable[[int], bool] = lambda key: False
     bodies: dict[Any, bytes] = field(default_factory=dict)
+    overlaid: bool = False
 
     def is_cancelled(self) -> bool:
         """Whether nobody waits for this request any more (looks at what has arrived until now)."""

@@ -91,6 +91,8 @@ class Scatterer:
             for output in answer.outputs
             if output.name in request.requested and output.name in self._signature.outputs
         ]
+        if request.overlaid and len(ready) > 1:
+            ready = [_detached(item, request) for item in ready]
         requested = request.requested
         loose = sum([item.byte_size for item in ready if requested[item.name].place is None])
         inline = loose <= INLINE_LIMIT
@@ -260,6 +262,19 @@ class Scatterer:
 
 def _refs(ready: list[_Ready], data: Sequence[bytes | Place]) -> tuple[TensorRef, ...]:
     return tuple([TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)])
+
+
+def _detached(item: _Ready, request: Request) -> _Ready:
+    """An output that shows an input, as a copy: another one may be written over that before."""
+    data = item.data
+    if isinstance(data, bytes):
+        return item
+    if not isinstance(data, np.ndarray):
+        return item._replace(data=data.clone())
+    views = [source.raw for source in request.inputs.values() if source.shared]
+    if any(np.may_share_memory(data, raw) for raw in views if isinstance(raw, memoryview)):
+        return item._replace(data=data.copy())
+    return item
 
 
 def _same(one: Array, other: Array) -> bool:

@@ -126,6 +126,7 @@ class ModelTable:
 
     def _absent(self, name: str, version: str) -> Never:
         unknown = f"Request for unknown model: '{name}'"
+        version = whole_version(version) if version else ""
         was = self._withdrawn.get(name, ())
         if version in was:
             raise Unavailable(f"{unknown} version {version} is not at ready state")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.arena import Arena
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.signature import Signature
-from shmserve.ipc.tensors import Inference, RequestedOutput, TensorRef, pack_inference
+from shmserve.ipc.tensors import Inference, Place, RequestedOutput, TensorRef, pack_inference
 from shmserve.workers.backends import Answer, Output, Request
 from shmserve.workers.batch import Gatherer, Unpacker, reshape
 from shmserve.workers.memory import OutputMemory
@@ -230,6 +231,49 @@ def test_outputs_go_where_they_are_wanted(worker: Rig, region: Region) -> None:
     worker.release([place.offset])
     worker.batch(inference(tensor("X", small)))
     assert worker.context.arena.used == 0
+
+
+@pytest.mark.parametrize("size", [4, 8192])
+@pytest.mark.parametrize("names", ["one", "two"])
+def test_what_is_written_over_an_input_changes_no_other_output(
+    worker: Rig, region: Region, size: int, names: str
+) -> None:
+    """A client uses the places of its inputs for its outputs, one of which shows an input."""
+
+    def compute(requests: list[Request]) -> list[Answer]:
+        (request,) = requests
+        x, y = (request.inputs[name].numpy() for name in "XY")
+        outputs = {"Z": x * 2, "A": y, "B": x}
+        return [Answer([Output(name, "FP32", data) for name, data in outputs.items()])]
+
+    config = model_config(
+        [tensor_config(name, "FP32", (-1,)) for name in "XY"],
+        [tensor_config(name, "FP32", (-1,)) for name in "ABZ"],
+    )
+    worker.serve(Calls(worker.context, compute), config)
+    x, y = np.arange(size, dtype=F32), np.arange(size, dtype=F32) + 1000
+    # The object may have been registered under another name for outputs.
+    memory = region.memory if names == "one" else replace(region.memory, id=region.memory.id + 1)
+
+    def answers(**places: int | None) -> dict[str, list[float]]:
+        inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
+        wanted = [
+            RequestedOutput(name, None if at is None else Place(memory, 4 * at * size, 4 * size))
+            for name, at in places.items()
+        ]
+        (reply,) = worker.batch(inference(*inputs, outputs=wanted))
+        return {
+            name: reply.array(name, worker).tolist()
+            if at is None
+            else np.frombuffer(region.read(4 * at * size, 4 * size), F32).tolist()
+            for name, at in places.items()
+        }
+
+    swapped = answers(A=0, B=1)
+    assert swapped == {"A": y.tolist(), "B": x.tolist()}
+    for _ in range(2):
+        for beside in (None, 1, 4):
+            assert answers(Z=0, B=beside) == {"Z": (x * 2).tolist(), "B": x.tolist()}
 
 
 def test_an_output_too_large_for_its_place_fails_that_request(worker: Rig, region: Region) -> None:

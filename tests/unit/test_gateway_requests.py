@@ -327,6 +327,7 @@ def test_a_withdrawn_model_finishes_what_it_has(gateway: Rig, simple: Scheduler)
     for path, status, text in (
         ("simple", 404, "has no available versions"),
         ("simple/versions/1", 503, "version 1 is not at ready state"),
+        ("simple/versions/01", 503, "version 1 is not at ready state"),
         ("simple/versions/2", 404, "version 2 is not found"),
     ):
         reply = http.infer(path, simple_body())

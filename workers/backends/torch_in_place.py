@@ -212,17 +212,8 @@ def _places(request: Request) -> dict[str, Place]:
     return {
         name: place
         for name, place in found.items()
-        if sum(_overlap(place, other) for other in others) == 1  # itself
+        if sum(place.overlaps(other) for other in others) == 1  # itself
     }
-
-
-def _overlap(one: Place, other: Place) -> bool:
-    # The same object may have been registered under two names.
-    return (
-        one.memory.object == other.memory.object
-        and one.offset < other.offset + other.byte_size
-        and other.offset < one.offset + one.byte_size
-    )
 
 
 def _whole(tensor: torch.Tensor) -> bool:
