@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -56,6 +57,8 @@ def run(args: dict[str, Any]) -> None:
     device = _device(args["device"])
     name_process(f"worker {model}.{index} {device}")
     _limit_threads(args["threads"])
+    # As in Triton: a model that parses its command line finds none, not that of the zygote.
+    sys.argv[:] = [""]
     pid = os.getpid()
     run_dir = Path(args["run_dir"])
     identity = f"worker.{args['number']}.{index}.{pid}"

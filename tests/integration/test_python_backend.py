@@ -192,6 +192,36 @@ def test_modules_beside_the_model(repository: Path, serve: Callable[..., Server]
             assert http.infer(name, request).tensors()["OUTPUT0"].tolist() == [answer]
 
 
+SETTINGS = """
+import argparse
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--answer", type=int, default=42)
+        self.settings = parser.parse_args()
+
+    def execute(self, requests):
+        made = pb_utils.Tensor("OUTPUT0", np.array([self.settings.answer], np.int32))
+        return [pb_utils.InferenceResponse([made]) for _ in requests]
+"""
+
+
+def test_a_model_that_parses_its_command_line(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    """Libraries that models use do so; nothing is there, so every setting has its default."""
+    config = repositories.identity_config("settings", "INT32", [1])
+    repositories.write(repository, "settings", config, SETTINGS)
+    with serve(repository).http() as http:
+        request = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+        assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
+
+
 COUNTDOWN = """
 import asyncio
 
