@@ -76,12 +76,16 @@ def tags() -> list[str]:
 
 
 def pack(messages: Iterable[Any]) -> bytes:
-    """One frame of `messages`, in order."""
+    """One frame of `messages`, in order; in their texts, what is no Unicode travels escaped."""
     items: list[Any] = [VERSION]
     for each in messages:
         kind = type(each)
         items.append((kind.__name__, *_GETTERS[kind](each)))
-    frame: bytes = msgpack.packb(items)
+    frame: bytes
+    try:
+        frame = msgpack.packb(items)
+    except UnicodeEncodeError:  # a model named a file, say, whose name is not UTF-8
+        frame = msgpack.packb(items, unicode_errors="backslashreplace")
     return frame
 
 

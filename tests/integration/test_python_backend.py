@@ -222,6 +222,55 @@ def test_a_model_that_parses_its_command_line(
         assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
 
 
+SPEAKER = """
+import os
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+ODD = os.fsdecode(b"n\\xe4me")  # of a file, by bytes that are not UTF-8
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request.request_id()) for request in requests]
+
+    def answer(self, way):
+        if way == "raise":
+            raise FileNotFoundError(ODD)
+        if way == "error":
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(ODD))
+        if way == "call":
+            pb_utils.InferenceRequest(
+                model_name=ODD, requested_output_names=["OUTPUT0"], inputs=[]
+            ).exec()
+        if way == "measure":
+            family = pb_utils.MetricFamily("odd", ODD, pb_utils.MetricFamily.GAUGE)
+            family.Metric({"file": ODD}).set(1)
+        ready = np.array([pb_utils.is_model_ready("speaker")], np.int32)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])
+"""
+
+
+def test_a_model_that_says_what_is_no_unicode(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    config = repositories.identity_config("speaker", "INT32", [1])
+    repositories.write(repository, "speaker", config, SPEAKER)
+    server = serve(repository)
+    with server.http() as http:
+
+        def ask(way: str) -> Reply:
+            given = json_input("INPUT0", np.zeros(1, np.int32))
+            return http.infer("speaker", {"id": way, "inputs": [given]})
+
+        for way in ("raise", "error"):
+            assert ask(way).error.endswith("n\\udce4me")
+        for way in ("call", "measure", "nothing"):
+            assert ask(way).tensors()["OUTPUT0"].tolist() == [1]
+        assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
+
+
 COUNTDOWN = """
 import asyncio
 

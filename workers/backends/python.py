@@ -65,7 +65,9 @@ class PythonBackend(Backend):
                 f"auto_complete_config function in model '{self.context.model_name}' must return "
                 "a valid pb.ModelConfig object."
             )
-        return completed.as_dict()
+        # Through JSON, as in Triton: what is none, such as numpy's numbers, is the model's mistake.
+        plain: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
+        return plain
 
     def load(self, config: dict[str, Any]) -> None:
         """Make the model and call its `initialize`.
