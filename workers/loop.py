@@ -32,6 +32,7 @@ from shmserve.workers.batch import Unpacker
 from shmserve.workers.memory import OutputMemory
 from shmserve.workers.metrics import MetricsReports
 from shmserve.workers.scatter import Scatterer
+from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -276,8 +277,7 @@ class Instance:
                 f"'{self._context.model_name}' to run this request"
             )
         return Internal(
-            f"Failed to process the request(s) for model '{where}', message: "
-            f"{type(error).__name__}: {error}"
+            f"Failed to process the request(s) for model '{where}', message: {in_words(error)}"
         )
 
 
@@ -294,7 +294,7 @@ def _failed(key: int, error: ShmserveError) -> Reply:
 
 def _wrote_into_inputs(error: BaseException, requests: list[Request]) -> bool:
     # numpy and what builds on it say so in these words, each in its own sentence.
-    text = str(error)
+    text = in_words(error)
     return ("read-only" in text or "readonly" in text) and any(
         item.shared for request in requests for item in request.inputs.values()
     )

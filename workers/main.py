@@ -43,6 +43,7 @@ from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.control import Control
 from shmserve.workers.device_memory import DeviceMemory
 from shmserve.workers.loop import Instance
+from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class _Worker:
             self._control.send(LoadFailed(error.code, error.message))
         except BaseException as error:  # SystemExit too: it is the model's, not ours
             logger.exception("model '%s' failed to load", self._context.model_name)
-            self._control.send(LoadFailed("INTERNAL", f"{type(error).__name__}: {error}"))
+            self._control.send(LoadFailed("INTERNAL", in_words(error)))
         else:
             return True
         return False

@@ -70,6 +70,7 @@ def test_an_error_for_one_request_of_a_batch(criminal: Server) -> None:
     ("command", "error"),
     [
         ("raise", "ValueError: raised as you wished"),
+        ("speechless", "message: Speechless"),
         ("wrong_count", ""),
         ("not_a_list", "Expected a list in the execute return, found type"),
         (

@@ -29,6 +29,7 @@ from shmserve.workers.backends.python_config import ModelConfig
 from shmserve.workers.backends.python_inputs import Lender
 from shmserve.workers.backends.python_request import ReceivedRequest
 from shmserve.workers.backends.python_response import InferenceResponse, Outbox, to_answer
+from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class PythonBackend(Backend):
         except Exception as error:
             answers = self._sent(received)
             if not answers:
-                if isinstance(error, UserWarning) and "not writable" in str(error):
+                if isinstance(error, UserWarning) and "not writable" in in_words(error):
                     raise ValueError("an input is read-only") from error
                 raise
             logger.exception("model '%s' failed after it had answered", self.context.model_name)
