@@ -132,6 +132,7 @@ class Deployment:
         then.
         """
         began = time.monotonic()
+        failed: BaseException | None = None
         try:
             completed = await self._complete_config(self.instances[0])
             self.config = self.plan.complete(completed)
@@ -146,10 +147,12 @@ class Deployment:
             await self.until_ready()
         except* ShmserveError as errors:
             await self.kill()
-            first: BaseException = errors
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            raise first from None
+            failed = errors
+        # Only here, because what is raised in an `except*` becomes part of a group.
+        while isinstance(failed, BaseExceptionGroup):
+            failed = failed.exceptions[0]
+        if failed is not None:
+            raise failed
         self.load_seconds = time.monotonic() - began
 
     async def _complete_config(self, instance: Instance) -> dict[str, Any]:

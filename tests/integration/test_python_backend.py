@@ -130,6 +130,46 @@ def test_a_model_logs(server: Server, http: Http) -> None:
     server.wait_log("described a request")
 
 
+FAILING = """
+import os
+import sys
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        {}
+
+    def execute(self, requests):
+        return []
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("raise ValueError('not today')", "Internal: ValueError: not today"),
+        ("raise pb_utils.TritonModelException('no')", "Internal: TritonModelException: no"),
+        ("sys.exit(3)", "Internal: SystemExit: 3"),
+        ("os._exit(3)", "Unavailable: the process of instance 'model_0_"),
+    ],
+)
+def test_initialize_that_fails_says_why(
+    repository: Path, serve: Callable[..., Server], statement: str, told: str
+) -> None:
+    """Of two instances, of which one or both say so before the load is given up."""
+    two = "instance_group { kind: KIND_CPU count: 2 }"
+    config = repositories.identity_config("model", "FP32", [1], more=two)
+    repositories.write(repository, "model", config, FAILING.format(statement))
+    server = serve(repository, "--model-control-mode=explicit")
+    with server.http() as http:
+        reply = http.post("/v2/repository/models/model/load")
+        assert reply.status == 400
+        where = "load failed for model 'model': version 1 is at UNAVAILABLE state: "
+        assert reply.error.startswith(where + told)
+
+
 FINALIZING = '''
 """Says goodbye."""
 import os
