@@ -141,11 +141,10 @@ class Dealer:
         self._pending.append(message)
 
     def flush(self) -> None:
-        """Send what is queued as one frame."""
+        """Send what is queued as one frame; what cannot be packed raises, and is queued no more."""
         if self._pending:
-            data = zmtp.frame(pack(self._pending))
-            self._pending.clear()
-            self._send(data)
+            messages, self._pending = self._pending, []
+            self._send(zmtp.frame(pack(messages)))
 
     def send(self, message: Any) -> None:
         """`post` and `flush`."""

@@ -84,7 +84,7 @@ def pack(messages: Iterable[Any]) -> bytes:
     frame: bytes
     try:
         frame = msgpack.packb(items)
-    except UnicodeEncodeError:  # half a character, in what a model raised or was given
+    except UnicodeEncodeError:  # a model named a file, say, whose name is not UTF-8
         frame = msgpack.packb(items, unicode_errors="backslashreplace")
     return frame
 

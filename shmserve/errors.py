@@ -135,14 +135,6 @@ _BY_CODE: dict[str, type[ShmserveError]] = {
 }
 
 
-def said(error: BaseException) -> str:
-    """What somebody else's exception says of itself; "" if it fails at that, too."""
-    try:
-        return str(error)
-    except Exception:
-        return ""
-
-
 def from_code(code: str, message: str) -> ShmserveError:
     """The exception for a (code, message) pair; an unknown code is an `Internal`."""
     return _BY_CODE.get(code, Internal)(message)

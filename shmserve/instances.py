@@ -53,7 +53,7 @@ def expand_instances(config: dict[str, Any]) -> list[Instance]:
                         if not gpu
                         else f"{group['name']}_gpu{device_id}_{number}",
                         device=f"gpu:{device_id}" if gpu else "cpu",
-                        kind="GPU" if gpu else "CPU",
+                        kind=group["kind"].removeprefix("KIND_"),
                         device_id=device_id,
                     )
                 )

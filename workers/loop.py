@@ -6,12 +6,13 @@ No exception ends it but the loss of its device: after that a process can only s
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from typing import Any
 
-from shmserve.errors import Cancelled, Internal, ShmserveError, Unavailable, said
+from shmserve.errors import Cancelled, Internal, ShmserveError, Unavailable
 from shmserve.ipc.channels import Dealer
 from shmserve.ipc.messages import (
     Attach,
@@ -32,6 +33,7 @@ from shmserve.workers.batch import Unpacker
 from shmserve.workers.memory import OutputMemory
 from shmserve.workers.metrics import MetricsReports
 from shmserve.workers.scatter import Scatterer
+from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,8 @@ class Instance:
                         logger.warning("unexpected %s", type(message).__name__)
             while self._batches:
                 finished = self.finish(self._batches.popleft())
+                if os.getpid() != self._pid:
+                    os._exit(1)  # a model has forked, and this is not the one who was asked
                 self._metrics.before_answers(scheduler)
                 scheduler.send(finished)
             timeout_s = self._metrics.between_batches(scheduler)
@@ -276,8 +280,7 @@ class Instance:
                 f"'{self._context.model_name}' to run this request"
             )
         return Internal(
-            f"Failed to process the request(s) for model '{where}', message: "
-            f"{type(error).__name__}: {said(error)}"
+            f"Failed to process the request(s) for model '{where}', message: {in_words(error)}"
         )
 
 
@@ -294,7 +297,7 @@ def _failed(key: int, error: ShmserveError) -> Reply:
 
 def _wrote_into_inputs(error: BaseException, requests: list[Request]) -> bool:
     # numpy and what builds on it say so in these words, each in its own sentence.
-    text = said(error)
+    text = in_words(error)
     return ("read-only" in text or "readonly" in text) and any(
         item.shared for request in requests for item in request.inputs.values()
     )

@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import logs
-from shmserve.errors import ShmserveError, said
+from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.arena import Arena
 from shmserve.ipc.channels import Dealer
@@ -42,6 +43,7 @@ from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.control import Control
 from shmserve.workers.device_memory import DeviceMemory
 from shmserve.workers.loop import Instance
+from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ def run(args: dict[str, Any]) -> None:
     device = _device(args["device"])
     name_process(f"worker {model}.{index} {device}")
     _limit_threads(args["threads"])
+    # As in Triton: a model that parses its command line finds none, not that of the zygote.
+    sys.argv[:] = [""]
     pid = os.getpid()
     run_dir = Path(args["run_dir"])
     identity = f"worker.{args['number']}.{index}.{pid}"
@@ -144,7 +148,7 @@ class _Worker:
             self._control.send(LoadFailed(error.code, error.message))
         except BaseException as error:  # SystemExit too: it is the model's, not ours
             logger.exception("model '%s' failed to load", self._context.model_name)
-            self._control.send(LoadFailed("INTERNAL", f"{type(error).__name__}: {said(error)}"))
+            self._control.send(LoadFailed("INTERNAL", in_words(error)))
         else:
             return True
         return False

@@ -1,4 +1,4 @@
-"""Python files of a model repository as modules."""
+"""Code that users wrote: its files as modules, and what it raises in words."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def import_file(path: Path, name: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def in_words(error: BaseException) -> str:
+    """`Kind: text` of an exception; only its kind where the text cannot be had."""
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}"
+    except BaseException:  # its `__str__` is a model's too
+        return kind

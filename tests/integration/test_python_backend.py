@@ -70,6 +70,7 @@ def test_an_error_for_one_request_of_a_batch(criminal: Server) -> None:
     ("command", "error"),
     [
         ("raise", "ValueError: raised as you wished"),
+        ("speechless", "message: Speechless"),
         ("wrong_count", ""),
         ("not_a_list", "Expected a list in the execute return, found type"),
         (
@@ -127,6 +128,46 @@ def test_self_description(http: Http) -> None:
 def test_a_model_logs(server: Server, http: Http) -> None:
     http.infer("echo_request", {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}).ok()
     server.wait_log("described a request")
+
+
+FAILING = """
+import os
+import sys
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        {}
+
+    def execute(self, requests):
+        return []
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("raise ValueError('not today')", "Internal: ValueError: not today"),
+        ("raise pb_utils.TritonModelException('no')", "Internal: TritonModelException: no"),
+        ("sys.exit(3)", "Internal: SystemExit: 3"),
+        ("os._exit(3)", "Unavailable: the process of instance 'model_0_"),
+    ],
+)
+def test_initialize_that_fails_says_why(
+    repository: Path, serve: Callable[..., Server], statement: str, told: str
+) -> None:
+    """Of two instances, of which one or both say so before the load is given up."""
+    two = "instance_group { kind: KIND_CPU count: 2 }"
+    config = repositories.identity_config("model", "FP32", [1], more=two)
+    repositories.write(repository, "model", config, FAILING.format(statement))
+    server = serve(repository, "--model-control-mode=explicit")
+    with server.http() as http:
+        reply = http.post("/v2/repository/models/model/load")
+        assert reply.status == 400
+        where = "load failed for model 'model': version 1 is at UNAVAILABLE state: "
+        assert reply.error.startswith(where + told)
 
 
 FINALIZING = '''
@@ -190,6 +231,85 @@ def test_modules_beside_the_model(repository: Path, serve: Callable[..., Server]
         for name, answer in (("one", 1), ("two", 2)):
             request = {"inputs": [json_input("INPUT0", np.zeros(1, np.float32))]}
             assert http.infer(name, request).tensors()["OUTPUT0"].tolist() == [answer]
+
+
+SETTINGS = """
+import argparse
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--answer", type=int, default=42)
+        self.settings = parser.parse_args()
+
+    def execute(self, requests):
+        made = pb_utils.Tensor("OUTPUT0", np.array([self.settings.answer], np.int32))
+        return [pb_utils.InferenceResponse([made]) for _ in requests]
+"""
+
+
+def test_a_model_that_parses_its_command_line(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    """Libraries that models use do so; nothing is there, so every setting has its default."""
+    config = repositories.identity_config("settings", "INT32", [1])
+    repositories.write(repository, "settings", config, SETTINGS)
+    with serve(repository).http() as http:
+        request = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+        assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
+
+
+SPEAKER = """
+import os
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+ODD = os.fsdecode(b"n\\xe4me")  # of a file, by bytes that are not UTF-8
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request.request_id()) for request in requests]
+
+    def answer(self, way):
+        if way == "raise":
+            raise FileNotFoundError(ODD)
+        if way == "error":
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(ODD))
+        if way == "call":
+            pb_utils.InferenceRequest(
+                model_name=ODD, requested_output_names=["OUTPUT0"], inputs=[]
+            ).exec()
+        if way == "measure":
+            family = pb_utils.MetricFamily("odd", ODD, pb_utils.MetricFamily.GAUGE)
+            family.Metric({"file": ODD}).set(1)
+        ready = np.array([pb_utils.is_model_ready("speaker")], np.int32)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])
+"""
+
+
+def test_a_model_that_says_what_is_no_unicode(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    config = repositories.identity_config("speaker", "INT32", [1])
+    repositories.write(repository, "speaker", config, SPEAKER)
+    server = serve(repository)
+    with server.http() as http:
+
+        def ask(way: str) -> Reply:
+            given = json_input("INPUT0", np.zeros(1, np.int32))
+            return http.infer("speaker", {"id": way, "inputs": [given]})
+
+        for way in ("raise", "error"):
+            assert ask(way).error.endswith("n\\udce4me")
+        for way in ("call", "measure", "nothing"):
+            assert ask(way).tensors()["OUTPUT0"].tolist() == [1]
+        assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
 
 
 COUNTDOWN = """

@@ -162,7 +162,9 @@ def test_files_that_are_no_models(repository: Path) -> None:
         add(repository, "garbage", ["x"], more='platform: "pytorch_libtorch"') / "model.pt"
     ).write_bytes(b"garbage")
     add(repository, "missing", ["x"])
-    torch.save({"weights": torch.zeros(3)}, add(repository, "weights", ["x"]) / "model.pt")
+    weights = add(repository, "weights", ["x"])
+    torch.save({"weights": torch.zeros(3)}, weights / "model.pt")
+    (weights / "model.py").write_text("import torch\n")
     with running(repository, "--model-control-mode=explicit") as server, server.http() as http:
         for name in ("garbage", "missing", "weights"):
             error = load_error(repository, http, name)
@@ -172,4 +174,5 @@ def test_files_that_are_no_models(repository: Path) -> None:
                     f"failed to load '{name}', ",
                 )
             ), error
+        assert "'runtime' must name the file of the class" in error
         assert server.answers("/v2/health/live")

@@ -312,6 +312,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
     [
         ("raise KeyError('gone')", "INTERNAL", "KeyError: 'gone'"),
         ("import sys; sys.exit(4)", "INTERNAL", "SystemExit: 4"),
+        ("raise type('Speechless', (Exception,), {'__str__': None})", "INTERNAL", "Speechless"),
         ("Model = 1", "INVALID_ARG", "'model.py' does not define a class 'Model'"),
     ],
 )

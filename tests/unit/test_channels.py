@@ -46,6 +46,13 @@ def test_messages_both_ways_in_order(router: Router, dealer: Dealer) -> None:
     assert arrived(dealer) == [m.Settled(1), m.Settled(2)]
 
 
+def test_what_cannot_be_packed_is_not_sent_again(router: Router, dealer: Dealer) -> None:
+    with pytest.raises(TypeError):
+        dealer.send(m.ConfigCompleted({"max_batch_size": object()}))
+    dealer.send(m.Cancel(7))
+    assert arrived(router) == [(b"me", m.Cancel(7))]
+
+
 def test_last_words_arrive_after_the_end(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(7))
     dealer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
 import typing
 from collections.abc import Callable
@@ -73,6 +74,13 @@ def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
             frames.unpack(msgpack.packb(wrong))
     with pytest.raises(MalformedMessage):
         frames.unpack(msgpack.packb([raw[0], [*raw[1], 1]]))
+
+
+def test_text_that_is_no_unicode_travels_escaped() -> None:
+    """A model may say anything: the name of a file, say, whose bytes are not UTF-8."""
+    said = messages.LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
+    heard = messages.LoadFailed("INTERNAL", "no such file: n\\udce4me")
+    assert frames.unpack(frames.pack([said])) == [heard]
 
 
 def test_another_version_is_refused() -> None:

@@ -549,6 +549,8 @@ def test_no_family_like_that() -> None:
     pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.GAUGE)
     with pytest.raises(TritonModelException, match="GAUGE already"):
         pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
+    with pytest.raises(TypeError, match="description"):
+        pb_utils.MetricFamily("b", None, pb_utils.MetricFamily.GAUGE)  # type: ignore[arg-type]
 
 
 # --- the log

@@ -244,6 +244,20 @@ def test_auto_complete_that_returns_nothing(model: Model) -> None:
         model.backend.complete_config(config())
 
 
+def test_auto_complete_with_what_is_no_json(model: Model) -> None:
+    """It would not get to the server either."""
+    model.write(
+        """
+        @staticmethod
+        def auto_complete_config(config):
+            config.set_max_batch_size(np.int64(8))
+            return config
+        """
+    )
+    with pytest.raises(TypeError, match="int64 is not JSON serializable"):
+        model.backend.complete_config(config())
+
+
 def test_finalize(model: Model, tmp_path: Path) -> None:
     mark = tmp_path / "finalized"
     model.serve(

@@ -366,7 +366,7 @@ def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) ->
 
 def test_a_missing_file(worker: Rig) -> None:
     assert refuses(worker, vectors({"x": 1}, {"y": 1})) == (
-        "unable to find '1/model.py or model.pt2 or model.pt' for model instance 'm_0_0'"
+        "unable to find '1/model.pt or model.pt2 or model.py' for model instance 'm_0_0'"
     )
 
 

@@ -29,6 +29,7 @@ from shmserve.workers.backends.python_config import ModelConfig
 from shmserve.workers.backends.python_inputs import Lender
 from shmserve.workers.backends.python_request import ReceivedRequest
 from shmserve.workers.backends.python_response import InferenceResponse, Outbox, to_answer
+from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ class PythonBackend(Backend):
                 f"auto_complete_config function in model '{self.context.model_name}' must return "
                 "a valid pb.ModelConfig object."
             )
-        return completed.as_dict()
+        # Through JSON, as in Triton: what is none, such as numpy's numbers, is the model's mistake.
+        plain: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
+        return plain
 
     def load(self, config: dict[str, Any]) -> None:
         """Make the model and call its `initialize`.
@@ -113,7 +116,7 @@ class PythonBackend(Backend):
         except Exception as error:
             answers = self._sent(received)
             if not answers:
-                if isinstance(error, UserWarning) and "not writable" in str(error):
+                if isinstance(error, UserWarning) and "not writable" in in_words(error):
                     raise ValueError("an input is read-only") from error
                 raise
             logger.exception("model '%s' failed after it had answered", self.context.model_name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from shmserve.workers.backends.python_errors import TritonModelException
+from shmserve.workers.backends.python_errors import TritonModelException, text
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -96,6 +96,7 @@ class MetricFamily:
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         if not _NAME.fullmatch(name):
             raise TritonModelException("Error when creating MetricFamily: Invalid metric name")
+        text(description, "the description of a metric family")
         with _lock:
             family = _families.setdefault(name, _Family(name, description, MetricKind(kind)))
         if family.kind is not kind:

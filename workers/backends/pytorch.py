@@ -1,10 +1,11 @@
 """Backend `pytorch`: TorchScript, exported programs, `nn.Module` classes; Triton's naming rules.
 
-    model.py    a class; weights beside it in model.safetensors, model.pt or model.pth
-    model.pt2   torch.export.save: inputs, outputs and batch size need no configuration
     model.pt    TorchScript
+    model.pt2   torch.export.save: inputs, outputs and batch size need no configuration
+    model.py    a class; weights beside it in model.safetensors, model.pt or model.pth
 
-The first of these in the version folder is taken unless `default_model_filename` names one.
+The first of these in the version folder is taken unless `default_model_filename` names one, or
+`runtime` model.py, as a class with its weights in model.pt needs.
 Parameters: INFERENCE_MODE "false" runs under no_grad, DISABLE_OPTIMIZED_EXECUTION "true" turns
 TorchScript's optimiser off, TORCH_COMPILE_OPTIONAL_PARAMETERS (JSON, "{}" for torch's defaults)
 compiles a class with torch.compile, INTRA_OP_THREAD_COUNT or NUM_THREADS sets the threads of one
@@ -32,7 +33,7 @@ from shmserve.workers.backends.torch_programs import (
 from shmserve.workers.backends.torch_runner import Runner
 from shmserve.workers.device import open_device
 
-_FILES = ("model.py", "model.pt2", "model.pt")
+_FILES = ("model.pt", "model.pt2", "model.py")
 
 
 class PytorchBackend(Backend):

@@ -45,10 +45,18 @@ class Program:
 
 
 def load_script(path: Path, device: Device) -> Program:
-    """A TorchScript archive."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
+    """A TorchScript archive; raises InvalidArgument for what `torch.save` wrote."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "locating file constants.pkl" not in str(error):
+            raise
+        raise InvalidArgument(
+            f"'{path.name}' is not TorchScript but what torch.save writes. Where it holds the "
+            "weights of a class, the configuration's 'runtime' must name the file of the class"
+        ) from None
     module.eval()
     schema = module.forward.schema
     taken = schema.arguments[1:]

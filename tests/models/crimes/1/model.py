@@ -10,8 +10,16 @@ import threading
 import triton_python_backend_utils as pb_utils
 
 
+class Speechless(Exception):
+    """Cannot say what is wrong."""
+
+    def __str__(self):
+        """Fail at that too."""
+        raise SystemExit(1)
+
+
 class TritonPythonModel:
-    """Commands: ok, gate, error, raise, wrong_count, not_a_list, not_a_response,
+    """Commands: ok, gate, error, raise, speechless, wrong_count, not_a_list, not_a_response,
     hang, exit, segfault, stop.
     """
 
@@ -52,6 +60,8 @@ class TritonPythonModel:
         """What one request does to all."""
         if command == "raise":
             raise ValueError("raised as you wished")
+        if command == "speechless":
+            raise Speechless
         if command == "gate":
             self.wait()
         if command == "hang":
