@@ -105,8 +105,6 @@ class Instance:
                         logger.warning("unexpected %s", type(message).__name__)
             while self._batches:
                 finished = self.finish(self._batches.popleft())
-                if os.getpid() != self._pid:
-                    os._exit(1)  # a model has forked, and this is not the one who was asked
                 self._metrics.before_answers(scheduler)
                 scheduler.send(finished)
             timeout_s = self._metrics.between_batches(scheduler)
@@ -234,7 +232,11 @@ class Instance:
     def _execute(self, requests: list[Request]) -> list[Answer]:
         watch = self._context.stopwatch
         before_ns = time.monotonic_ns()
-        answers = self._backend.execute(requests)
+        try:
+            answers = self._backend.execute(requests)
+        finally:
+            if os.getpid() != self._pid:
+                os._exit(1)  # the model has forked, and this is not the process that was asked
         if type(answers) is not list or len(answers) != len(requests):
             size = len(answers) if isinstance(answers, list) else 0
             raise _Mismatch(

@@ -91,6 +91,14 @@ def test_a_mistake_spoils_only_its_own_request(criminal: Server, command: str, e
         assert_fine(http.infer("crimes", crime("ok")))
 
 
+def test_a_process_that_a_model_forks_answers_nobody(criminal: Server) -> None:
+    with crowd(criminal) as people:
+        for reply in together(criminal, people, ["ok", "fork", "ok"]):
+            assert_fine(reply)
+    with criminal.http() as http:
+        assert_fine(http.infer("crimes", crime("fork")))
+
+
 def test_a_model_calls_another(http: Http) -> None:
     found = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
     assert (found == np.arange(16)).all()

@@ -20,7 +20,7 @@ class Speechless(Exception):
 
 class TritonPythonModel:
     """Commands: ok, gate, error, raise, speechless, wrong_count, not_a_list, not_a_response,
-    hang, exit, segfault, stop.
+    hang, exit, segfault, stop, fork.
     """
 
     def execute(self, requests):
@@ -62,6 +62,11 @@ class TritonPythonModel:
             raise ValueError("raised as you wished")
         if command == "speechless":
             raise Speechless
+        if command == "fork":
+            child = os.fork()
+            if not child:
+                raise ValueError("nobody asked this process")
+            os.waitpid(child, 0)
         if command == "gate":
             self.wait()
         if command == "hang":
