@@ -6,7 +6,16 @@ from typing import Any
 
 from shmserve.ipc import frames
 from shmserve.ipc import messages as m
-from shmserve.ipc.tensors import Inferred, Memory, Place, TensorRef, pack_inferred
+from shmserve.ipc.tensors import (
+    Inference,
+    Inferred,
+    Memory,
+    Place,
+    RequestedOutput,
+    TensorRef,
+    pack_inference,
+    pack_inferred,
+)
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.requests import NEVER
 from shmserve.scheduler.settings import Settings
@@ -160,3 +169,10 @@ def body_in_arena(pid: int, *offsets: int) -> bytes:
     memory = Memory(5, pid, 9, 11, 1 << 20, True)
     tensors = [TensorRef(f"O{at}", "UINT8", (8,), Place(memory, at, 8)) for at in offsets]
     return pack_inferred(Inferred((*tensors, TensorRef("I", "UINT8", (1,), b"x"))))
+
+
+def work_in_place() -> bytes:
+    """A request whose output goes over its input."""
+    place = Place(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
+    tensor = TensorRef("INPUT0", "INT8", (64,), place)
+    return pack_inference(Inference("", (tensor,), (RequestedOutput("OUTPUT0", place),)))

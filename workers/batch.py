@@ -15,6 +15,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.forms import LONGEST_KNOWN, Forms
+from shmserve.ipc.in_place import overlaid
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.signature import Signature, TensorSpec, id_prefix
 from shmserve.ipc.tensors import (
@@ -127,7 +128,7 @@ class Unpacker:
             requested = self._all_outputs
         else:
             requested = {output.name: output for output in inference.outputs}
-        form = _Form(inference, tensors, batch_size, requested, {}, _overlaid(inference))
+        form = _Form(inference, tensors, batch_size, requested, {}, overlaid(inference))
         if any(type(tensor.data) is bytes for tensor in inference.inputs):
             self._forms.learn(work, inference, form)
         elif len(work) <= LONGEST_KNOWN:
@@ -278,13 +279,6 @@ class Gatherer:
         # larger.
         rows = max(1, rows)
         return (byte_size + rows - 1) // rows * max(self._most_rows, rows)
-
-
-def _overlaid(inference: Inference) -> bool:
-    """Whether an output goes where an input is."""
-    inputs = [tensor.data for tensor in inference.inputs if isinstance(tensor.data, Place)]
-    places = [output.place for output in inference.outputs if output.place is not None]
-    return any(place.overlaps(other) for place in places for other in inputs)
 
 
 def _check_elements(tensor: Input, request_id: str) -> None:

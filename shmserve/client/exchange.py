@@ -30,6 +30,7 @@ from shmserve.errors import (
     from_code,
 )
 from shmserve.ipc.channels import Dealer
+from shmserve.ipc.in_place import runs_once
 from shmserve.ipc.messages import Cancel, Failed, Finished, Release, Settled, Submit
 from shmserve.ipc.tensors import MalformedMessage
 
@@ -40,6 +41,7 @@ _LARGEST_WORK = 1 << 20  # of a request, as the server has it
 _MOST_UNSENT = 1 << 19  # bytes of requests; more leave at once: a frame has its bounds as well
 LATE = "nobody answered within the timeout"
 ENDED = "the server ended before it answered"
+_ONCE = "the answer is lost, and the outputs go over the inputs, which may be changed"
 
 
 class Pending:
@@ -229,7 +231,8 @@ class Exchange:
         try:
             outcome = read(pending.prepared, body, self.connection.copied, release)
         except ShmserveError as error:
-            if isinstance(error, Unavailable) and not (pending.again or pending.abandoned):
+            over = pending.again or pending.abandoned or runs_once(pending.submit.work)
+            if isinstance(error, Unavailable) and not over:
                 pending.again = True  # its worker died before the answer was read
                 self._send(pending)
                 return
@@ -301,13 +304,17 @@ class Exchange:
                 self._done(pending, Disconnected("the model was unloaded before it answered"))
 
     def _left_at(self, endpoint: str) -> list[Pending]:
-        """Take out what a scheduler that will not answer had; those that somebody waits for."""
+        """Take out what a scheduler that will not answer had; those that somebody waits for, and
+        that can run again."""
         left: list[Pending] = []
         for waiting in (self._settling, self._pending):
             for number in [n for n, pending in waiting.items() if pending.endpoint == endpoint]:
                 pending = waiting.pop(number)
                 if pending.abandoned or waiting is self._settling:
                     pending.prepared.end()
+                elif runs_once(pending.submit.work):
+                    pending.prepared.end()
+                    self._done(pending, Unavailable(_ONCE))
                 else:
                     left.append(pending)
         return left

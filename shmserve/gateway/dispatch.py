@@ -22,11 +22,16 @@ from typing import Any
 from shmserve.errors import Unavailable
 from shmserve.gateway.links import Link
 from shmserve.ipc import messages as m
+from shmserve.ipc.in_place import runs_once
 from shmserve.ipc.signature import id_prefix
 from shmserve.ipc.tensors import Inferred, MalformedMessage, Place, unpack_inferred
 
 logger = logging.getLogger(__name__)
 
+_ONCE = (
+    "the model's scheduler ended before it could answer; the request's outputs go over its inputs, "
+    "which may be changed"
+)
 _UNLOADED = "the model was unloaded, and its scheduler ended before it could answer"
 
 
@@ -211,8 +216,8 @@ class Dispatcher:
         for pending in waiting:
             if pending.future.done():
                 over.append(pending)
-            elif new is None:
-                text = id_prefix(pending.submit.request_id) + _UNLOADED
+            elif new is None or runs_once(pending.submit.work):
+                text = id_prefix(pending.submit.request_id) + (_UNLOADED if new is None else _ONCE)
                 failed = m.Failed(pending.submit.id, Unavailable.code, text, 0, early=False)
                 pending.future.set_result(failed)
                 over.append(pending)

@@ -6,6 +6,7 @@ import itertools
 import logging
 from typing import Any, Protocol, assert_never
 
+from shmserve.ipc.in_place import runs_once
 from shmserve.ipc.messages import (
     BatchFinished,
     CancelExecution,
@@ -137,8 +138,8 @@ class Executions:
     # --- ends -------------------------------------------------------------------------------------
 
     def exited(self, executions: list[Execution], reason: str, now_ns: int) -> None:
-        """A worker died with these: whoever was in the first runs once more, alone; the others,
-        which it had not begun, go back to where they were in the queue.
+        """A worker died with these: whoever was in the first runs once more, alone, if it can; the
+        others, which it had not begun, go back to where they were in the queue.
         """
         if not executions:
             return
@@ -154,13 +155,16 @@ class Executions:
                 self._answers.close(request, now_ns)
                 continue
             request.deaths += 1
-            if request.deaths == 1:
+            once = runs_once(request.work)
+            if request.deaths == 1 and not once:
                 self._statistics.retried += 1
                 self._backlog.retry(request)
             else:
                 text = "the model's worker died while running this request"
                 if reason:
                     text += f" ({reason})"
+                if once:
+                    text += "; its outputs go over its inputs, which may be changed"
                 self._answers.finish(request, Outcome("INTERNAL", text, b"", None, None), now_ns)
 
     def overrun(self, slot: Slot, now_ns: int) -> None:

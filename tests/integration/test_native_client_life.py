@@ -347,6 +347,22 @@ def test_a_scheduler_that_is_killed_costs_no_answer(gated: Server) -> None:
         until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
 
 
+def test_what_may_have_been_written_over_its_own_input_does_not_run_again(gated: Server) -> None:
+    with (
+        shmserve.client.connect(gated.run_dir) as client,
+        client.allocate({"INPUT0": ((1, 4), "INT32")}) as region,
+    ):
+        x = region["INPUT0"]
+        future = client.infer_async("gated", {"INPUT0": x}, outputs={"OUTPUT0": x})
+        running = gated.gate.next()
+        gated.one("scheduler gated").send_signal(signal.SIGKILL)
+        error = future.exception(20)
+        assert isinstance(error, shmserve.client.Unavailable)
+        assert "may be changed" in str(error)
+        running.release()
+        until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+
+
 def test_a_reload_under_load_fails_nobody(gated: Server) -> None:
     over = threading.Event()
     failed: list[BaseException] = []

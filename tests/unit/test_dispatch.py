@@ -11,6 +11,7 @@ import pytest
 from shmserve.gateway.dispatch import Dispatcher, Peer, Pending
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import Inferred, Memory, Place, TensorRef, pack_inferred
+from tests.scheduler_rig import work_in_place
 
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
 
@@ -71,11 +72,19 @@ def test_an_answer_that_is_not_read_is_given_back(
     assert (m.Cancel(1) in posted) == (answered == "after")
 
 
+def failure(pending: Pending) -> str:
+    failed = pending.future.result()
+    assert isinstance(failed, m.Failed)
+    assert failed.code == "UNAVAILABLE" and failed.message.startswith("[request id: mine] ")
+    return failed.message
+
+
 @pytest.mark.parametrize("successor", ["ipc://new", ""])
 def test_what_a_lost_scheduler_had_is_dealt_with(
     monkeypatch: pytest.MonkeyPatch, successor: str
 ) -> None:
-    """What it had answered is read first; the rest goes to the successor, or is refused."""
+    """What it had answered is read first; the rest goes to the successor, or is refused, as is what
+    may have been written over its own input."""
     monkeypatch.setattr("shmserve.gateway.dispatch.Link", Link)
     released: list[int] = []
 
@@ -85,26 +94,25 @@ def test_what_a_lost_scheduler_had_is_dealt_with(
         asked = [
             dispatcher.submit(
                 peer,
-                m.Submit(number, 1, b"", 0, 0, 0, 0, b"", "mine"),
+                m.Submit(number, 1, b"", 0, 0, 0, 0, work, "mine"),
                 partial(released.append, number),
             )
-            for number in (1, 2)
+            for number, work in ((1, b""), (2, b""), (3, work_in_place()))
         ]
         link: Any = peer.link
         link.last_words = [m.Finished(1, pack_inferred(Inferred(())))]
         dispatcher.lost("ipc://old", successor)
         return dispatcher, asked
 
-    dispatcher, (answered, other) = asyncio.run(lose())
+    dispatcher, (answered, other, in_place) = asyncio.run(lose())
     assert isinstance(answered.future.result(), m.Finished)
     assert list(dispatcher._peers) == ([successor] if successor else [])
     if successor:
         link: Any = dispatcher.peer(successor).link
         assert link.posted == [other.submit]
         assert not other.future.done()
-        assert released == [1]
+        assert "may be changed" in failure(in_place)
+        assert released == [1, 3]
     else:
-        failed = other.future.result()
-        assert isinstance(failed, m.Failed)
-        assert failed.code == "UNAVAILABLE" and failed.message.startswith("[request id: mine] ")
-        assert released == [1, 2]
+        assert failure(other) == failure(in_place)
+        assert released == [1, 2, 3]

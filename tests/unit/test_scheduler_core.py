@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc import messages as m
 from shmserve.scheduler.requests import NEVER
-from tests.scheduler_rig import GATEWAY, MS, Rig, body_in_arena, ok
+from tests.scheduler_rig import GATEWAY, MS, Rig, body_in_arena, ok, work_in_place
 
 OTHER = b"7001.cd"
 EXPIRED = "Request timeout expired"
@@ -405,6 +405,24 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     peer = rig.start(0, 102)
     rig.finish(peer, rig.execute()[1])
     assert rig.answers() == [m.Finished(good, b"done")]
+
+
+def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_again() -> None:
+    """It would give something else than its answer."""
+    rig = Rig({})
+    rig.start(0, 100)
+    begun = rig.submit(2, work=work_in_place())
+    rig.execute()
+    (waiting,) = rig.submit(work=work_in_place())
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    text = (
+        "the model's worker died while running this request (signal 9); its outputs go over its "
+        "inputs, which may be changed"
+    )
+    assert rig.answers() == [failed(number, "INTERNAL", text) for number in begun]
+    peer = rig.start(0, 101)
+    rig.finish(peer, rig.execute()[1])
+    assert rig.answers() == [m.Finished(waiting, b"done")]
 
 
 def test_a_death_that_only_its_pid_tells_is_a_death() -> None:
