@@ -171,6 +171,26 @@ class Model:
     assert reply.answer.outputs[0].data == b"\1\0\0\x007"
 
 
+def test_an_argument_with_a_default_is_an_input_that_may_be_left_out(worker: Rig) -> None:
+    write(
+        worker,
+        """
+HALF = torch.tensor([0.5])
+
+class Model:
+    def predict(self, x: FP32[Tensor, 2], factor: FP32[Tensor, 1] = HALF) -> FP32[Tensor, 2]:
+        return x * factor
+""",
+    )
+    assert complete(worker)["input"][1] == tensor_config("factor", "FP32", [1], optional=True)
+    serve(worker)
+    x = tensor("x", np.ones((1, 2), F32))
+    for given, factor in ((inference(x), 0.5), (inference(x, tensor("factor", np.array([[3]], F32))), 3)):
+        (reply,) = worker.batch(given)
+        assert reply.answer is not None, reply.message
+        assert reply.answer.outputs[0].data == np.full((1, 2), factor, F32).tobytes()
+
+
 def test_without_a_batch_dimension(worker: Rig) -> None:
     write(
         worker,

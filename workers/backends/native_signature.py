@@ -21,7 +21,8 @@ _HOW = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.mo
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of `predict`; `numpy`: wanted as a numpy array; `optional`: it may be None."""
+    """One argument of `predict`; `numpy`: wanted as a numpy array; `optional`: it has a default,
+    which stands for an input that requests do not have."""
 
     name: str
     type: TensorType
@@ -95,7 +96,7 @@ def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter
         raise InvalidArgument(f"{what} takes any number of values: name each input")
     if parameter.kind is parameter.POSITIONAL_ONLY:
         raise InvalidArgument(f"{what} must have a name to be given by: leave out the '/'")
-    optional = parameter.default is None
+    optional = parameter.default is not parameter.empty
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]
         if len(options) == 1:
