@@ -335,7 +335,7 @@ def test_an_exception_that_cannot_say_what_it_is(model: Model) -> None:
             raise self.Mute()
         """
     )
-    assert model.ask(1) == [failed("Mute: ")]
+    assert model.ask(1) == [failed("Mute")]
 
 
 @pytest.mark.parametrize(
