@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from shmserve.gateway.grpc.calls import Calls
+from shmserve.gateway.grpc.calls import Calls, Reading
 from shmserve.gateway.grpc.unary import Call, Waiter, acceptor
 from tests.http2 import (
     ACK,
@@ -30,6 +30,7 @@ from tests.http2 import (
 )
 
 PATH = "/test.Service/Ask"
+SLOW = "AskAio"  # a method of grpc.aio's alone, which gives its request a million times
 CALLS = 200  # more than are asked for beforehand, so that these are asked for again
 
 
@@ -61,8 +62,17 @@ def play(
     def first(raw: bytes, call: Call) -> None:
         call.finish(raw) if raw == b"first" else handler(raw, call)
 
+    async def slow_way(_: Any, context: Any) -> bytes:
+        with Reading(calls, context) as reading:
+            return await reading.request() * 1_000_000
+
+    slow = {SLOW: grpc.stream_unary_rpc_method_handler(slow_way)}
+
     async def main() -> None:
         scene.server = server = grpc.aio.server()
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("test.Service", slow),)
+        )
         way = grpc.unary_unary_rpc_method_handler(own)
         short = acceptor(server, PATH, way, first, calls)
         assert short is not None, "this gRPC has not what the short way takes"
@@ -77,9 +87,9 @@ def play(
             await act(scene)
         if ends:
             await server.stop(None)
+            assert not calls.addresses()
 
     asyncio.run(main())
-    assert not calls.addresses()
     return scene
 
 
@@ -144,22 +154,23 @@ def test_a_client_that_leaves() -> None:
     assert not [thing for thing in gc.get_objects() if type(thing) is Call]
 
 
-def test_who_reads_no_response_is_disconnected() -> None:
+@pytest.mark.parametrize("path", [PATH, f"/test.Service/{SLOW}"])
+def test_who_reads_no_response_is_disconnected(path: str) -> None:
     """R15: its response would take up memory for as long as it likes."""
 
     async def act(scene: Scene) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", scene.port)
         # It never lets more come than HTTP/2 has a sender send at first.
         writer.write(OPENED + frame(SETTINGS, ACK, 0))
-        writer.write(frame(HEADERS, END_HEADERS, 1, post(PATH)))
-        writer.write(frame(DATA, END_STREAM, 1, message(b"ask")))
+        writer.write(frame(HEADERS, END_HEADERS, 1, post(path)))
+        writer.write(frame(DATA, END_STREAM, 1, message(b"a")))
         said = await asyncio.wait_for(reader.read(), 20)
         assert 65535 < len(said) < 80_000
         writer.close()
         assert await scene.ask(b"another") == b"short another"
 
     def much(raw: bytes, call: Call) -> None:
-        call.finish(bytes(1_000_000)) if raw == b"ask" else echo(raw, call)
+        call.finish(bytes(1_000_000)) if raw == b"a" else echo(raw, call)
 
     play(much, act, patience_s=0.5)
 

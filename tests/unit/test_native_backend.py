@@ -185,7 +185,10 @@ class Model:
     assert complete(worker)["input"][1] == tensor_config("factor", "FP32", [1], optional=True)
     serve(worker)
     x = tensor("x", np.ones((1, 2), F32))
-    for given, factor in ((inference(x), 0.5), (inference(x, tensor("factor", np.array([[3]], F32))), 3)):
+    for given, factor in (
+        (inference(x), 0.5),
+        (inference(x, tensor("factor", np.array([[3]], F32))), 3),
+    ):
         (reply,) = worker.batch(given)
         assert reply.answer is not None, reply.message
         assert reply.answer.outputs[0].data == np.full((1, 2), factor, F32).tobytes()

@@ -72,8 +72,9 @@ class Calls:
         self._phases[call] = Phase.RUNNING
 
     def answered(self, call: Call) -> None:
-        """Its response is on its way."""
-        self._phases[call] = Phase.SENDING
+        """Its response is on its way, unless it is over already."""
+        if call in self._phases:
+            self._phases[call] = Phase.SENDING
 
     def end(self, call: Call) -> None:
         """It is over."""
@@ -111,7 +112,7 @@ class Calls:
 
 
 class Reading:
-    """A call that grpc.aio handles, from when it begins until the handler is done with it."""
+    """A call that grpc.aio handles; the block is its handler."""
 
     def __init__(self, calls: Calls, context: Any) -> None:
         self._calls = calls
@@ -120,6 +121,7 @@ class Reading:
 
     def __enter__(self) -> Self:
         self._calls.arrived(self)  # a stream may be silent for as long as it likes
+        self._context.add_done_callback(lambda _: self._calls.end(self))
         return self
 
     def __exit__(
@@ -128,7 +130,7 @@ class Reading:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._calls.end(self)
+        self._calls.answered(self)
 
     def peer(self) -> str:
         """The client's address, in gRPC's words."""
