@@ -112,7 +112,8 @@ class Connection:
                 case m.ProcessExited(pid):
                     with self._mapping:
                         self._mappings.drop_process(pid)
-                case m.HealthChanged():
+                case m.HealthChanged(ready=ready):
+                    self.models.ready = ready
                     informed = True
                 case m.Answered(number, payload):
                     self._answered(number, payload)

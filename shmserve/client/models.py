@@ -64,10 +64,14 @@ class Model:
 
 
 class Models:
-    """(name, version) -> model; version "" is the latest. One thread writes, any may read."""
+    """(name, version) -> model; version "" is the latest. One thread writes, any may read.
+
+    `ready`: the server is; as long as it is not, models may be on their way.
+    """
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], Model] = {}
+        self.ready = True
 
     def publish(self, message: ModelPublished) -> None:
         """A version may be called, or changed."""
@@ -93,12 +97,14 @@ class Models:
         return self._models.get((name, version))
 
     def resolve(self, name: str, version: str) -> Model:
-        """A model. Raises NotFound, with Triton's texts."""
+        """A model. Raises NotFound, with Triton's texts, or Unavailable when it may come yet."""
         return self._models.get((name, version)) or self._absent(name, version)
 
     def _absent(self, name: str, version: str) -> Never:
         unknown = f"Request for unknown model: '{name}'"
         versions = [key for key in list(self._models) if key[0] == name]
+        if not versions and not self.ready:
+            raise Unavailable(f"{unknown} is not found, and the server is not ready yet")
         if not versions:
             raise NotFound(f"{unknown} is not found")
         if not version:

@@ -306,6 +306,16 @@ def test_lists_whose_numbers_the_datatype_has_not(value: object, datatype: str) 
         from_program(value, TensorSpec("x", datatype, (-1,)), "x")
 
 
+def test_a_model_that_is_not_there_may_come_until_the_server_is_ready() -> None:
+    models = Models()
+    models.ready = False
+    with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):
+        models.resolve("m", "")
+    models.ready = True
+    with pytest.raises(NotFound, match="unknown model: 'm' is not found$"):
+        models.resolve("m", "")
+
+
 def test_models_follow_the_news() -> None:
     models = Models()
     models.publish(published(version="1"))
