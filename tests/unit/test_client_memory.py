@@ -312,7 +312,7 @@ def test_a_model_that_is_not_there_may_come_until_the_server_is_ready() -> None:
     with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):
         models.resolve("m", "")
     models.ready = True
-    with pytest.raises(NotFound, match="unknown model: 'm' is not found$"):
+    with pytest.raises(NotFound, match=r"unknown model: 'm' is not found$"):
         models.resolve("m", "")
 
 
