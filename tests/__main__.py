@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 # Two lanes, and how many pieces of each folder they take: small enough for the lanes to end
 # together, and large enough that what the tests of a piece share (servers, torch) is not started
 # too often. Recovering from faults in time is done beside what needs one processor at most.
-LANES = ({"faults": 3}, {"unit": 3, "integration": 4})
+LANES = ({"faults": 3}, {"unit": 3, "integration": 6})
 
 _COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed)")
 _NOTHING_COLLECTED = 5

@@ -47,10 +47,11 @@ _BOOT = (
 _PATIENCE_S = 1.0
 
 
-@pytest.fixture
-def port(tmp_path: Path) -> Iterator[int]:
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Where a gateway listens that has a second's patience."""
-    with listening(tmp_path, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
+    folder = tmp_path_factory.mktemp("gateway")
+    with listening(folder, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
         yield number
 
 
