@@ -154,28 +154,25 @@ class TritonPythonModel:
 """
 
 
-@pytest.mark.parametrize(
-    ("statement", "told"),
-    [
-        ("raise ValueError('not today')", "Internal: ValueError: not today"),
-        ("raise pb_utils.TritonModelException('no')", "Internal: TritonModelException: no"),
-        ("sys.exit(3)", "Internal: SystemExit: 3"),
-        ("os._exit(3)", "Unavailable: the process of instance 'model_0_"),
-    ],
-)
-def test_initialize_that_fails_says_why(
-    repository: Path, serve: Callable[..., Server], statement: str, told: str
-) -> None:
+def test_initialize_that_fails_says_why(repository: Path, serve: Callable[..., Server]) -> None:
     """Of two instances, of which one or both say so before the load is given up."""
     two = "instance_group { kind: KIND_CPU count: 2 }"
-    config = repositories.identity_config("model", "FP32", [1], more=two)
-    repositories.write(repository, "model", config, FAILING.format(statement))
+    told = {
+        "raise ValueError('not today')": "Internal: ValueError: not today",
+        "raise pb_utils.TritonModelException('no')": "Internal: TritonModelException: no",
+        "sys.exit(3)": "Internal: SystemExit: 3",
+        "os._exit(3)": "Unavailable: the process of instance 'model_3_",
+    }
+    for number, statement in enumerate(told):
+        config = repositories.identity_config(f"model_{number}", "FP32", [1], more=two)
+        repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
     server = serve(repository, "--model-control-mode=explicit")
     with server.http() as http:
-        reply = http.post("/v2/repository/models/model/load")
-        assert reply.status == 400
-        where = "load failed for model 'model': version 1 is at UNAVAILABLE state: "
-        assert reply.error.startswith(where + told)
+        for number, says in enumerate(told.values()):
+            reply = http.post(f"/v2/repository/models/model_{number}/load")
+            assert reply.status == 400
+            where = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
+            assert reply.error.startswith(where + says)
 
 
 FINALIZING = '''

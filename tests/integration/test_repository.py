@@ -488,9 +488,8 @@ def test_version_policies(repository: Path, serve: Serve) -> None:
     )
 
 
-@pytest.mark.parametrize("instances", [1, 2])
-def test_a_load_says_what_initialize_raised(repository: Path, serve: Serve, instances: int) -> None:
-    repositories.add(repository, "constant", config=f"instance_group {{ count: {instances} }}")
+def test_a_load_says_what_initialize_raised(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant")
     server = serve(repository, "--model-control-mode=explicit")
     fails = """    def initialize(self, args):
         raise ValueError('no weights')

@@ -184,7 +184,7 @@ def test_who_reads_slowly_is_waited_for() -> None:
         writer.write(frame(HEADERS, END_HEADERS, 1, post(PATH)))
         writer.write(frame(DATA, END_STREAM, 1, message(b"ask")))
         said = 0
-        while said < 600_000:
+        while said < 300_000:
             piece = await asyncio.wait_for(reader.read(65536), 20)
             assert piece, "the connection ended"
             said += len(piece)
@@ -194,7 +194,7 @@ def test_who_reads_slowly_is_waited_for() -> None:
         writer.close()
 
     def much(raw: bytes, call: Call) -> None:
-        call.finish(bytes(600_000))
+        call.finish(bytes(300_000))
 
     play(much, act, patience_s=1.0)
 
