@@ -326,7 +326,9 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
             yield from answers
             for process in server.tree():
                 for name in ("cmdline", "environ"):
-                    yield Path(f"/proc/{process.pid}/{name}").read_bytes().decode(errors="replace")
+                    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                        raw = Path(f"/proc/{process.pid}/{name}").read_bytes()
+                        yield raw.decode(errors="replace")
             for path, names, files in os.walk(server.run_dir):
                 yield from (path, *names, *files)
                 for file in files:
