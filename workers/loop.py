@@ -118,6 +118,7 @@ class Instance:
             control.unwatch(self._scheduler.fd)
             self._scheduler.close()
             self._batches.clear()
+            self._cancelled.clear()
             self._memory.lose_track(time.monotonic_ns())
         self._scheduler = Dealer(endpoint, f"{self._index}.{self._pid}")
         control.watch(self._scheduler.fd)
@@ -134,11 +135,17 @@ class Instance:
                 case Execute():
                     self._batches.append(message)
                 case CancelExecution(key=key):
-                    self._cancelled.add(key)
+                    # One that has ended is forgotten: another scheduler gives its key again.
+                    if self._has(key):
+                        self._cancelled.add(key)
                 case ReleaseOutputs(client_pid=pid, offsets=offsets):
                     self._memory.release(pid, offsets)
                 case _:
                     logger.warning("unexpected %s", type(message).__name__)
+
+    def _has(self, key: int) -> bool:
+        waiting = (request[0] for batch in self._batches for request in batch.requests)
+        return key in self._work or key in waiting
 
     def _look(self) -> None:
         """Take what has come meanwhile; most often that is nothing, which `wait` finds sooner."""

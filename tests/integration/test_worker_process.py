@@ -278,11 +278,18 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
     region.close()
 
 
-def test_another_scheduler_takes_over(worker: Worker) -> None:
+@pytest.mark.parametrize("late", [True, False])
+def test_another_scheduler_takes_over(worker: Worker, late: bool) -> None:
+    """It gives keys anew: what was cancelled under its predecessor was another request."""
     worker.start()
     worker.load()
     worker.execute(1)
-    worker.finished()
+    if late:
+        worker.finished()
+    worker.schedulers["w1"].post(b"0.%d" % worker.pid, m.CancelExecution(1))
+    worker.schedulers["w1"].flush()
+    if not late:
+        worker.finished()
     worker.schedulers["w1"].close()
     worker.tell(m.Attach(worker.scheduler("w2")))
     worker.expect_offer("w2")
