@@ -22,8 +22,7 @@ from shmserve.ipc.tensors import Memory, Place
 
 _ALIGNMENT = 64  # a cache line, and what vector loads like
 _KEEP = 64 * 1024 * 1024  # an empty arena gives memory above this back to the system
-_F_ADD_SEALS = 1033
-_SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class FreeList:
@@ -94,7 +93,7 @@ class Arena:
         capacity -= capacity % mmap.PAGESIZE
         self._fd = os.memfd_create("shmserve-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, capacity)
-        fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self._fd, capacity)
         self._view = memoryview(self._map)
         self._list = FreeList(capacity)

@@ -35,7 +35,7 @@ _COMPLAINTS = 32  # so many are logged, and then ever fewer
 _PREFIX = "ipc://"
 
 
-class _Connection:
+class Connection:
     """A unix socket between two ends: whole frames in, bytes out as fast as they are taken."""
 
     __slots__ = (
@@ -123,7 +123,7 @@ class Dealer:
         self._pending: list[Any] = []
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(_CONNECT_S)
         try:
@@ -133,7 +133,7 @@ class Dealer:
             sock.close()
             return
         greeting = zmtp.GREETING + zmtp.ready("DEALER", identity.encode())
-        self._connection = _Connection(sock, self._poll, greeting)
+        self._connection = Connection(sock, self._poll, greeting)
         self._send(b"")
 
     def post(self, message: Any) -> None:
@@ -212,8 +212,8 @@ class Router:
         self._pending: dict[bytes, list[Any]] = {}
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
-        self._connections: dict[int, _Connection] = {}
-        self._peers: dict[bytes, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
+        self._peers: dict[bytes, Connection] = {}
         self._anonymous = itertools.count(1)
         self._path = endpoint.removeprefix(_PREFIX)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -260,7 +260,7 @@ class Router:
             if events & ~select.EPOLLOUT:
                 yield from self._read(connection)
 
-    def _read(self, connection: _Connection) -> Iterator[tuple[bytes, Any]]:
+    def _read(self, connection: Connection) -> Iterator[tuple[bytes, Any]]:
         frames = connection.receive()
         decoder = connection.decoder
         if connection.identity is None and decoder.properties is not None:
@@ -291,7 +291,7 @@ class Router:
         if self.malformed <= _COMPLAINTS or not self.malformed & (self.malformed - 1):
             logger.warning(text, what)
 
-    def _name(self, connection: _Connection, properties: dict[str, bytes]) -> None:
+    def _name(self, connection: Connection, properties: dict[str, bytes]) -> None:
         identity = properties.get("identity") or b"\0%d" % next(self._anonymous)
         if identity in self._peers:
             connection.decoder.broken = "it claims the identity of another"
@@ -299,17 +299,17 @@ class Router:
         connection.identity = identity
         self._peers[identity] = connection
 
-    def _accept(self) -> _Connection | None:
+    def _accept(self) -> Connection | None:
         sock = self._listener.accept()
         if sock is None:
             return None
         greeting = zmtp.GREETING + zmtp.ready("ROUTER")
-        connection = self._connections[sock.fileno()] = _Connection(sock, self._poll, greeting)
+        connection = self._connections[sock.fileno()] = Connection(sock, self._poll, greeting)
         with contextlib.suppress(OSError):
             connection.push()
         return connection
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         del self._connections[connection.sock.fileno()]
         if connection.identity is not None:
             del self._peers[connection.identity]
@@ -332,7 +332,7 @@ class Router:
         self._poll.close()
 
 
-def _linger(connections: Iterable[_Connection], linger_s: float) -> None:
+def _linger(connections: Iterable[Connection], linger_s: float) -> None:
     end = time.monotonic() + linger_s
     for connection in connections:
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from shmserve.ipc.channels import Router, _Connection
+from shmserve.ipc.channels import Connection, Router
 
 
 def first_number(identity: bytes) -> int:
@@ -34,7 +34,7 @@ class KinRouter(Router):
         super().__init__(endpoint)
         self._pid_of = pid_of
 
-    def _name(self, connection: _Connection, properties: dict[str, bytes]) -> None:
+    def _name(self, connection: Connection, properties: dict[str, bytes]) -> None:
         credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, _, _ = struct.unpack("iii", credentials)
         if self._pid_of(properties.get("identity", b"")) != pid:

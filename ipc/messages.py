@@ -674,7 +674,6 @@ WorkerToSupervisor = (
     | FindModel
     | LoadModel
     | UnloadModel
-    | IndexRepository
 )
 
 SupervisorToGuest = (

@@ -7,6 +7,7 @@ From here on the object is meant, whatever the key names later.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -55,8 +56,7 @@ def normal_key(region: str, key: str) -> str:
         if bare.startswith(prefix):
             raise InvalidArgument(
                 f"cannot register shared memory region '{region}' with key '{key}' as the key "
-                "contains the "
-                f"reserved prefix '{prefix}'"
+                f"contains the reserved prefix '{prefix}'"
             )
     return "/" + bare
 
@@ -80,7 +80,7 @@ def open_object(key: str) -> SharedObject:
             f"Unable to open shared memory region: '{key}' (the server may not read and write it)"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: EINVAL, as for a folder
-        if getattr(error, "errno", 0) in (23, 24):  # ENFILE, EMFILE
+        if getattr(error, "errno", 0) in (errno.ENFILE, errno.EMFILE):
             raise Unavailable("the server has no descriptor left for another region") from None
         raise Internal(f"Unable to open shared memory region: '{key}'") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,5 +1,5 @@
-"""What the system offers a parent and its children: names, parent death, orphans, descriptors of
-processes."""
+"""What the system offers a parent and its children: names, parent death, orphans, privileges,
+timers."""
 
 from __future__ import annotations
 

@@ -19,10 +19,9 @@ from shmserve.ipc.tensors import FROM_CONFIG, ITEM_SIZE, RequestedOutput, Tensor
 _MOST_ELEMENTS = 2**44
 _BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
-    "prepended to each "
-    "input shape. If you want to specify the full shape including the batch dim in your input dims "
-    "config, try setting "
-    "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+    "prepended to each input shape. If you want to specify the full shape including the batch dim "
+    "in your input dims config, try setting max_batch_size to zero. See the model configuration "
+    "docs for more info on max_batch_size."
 )
 
 
@@ -181,9 +180,7 @@ class Signature:
         )
 
     def _check_dims(self, tensor: TensorRef, spec: TensorSpec, shape: tuple[int, ...]) -> None:
-        if len(shape) == len(spec.dims) and all(
-            want in (-1, got) for want, got in zip(spec.dims, shape, strict=True)
-        ):
+        if agree(spec.dims, shape):
             return
         batched = self.max_batch_size > 0
         expected = (-1, *spec.dims) if batched else spec.dims
@@ -197,6 +194,13 @@ class Signature:
 def id_prefix(request_id: str) -> str:
     """How Triton begins the texts that name the request."""
     return f"[request id: {request_id or '<id_unknown>'}] "
+
+
+def agree(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two shapes may be of the same tensor; -1 in either stands for any size."""
+    return len(one) == len(other) and all(
+        a == b or -1 in (a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def shape_text(shape: Sequence[int]) -> str:

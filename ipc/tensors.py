@@ -360,7 +360,7 @@ def unpack_inference(work: bytes) -> Inference:
 
 
 def pack_inferred(answer: Inferred) -> bytes:
-    """An `Inferred` as bytes, for `RequestReply.body`."""
+    """An `Inferred` as bytes, for `Finished.body`."""
     packed: bytes = msgpack.packb(
         ([_pack_tensor(tensor) for tensor in answer.outputs], answer.parameters)
     )
@@ -452,8 +452,7 @@ def decode_bytes(
         if len(data) - at < 4:
             raise InvalidArgument(
                 f"incomplete string length indicator for inference input '{name}' for model "
-                f"'{model}', "
-                f"expecting 4 bytes but only {len(data) - at} bytes available. "
+                f"'{model}', expecting 4 bytes but only {len(data) - at} bytes available. "
                 "Please make sure the string length indicator is in one buffer."
             )
         length = int.from_bytes(data[at : at + 4], "little")
@@ -461,8 +460,7 @@ def decode_bytes(
         if length > len(data) - at:
             raise InvalidArgument(
                 f"incomplete string data for inference input '{name}' for model '{model}', "
-                "expecting string "
-                f"of length {length} but only {len(data) - at} bytes available"
+                f"expecting string of length {length} but only {len(data) - at} bytes available"
             )
         if got == want:
             raise InvalidArgument(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shmserve.ipc.channels import Router, _Connection
+from shmserve.ipc.channels import Connection, Router
 
 LARGEST_FRAME = 64 << 20
 _MOST_STRANGERS = 64
@@ -28,7 +28,7 @@ class WaryRouter(Router):
     def __init__(self, endpoint: str, admits: Callable[[bytes], bool]) -> None:
         super().__init__(endpoint)
         self._admits = admits
-        self._strangers: dict[_Connection, None] = {}  # in the order of their arrival
+        self._strangers: dict[Connection, None] = {}  # in the order of their arrival
 
     def peers(self) -> list[bytes]:
         """The identities that are connected."""
@@ -44,7 +44,7 @@ class WaryRouter(Router):
         if connection is not None:
             self._drop(connection)
 
-    def _accept(self) -> _Connection | None:
+    def _accept(self) -> Connection | None:
         connection = super()._accept()
         if connection is not None:
             connection.most_unsent = _MOST_UNSENT
@@ -54,7 +54,7 @@ class WaryRouter(Router):
                 self._drop(next(iter(self._strangers)))
         return connection
 
-    def _name(self, connection: _Connection, properties: dict[str, bytes]) -> None:
+    def _name(self, connection: Connection, properties: dict[str, bytes]) -> None:
         if not self._admits(properties.get("identity", b"")):
             connection.decoder.broken = "it is nobody's that has come in"
             return
@@ -62,17 +62,17 @@ class WaryRouter(Router):
         if connection.identity is not None:
             del self._strangers[connection]
 
-    def _read(self, connection: _Connection) -> Iterator[tuple[bytes, Any]]:
+    def _read(self, connection: Connection) -> Iterator[tuple[bytes, Any]]:
         yield from super()._read(connection)
         if connection.malformed > _MOST_MALFORMED or self._holds_too_much(connection):
             self._drop(connection)
 
-    def _holds_too_much(self, connection: _Connection) -> bool:
+    def _holds_too_much(self, connection: Connection) -> bool:
         if connection.decoder.held < _MUCH:
             return False
         return sum(each.decoder.held for each in self._connections.values()) > _MOST_HELD
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         if connection.sock.fileno() >= 0:  # not dropped already
             self._strangers.pop(connection, None)
             super()._drop(connection)

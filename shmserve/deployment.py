@@ -36,7 +36,7 @@ _MOST_FAILED_LOADS = 5
 _MOST_FAILED_STARTS = 5
 _STOP_PATIENCE_S = 5.0
 # What workers say that is not about themselves.
-_CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.IndexRepository | m.MemoryChecked
+_CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.MemoryChecked
 
 
 @dataclass(frozen=True, slots=True)

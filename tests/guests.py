@@ -15,8 +15,6 @@ from shmserve.ipc.channels import Dealer
 from shmserve.ipc.tensors import Inference, RequestedOutput, TensorRef, pack_inference
 from tests.servers import Server
 
-_SHRINK, _ADD_SEALS = 2, 1033
-
 
 class Guest:
     """A program that says what the test wants it to say."""
@@ -65,13 +63,15 @@ class Guest:
 
 
 @contextlib.contextmanager
-def memfd(size: int = 4096, reserve: bool = True, seals: int = _SHRINK) -> Iterator[int]:
+def memfd(
+    size: int = 4096, reserve: bool = True, seals: int = fcntl.F_SEAL_SHRINK
+) -> Iterator[int]:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
         if reserve:
             os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, _ADD_SEALS, seals)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         yield fd
     finally:
         os.close(fd)

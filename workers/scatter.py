@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shmserve.errors import Internal, ShmserveError
+from shmserve.errors import Internal
 from shmserve.ipc.regions import Mappings
-from shmserve.ipc.signature import Signature, TensorSpec, shape_text
+from shmserve.ipc.signature import Signature, TensorSpec, agree, shape_text
 from shmserve.ipc.tensors import (
     INLINE_LIMIT,
     ITEM_SIZE,
@@ -169,7 +169,7 @@ class Scatterer:
             )
         dims = spec.dims if spec.reshape is None else spec.reshape
         expected = (request.batch_size, *dims) if self._batched else dims
-        if not _fits(shape, expected):
+        if not agree(expected, shape):
             raise Internal(
                 f"unexpected shape for inference output '{output.name}' for model "
                 f"'{self._signature.name}'. Expected {shape_text(expected)}, got "
@@ -181,7 +181,7 @@ class Scatterer:
         # passes as it is.
         dims = spec.reshape or ()
         head, rest = (shape[:1], shape[1:]) if self._batched else ((), shape)
-        return (*head, *reshape(rest, dims, spec.dims)) if _fits(rest, dims) else shape
+        return (*head, *reshape(rest, dims, spec.dims)) if agree(dims, rest) else shape
 
     def _put(
         self,
@@ -319,14 +319,3 @@ def _host_array(output: Output) -> Array:
         )
     swapped: Array = data.astype(kind)
     return swapped
-
-
-def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    return len(shape) == len(dims) and all(
-        want in (-1, got) for want, got in zip(dims, shape, strict=True)
-    )
-
-
-def error_reply(key: int, error: ShmserveError) -> list[Any]:
-    """The entry of a failed request in `BatchFinished.replies`."""
-    return [key, error.code, error.message, b""]

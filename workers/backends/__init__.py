@@ -18,7 +18,18 @@ from shmserve.workers.requests import Answer, Copied, Input, Output, Request
 if TYPE_CHECKING:
     from shmserve.workers.device_memory import DeviceMemory
 
-__all__ = ["Answer", "Backend", "Input", "ModelContext", "Output", "Request", "Stopwatch", "find"]
+__all__ = [
+    "Answer",
+    "Backend",
+    "Input",
+    "ModelContext",
+    "Output",
+    "Request",
+    "Stopwatch",
+    "find",
+    "has_scheduler",
+    "parameters",
+]
 
 GROUP = "shmserve.backends"
 # Known without a look at what is installed, which takes longer than the import.
@@ -134,6 +145,17 @@ def backend_name(config: dict[str, Any]) -> str:
     """The name of the backend that a model's configuration asks for; "" when it names none."""
     name: str = config.get("backend") or _PLATFORMS.get(config.get("platform") or "", "")
     return name
+
+
+def parameters(config: dict[str, Any]) -> dict[str, str]:
+    """The texts of a configuration's `parameters`, by key."""
+    return {key: value["string_value"] for key, value in (config.get("parameters") or {}).items()}
+
+
+def has_scheduler(config: dict[str, Any]) -> bool:
+    """Whether a configuration says how requests are scheduled."""
+    kinds = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
+    return any(config.get(kind) is not None for kind in kinds)
 
 
 def find(config: dict[str, Any]) -> type[Backend]:

@@ -13,10 +13,18 @@ from typing import Any
 import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc.signature import Signature, TensorSpec, shape_text
+from shmserve.ipc.signature import Signature, TensorSpec, agree, shape_text
 from shmserve.ipc.tensors import TO_CONFIG
 from shmserve.model import Context, TensorType
-from shmserve.workers.backends import Answer, Backend, ModelContext, Request, native_signature
+from shmserve.workers.backends import (
+    Answer,
+    Backend,
+    ModelContext,
+    Request,
+    has_scheduler,
+    native_signature,
+    parameters,
+)
 from shmserve.workers.backends.torch_runner import Runner
 from shmserve.workers.device import open_device
 from shmserve.workers.user_code import import_file
@@ -46,8 +54,7 @@ class NativeBackend(Backend):
             # Without inputs nothing says how many rows a batch has.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] else 0
             completed["max_batch_size"] = _whole(model, "max_batch_size", most)
-        scheduled = config.get("dynamic_batching") is not None or config.get("sequence_batching")
-        if completed["max_batch_size"] > 1 and not scheduled:
+        if completed["max_batch_size"] > 1 and not has_scheduler(config):
             delay = _whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed
@@ -66,13 +73,10 @@ class NativeBackend(Backend):
         if isinstance(self._model, torch.nn.Module):
             self._model.to(self._device.torch).eval()
         if hasattr(self._model, "load"):
-            parameters = {
-                key: value["string_value"]
-                for key, value in (config.get("parameters") or {}).items()
-            }
             folder = context.version_dir.resolve()
+            own = parameters(config)
             self._model.load(
-                Context(context.model_name, context.version, context.device, folder, parameters)
+                Context(context.model_name, context.version, context.device, folder, own)
             )
 
     def execute(self, requests: list[Request]) -> list[Answer]:
@@ -98,8 +102,7 @@ class NativeBackend(Backend):
                     f"unable to find '{self.context.version}/{file}' for model instance "
                     f"'{self.context.instance_name}'"
                 )
-            parameter = (config.get("parameters") or {}).get("class") or {}
-            name = parameter.get("string_value") or "Model"
+            name = parameters(config).get("class") or "Model"
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             found = getattr(module, name, None)
             if not isinstance(found, type):
@@ -128,7 +131,7 @@ def _check(signature: Signature, predict: native_signature.PredictSignature) -> 
         for name, spec in specs.items():
             kind = types.get(name)
             dims = spec.dims if spec.reshape is None else spec.reshape
-            if kind is None or kind.datatype != spec.datatype or not _agree(dims, kind.dims):
+            if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
                 says = (
                     "no"
                     if kind is None
@@ -136,8 +139,7 @@ def _check(signature: Signature, predict: native_signature.PredictSignature) -> 
                 )
                 raise InvalidArgument(
                     f"{what} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
-                    f"{shape_text(dims)} "
-                    f"in the configuration, but 'predict' has {says} '{name}'"
+                    f"{shape_text(dims)} in the configuration, but 'predict' has {says} '{name}'"
                 )
         lost = sorted(required - set(specs))
         if lost:
@@ -145,9 +147,3 @@ def _check(signature: Signature, predict: native_signature.PredictSignature) -> 
                 f"'predict' of model '{signature.name}' takes '{lost[0]}', which is no {what} of "
                 "the configuration"
             )
-
-
-def _agree(dims: tuple[int, ...], annotated: tuple[int, ...]) -> bool:
-    return len(dims) == len(annotated) and all(
-        -1 in (one, other) or one == other for one, other in zip(dims, annotated, strict=True)
-    )

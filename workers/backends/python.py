@@ -22,6 +22,7 @@ from shmserve.workers.backends import (
     Backend,
     ModelContext,
     Request,
+    parameters,
     python_metrics,
     python_server,
 )
@@ -82,8 +83,7 @@ class PythonBackend(Backend):
                 "supported"
             )
         python_metrics.on_change = context.control.wake
-        forced = (config.get("parameters") or {}).get("FORCE_CPU_ONLY_INPUT_TENSORS") or {}
-        self.device_inputs = forced.get("string_value") == "no"
+        self.device_inputs = parameters(config).get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
         kind = self._find(config)
         if not hasattr(kind, "execute"):
             raise InvalidArgument(
@@ -154,7 +154,7 @@ class PythonBackend(Backend):
                 raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
             if not (version_dir / file).is_file():
                 raise Unavailable(f"Python model file not found in '{self.context.version}/{file}'")
-            if "EXECUTION_ENV_PATH" in (config.get("parameters") or {}):
+            if "EXECUTION_ENV_PATH" in parameters(config):
                 logger.warning("EXECUTION_ENV_PATH has no effect: models share the server's Python")
             module = _import_model(self.context.model_dir, version_dir, file)
             self._class = module.TritonPythonModel

@@ -39,8 +39,7 @@ class PreferredMemory:
     """Where the outputs of a call should be; they come in host memory all the same."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
-        self._kind = preferred_memory_type
-        self._device_id = preferred_device_id
+        pass
 
 
 class InferenceTrace:

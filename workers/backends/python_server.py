@@ -11,7 +11,7 @@ from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, 
 from shmserve.ipc.messages import FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python_errors import TritonModelException, text
-from shmserve.workers.calls import Call, CallRequest, Calls, Reply
+from shmserve.workers.calls import CallRequest, Calls, Reply
 from shmserve.workers.requests import Request
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,11 @@ class Server:
     def call(self, request: CallRequest) -> Reply:
         """Run an inference of another model. Raises the ShmserveError that it ended with."""
         try:
-            begun: Call = self._begin(request)
+            self._check(request)
+            begun = self.calls.begin(request)
         except ShmserveError as error:
             raise _not_begun(request.model, error) from None
         return self.calls.wait(begun)
-
-    def _begin(self, request: CallRequest) -> Call:
-        self._check(request)
-        return self.calls.begin(request)
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[Reply]:
         """Begin one, from the running event loop."""
@@ -84,10 +81,10 @@ class Server:
 
 def _not_begun(model: str, error: ShmserveError) -> ShmserveError:
     """Triton's words for a call that reached no scheduler: the calling model is at fault."""
-    text = error.message
+    why = error.message
     if isinstance(error, NotFound):
-        text = f"Failed for execute the inference request. Model '{model}' is not ready."
-    message = f"Model {model} - Error when running inference: {text}"
+        why = f"Failed for execute the inference request. Model '{model}' is not ready."
+    message = f"Model {model} - Error when running inference: {why}"
     if isinstance(error, NotFound | InvalidArgument):
         return Internal(message)
     return type(error)(message)

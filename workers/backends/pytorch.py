@@ -22,7 +22,14 @@ import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.signature import Signature
-from shmserve.workers.backends import Answer, Backend, ModelContext, Request, torch_export
+from shmserve.workers.backends import (
+    Answer,
+    Backend,
+    ModelContext,
+    Request,
+    parameters,
+    torch_export,
+)
 from shmserve.workers.backends.torch_names import CallPlan, ResultPlan
 from shmserve.workers.backends.torch_programs import (
     Program,
@@ -67,10 +74,9 @@ class PytorchBackend(Backend):
         if strings:
             raise InvalidArgument(
                 f"input '{strings[0]}' of model '{signature.name}' has data_type TYPE_STRING, "
-                "which torch has no "
-                "tensors for"
+                "which torch has no tensors for"
             )
-        _set_options(_parameters(config))
+        _set_options(parameters(config))
         program, description = self._program(config)
         self._call_plan = CallPlan(signature.name, list(signature.inputs), program.arguments)
         self._result_plan = ResultPlan(
@@ -80,7 +86,7 @@ class PytorchBackend(Backend):
             torch_export.check(signature, description, self._call_plan.by_position)
         self._serving = program
         self._grad_free: Any = torch.inference_mode
-        if _parameters(config).get("INFERENCE_MODE", "true").lower() == "false":
+        if parameters(config).get("INFERENCE_MODE", "true").lower() == "false":
             self._grad_free = torch.no_grad
         self._runner = Runner(self.context, signature, self._device)
 
@@ -99,8 +105,10 @@ class PytorchBackend(Backend):
         if self._loaded is None:
             path = self._find(config)
             if path.suffix == ".py":
-                name, parameters = self.context.model_name, _parameters(config)
-                self._loaded = load_class(path, self._device, name, parameters), None
+                program = load_class(
+                    path, self._device, self.context.model_name, parameters(config)
+                )
+                self._loaded = program, None
             elif path.suffix == ".pt2":
                 program, exported = load_exported(path, self._device)
                 self._loaded = program, torch_export.describe(exported)
@@ -121,22 +129,18 @@ class PytorchBackend(Backend):
         )
 
 
-def _parameters(config: dict[str, Any]) -> dict[str, str]:
-    return {key: value["string_value"] for key, value in (config.get("parameters") or {}).items()}
-
-
-def _set_options(parameters: dict[str, str]) -> None:
-    if parameters.get("DISABLE_OPTIMIZED_EXECUTION", "").lower() == "true":
+def _set_options(given: dict[str, str]) -> None:
+    if given.get("DISABLE_OPTIMIZED_EXECUTION", "").lower() == "true":
         torch._C._set_graph_executor_optimize(False)
     for key in ("INTRA_OP_THREAD_COUNT", "NUM_THREADS"):
-        value = parameters.get(key)
+        value = given.get(key)
         if value is None:
             continue
         if not value.isdecimal() or int(value) < 1:
             raise InvalidArgument(f"parameter '{key}' must be a positive integer, got '{value}'")
         torch.set_num_threads(int(value))
     with contextlib.suppress(RuntimeError):  # may be set only before anything ran in parallel
-        inter = parameters.get("INTER_OP_THREAD_COUNT") or parameters.get("NUM_INTEROP_THREADS")
+        inter = given.get("INTER_OP_THREAD_COUNT") or given.get("NUM_INTEROP_THREADS")
         if inter and inter.isdecimal():
             torch.set_num_interop_threads(int(inter))
 
@@ -148,7 +152,6 @@ def _what_to_write(config: dict[str, Any], program: Program) -> str:
     )
     return (
         f"model '{config.get('name', '')}': the model file does not say the datatypes and shapes "
-        "of its inputs and "
-        f"outputs. Write them into config.pbtxt, for example: input [ {inputs} ] "
+        f"of its inputs and outputs. Write them into config.pbtxt, for example: input [ {inputs} ] "
         'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 1000 ] } ]'
     )

@@ -10,8 +10,9 @@ import torch
 from torch.export.graph_signature import TensorArgument
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.signature import Signature, shape_text
+from shmserve.ipc.signature import Signature, agree, shape_text
 from shmserve.ipc.tensors import TO_CONFIG
+from shmserve.workers.backends import has_scheduler
 from shmserve.workers.torch_types import PROTOCOL
 
 
@@ -98,7 +99,7 @@ def complete(
     completed = dict(config)
     if not config.get("input") and not config.get("output") and not config.get("max_batch_size"):
         completed["max_batch_size"] = min(description.largest_batch, default_max_batch_size)
-        if completed["max_batch_size"] > 1 and not _has_scheduler(config):
+        if completed["max_batch_size"] > 1 and not has_scheduler(config):
             completed["dynamic_batching"] = {}
     batched = completed.get("max_batch_size", 0) > 0
     if not config.get("input"):
@@ -106,13 +107,6 @@ def complete(
     if not config.get("output"):
         completed["output"] = [_tensor_config(tensor, batched) for tensor in description.outputs]
     return completed
-
-
-def _has_scheduler(config: dict[str, Any]) -> bool:
-    return any(
-        config.get(key) is not None
-        for key in ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
-    )
 
 
 def _tensor_config(tensor: Described, batched: bool) -> dict[str, Any]:
@@ -135,8 +129,8 @@ def check(
     if most > 0 and description.largest_batch == 0:
         raise InvalidArgument(
             f"model '{signature.name}' has max_batch_size {most}, but its program was exported "
-            "with a fixed first "
-            "dimension: export it with dynamic_shapes={...: {0: torch.export.Dim('batch')}}"
+            "with a fixed first dimension: export it with "
+            "dynamic_shapes={...: {0: torch.export.Dim('batch')}}"
         )
     if most > description.largest_batch:
         raise InvalidArgument(
@@ -148,16 +142,12 @@ def check(
         if spec.datatype != tensor.datatype:
             raise InvalidArgument(
                 f"input '{name}' of model '{signature.name}' has data_type "
-                f"{TO_CONFIG[spec.datatype]}, but its program "
-                f"takes {TO_CONFIG[tensor.datatype]}"
+                f"{TO_CONFIG[spec.datatype]}, but its program takes {TO_CONFIG[tensor.datatype]}"
             )
         dims = spec.dims if spec.reshape is None else spec.reshape
         want = tensor.dims[1:] if most > 0 else tensor.dims
-        if len(dims) != len(want) or any(
-            got != size and size != -1 and got != -1 for got, size in zip(dims, want, strict=True)
-        ):
+        if not agree(dims, want):
             raise InvalidArgument(
                 f"input '{name}' of model '{signature.name}' has the shape {shape_text(dims)}, but "
-                "its program takes "
-                f"{shape_text(want)}"
+                f"its program takes {shape_text(want)}"
             )

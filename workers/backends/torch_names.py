@@ -63,8 +63,7 @@ class CallPlan:
             if missing:
                 raise InvalidArgument(
                     f"model '{model}' takes the argument(s) {_list(missing)}, but its "
-                    "configuration "
-                    f"has no input for it; the inputs are {_list(inputs)}"
+                    f"configuration has no input for it; the inputs are {_list(inputs)}"
                 )
         self.by_position = sorted(zip(positions, inputs, strict=True))
 
@@ -73,8 +72,7 @@ class CallPlan:
         if len(inputs) > len(arguments):
             raise InvalidArgument(
                 f"the configuration of model '{model}' has {len(inputs)} inputs, but its forward "
-                "takes "
-                f"{len(arguments)}: {_list([argument.name for argument in arguments])}"
+                f"takes {len(arguments)}: {_list([argument.name for argument in arguments])}"
             )
 
     def bind(self, given: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -150,8 +148,7 @@ class ResultPlan:
         if lost:
             raise Internal(
                 f"model '{self._model}' returned the output(s) {_list(list(map(str, result)))}, "
-                "but its "
-                f"configuration names {_list(lost)}"
+                f"but its configuration names {_list(lost)}"
             )
         return {name: result[name] for name in self._outputs}
 
@@ -166,21 +163,18 @@ def _positions(
             if index in indices[:at]:
                 raise InvalidArgument(
                     f"{what}s '{names[indices.index(index)]}' and '{names[at]}' of model '{model}' "
-                    "have the same "
-                    f"index: what follows '__' is the position"
+                    "have the same index: what follows '__' is the position"
                 )
             if strict and index >= limit:
                 raise InvalidArgument(
                     f"{what} '{names[at]}' of model '{model}' has the index {index}, but the "
-                    "largest possible is "
-                    f"{limit - 1}: what follows '__' is the position, from 0"
+                    f"largest possible is {limit - 1}: what follows '__' is the position, from 0"
                 )
         return indices
     if len(names) > 1:
         logger.warning(
             "model '%s': %ss %s are neither the names the model has for them nor end in __INDEX, "
-            "so the order in "
-            "the configuration is taken",
+            "so the order in the configuration is taken",
             model,
             what,
             _list(names),
