@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,31 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "models"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture(scope="session")
+def explicit_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """See `explicit`."""
+    folder = tmp_path_factory.mktemp("explicit") / "models"
+    folder.mkdir()
+    with running(folder, "--model-control-mode=explicit") as started:
+        yield started, folder
+
+
+@pytest.fixture
+def explicit(explicit_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
+    """A server that loads models when it is told to, and its repository, which is empty.
+
+    Tests share the server, not the models: of what others had, it may only tell that it is
+    unloaded.
+    """
+    server, folder = explicit_server
+    yield server, folder
+    with server.http() as http:
+        for model in http.post("/v2/repository/index").ok().json():
+            http.post(f"/v2/repository/models/{model['name']}/unload").ok()
+    for model in folder.iterdir():
+        shutil.rmtree(model)
 
 
 @pytest.fixture

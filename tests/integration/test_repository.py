@@ -5,9 +5,10 @@ ask.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
 BROKEN = "raise RuntimeError('broken on purpose')\n"
 
 Serve = Callable[..., Server]
+Explicit = tuple[Server, Path]
 
 
 def source(answer: int) -> str:
@@ -71,11 +73,32 @@ def unload(http: Http, name: str) -> Reply:
 # --- mode none ---
 
 
-def test_mode_none_serves_everything_and_refuses_control(repository: Path, serve: Serve) -> None:
-    repositories.add(repository, "constant", "identity")
-    server = serve(repository)
-    with server.http() as http:
-        assert index(http) == {("constant", "1"): ("READY", ""), ("identity", "1"): ("READY", "")}
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of all that is in two repositories, as it is without flags."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    repositories.add(one, "constant")
+    repositories.add(two, "identity")
+    for name, policy in (
+        ("all", "version_policy: { all {} }"),
+        ("some", "version_policy: { specific { versions: [ 1, 3, 9 ] } }"),
+        ("latest", ""),
+    ):
+        folder = repositories.add_as(one, name, "constant", policy)
+        for version in (2, 3, 10):
+            rewrite(one, source(version), version, name)
+        (folder / "notes").mkdir()
+        (folder / "007").mkdir()
+    with running([one, two]) as started:
+        yield started
+
+
+def test_mode_none_serves_both_repositories_and_refuses_control(everything: Server) -> None:
+    with everything.http() as http:
+        found = index(http)
+        assert set(found.values()) == {("READY", "")}
+        assert {name for name, _ in found} == {"constant", "identity", "all", "some", "latest"}
+        assert answer(http) == 1
         for reply in (load(http, "constant"), unload(http, "constant")):
             assert reply.status == 503
             assert (
@@ -83,15 +106,20 @@ def test_mode_none_serves_everything_and_refuses_control(repository: Path, serve
             )
 
 
-def test_two_repositories(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder in (one, two):
-        folder.mkdir()
-    repositories.add(one, "constant")
-    repositories.add(two, "identity")
-    with running([one, two]) as server, server.http() as http:
-        assert set(index(http)) == {("constant", "1"), ("identity", "1")}
-        assert answer(http) == 1
+def test_version_policies(everything: Server) -> None:
+    with everything.http() as http:
+        versions = {
+            name: http.get(f"/v2/models/{name}").json()["versions"]
+            for name in ("all", "some", "latest")
+        }
+        assert versions == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
+        assert answer(http, "all") == 10
+        assert answer(http, "all/versions/2") == 2
+        assert answer(http, "some") == 3
+    assert (
+        "version 9 is specified for model 'some', but the version directory is not present"
+        in everything.log()
+    )
 
 
 def test_a_model_in_two_repositories(tmp_path: Path) -> None:
@@ -208,9 +236,9 @@ def test_explicit_mode_with_a_star_loads_all(repository: Path, serve: Serve) -> 
         assert set(index(http, ready=True)) == {("constant", "1"), ("identity", "1")}
 
 
-def test_unloading_ends_the_processes(repository: Path, serve: Serve) -> None:
+def test_unloading_ends_the_processes(explicit: Explicit) -> None:
+    server, repository = explicit
     repositories.add(repository, "constant")
-    server = serve(repository, "--model-control-mode=explicit")
     before = server.titles()
     with server.http() as http:
         for _ in range(3):
@@ -222,10 +250,11 @@ def test_unloading_ends_the_processes(repository: Path, serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "..%2Fescape", "%2E%2E", "a%2Fb"])
-def test_loading_what_is_not_there(repository: Path, serve: Serve, name: str) -> None:
+def test_loading_what_is_not_there(explicit: Explicit, name: str) -> None:
+    server, repository = explicit
     repositories.add(repository, "constant")
-    server = serve(repository, "--model-control-mode=explicit")
     with server.http() as http:
+        before = index(http)
         reply = load(http, name)
         assert reply.status in (400, 404, 500)
         if name == "nothing":
@@ -233,14 +262,14 @@ def test_loading_what_is_not_there(repository: Path, serve: Serve, name: str) ->
             assert reply.error.startswith(
                 "failed to load 'nothing', failed to poll from model repository"
             )
-        assert index(http) == {("constant", ""): ("", "")}
+        assert index(http) == before
         assert http.get("/v2/health/ready").status == 200
 
 
-def test_load_rules(repository: Path, serve: Serve) -> None:
+def test_load_rules(explicit: Explicit) -> None:
+    server, repository = explicit
     repositories.add(repository, "constant")
     rewrite(repository, BROKEN)
-    server = serve(repository, "--model-control-mode=explicit")
     with server.http() as http:
         reply = load(http, "constant")
         assert reply.status == 400
@@ -267,9 +296,9 @@ def test_load_rules(repository: Path, serve: Serve) -> None:
         assert answer(http) == 4
 
 
-def test_config_and_file_overrides(repository: Path, serve: Serve) -> None:
+def test_config_and_file_overrides(explicit: Explicit) -> None:
+    server, repository = explicit
     repositories.add(repository, "constant")
-    server = serve(repository, "--model-control-mode=explicit")
     with server.http() as http, triton.InferenceServerClient(server.url) as client:
         client.load_model("constant")
         config = http.get("/v2/models/constant/config").json()
@@ -295,8 +324,8 @@ def test_config_and_file_overrides(repository: Path, serve: Serve) -> None:
         assert answer(http) == 1
 
 
-def test_a_model_that_is_only_in_the_request(repository: Path, serve: Serve) -> None:
-    server = serve(repository, "--model-control-mode=explicit")
+def test_a_model_that_is_only_in_the_request(explicit: Explicit) -> None:
+    server, _ = explicit
     config = {
         "name": "given",
         "backend": "python",
@@ -310,20 +339,30 @@ def test_a_model_that_is_only_in_the_request(repository: Path, serve: Serve) -> 
         assert answer(http, "given") == 6
 
 
-def test_a_reload_loses_no_request(repository: Path, serve: Serve) -> None:
+@contextlib.contextmanager
+def asked(server: Server, http: Http, repository: Path) -> Iterator[None]:
+    """Clients ask two models all the time, and are answered."""
     repositories.add(repository, "simple", "identity")
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
-    with Load(server) as asking, server.http() as http:
-        for _ in range(3):
-            load(http, "simple").ok()
-            load(http, "identity").ok()
+    for name in ("simple", "identity"):
+        load(http, name).ok()
+    with Load(server) as asking:
+        yield
     assert asking.troubles() == []
 
 
-def test_a_failed_reload_keeps_the_old_one(repository: Path, serve: Serve) -> None:
-    repositories.add(repository, "constant", "simple", "identity")
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
-    with Load(server) as asking, server.http() as http:
+def test_a_reload_loses_no_request(explicit: Explicit) -> None:
+    server, repository = explicit
+    with server.http() as http, asked(server, http, repository):
+        for _ in range(3):
+            load(http, "simple").ok()
+            load(http, "identity").ok()
+
+
+def test_a_failed_reload_keeps_the_old_one(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add(repository, "constant")
+    with server.http() as http, asked(server, http, repository):
+        load(http, "constant").ok()
         rewrite(repository, BROKEN)
         reply = load(http, "constant")
         assert reply.status == 400
@@ -339,30 +378,28 @@ def test_a_failed_reload_keeps_the_old_one(repository: Path, serve: Serve) -> No
         rewrite(repository, source(2))
         load(http, "constant").ok()
         assert answer(http) == 2
-    assert asking.troubles() == []
 
 
 def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
-    repository: Path, serve: Serve
+    explicit: Explicit,
 ) -> None:
-    config = "version_policy: { all {} }\n"
-    repositories.add(repository, "constant", config=config)
-    rewrite(repository, BROKEN, version=2)
-    server = serve(repository, "--model-control-mode=explicit")
+    server, repository = explicit
+    repositories.add_as(repository, "versions", "constant", "version_policy: { all {} }\n")
+    rewrite(repository, BROKEN, 2, "versions")
     with server.http() as http:
-        assert load(http, "constant").status == 400
+        assert load(http, "versions").status == 400
         assert http.get("/v2/health/ready").status == 400
-        shutil.rmtree(repository / "constant" / "2")
-        load(http, "constant").ok()
-        assert index(http) == {("constant", "1"): ("READY", "")}
+        assert ("versions", "2") in index(http)
+        shutil.rmtree(repository / "versions" / "2")
+        load(http, "versions").ok()
+        assert index(http)[("versions", "1")] == ("READY", "")
+        assert ("versions", "2") not in index(http)
         assert http.get("/v2/health/ready").status == 200
 
 
-def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(
-    repository: Path, serve: Serve
-) -> None:
+def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: Explicit) -> None:
+    server, repository = explicit
     repositories.add(repository, "constant", config="instance_group { kind: KIND_GPU }\n")
-    server = serve(repository, "--model-control-mode=explicit")
     with server.http() as http:
         reply = load(http, "constant")
         assert (reply.status, reply.error) == (
@@ -405,12 +442,11 @@ def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(repository: Pat
         server.stop()
 
 
-def test_requests_in_flight_finish_on_the_model_they_began_with(
-    repository: Path, serve: Serve
-) -> None:
+def test_requests_in_flight_finish_on_the_model_they_began_with(explicit: Explicit) -> None:
+    server, repository = explicit
     repositories.add(repository, "gated")
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=gated")
     with crowd(server) as people, server.http() as http:
+        load(http, "gated").ok()
         old = people.number("gated", 1)
         visit = server.gate.next()
         load(http, "gated").ok()
@@ -425,10 +461,11 @@ def test_requests_in_flight_finish_on_the_model_they_began_with(
         assert old.result().status == 200
 
 
-def test_unload_lets_what_runs_finish(repository: Path, serve: Serve) -> None:
+def test_unload_lets_what_runs_finish(explicit: Explicit) -> None:
+    server, repository = explicit
     repositories.add(repository, "gated")
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=gated")
     with crowd(server) as people, server.http() as http:
+        load(http, "gated").ok()
         running = people.number("gated", 1)
         visit = server.gate.next()
         unload(http, "gated").ok()
@@ -438,15 +475,17 @@ def test_unload_lets_what_runs_finish(repository: Path, serve: Serve) -> None:
         until("it is unloaded", lambda: index(http)[("gated", "1")] == ("UNAVAILABLE", "unloaded"))
 
 
-def test_unload_while_a_worker_starts_again(repository: Path, serve: Serve) -> None:
+def test_unload_while_a_worker_starts_again(explicit: Explicit) -> None:
+    server, repository = explicit
+    before = len(server.log())
     repositories.add(repository, "constant")
     waiting = (
         "import os, socket\ngate = socket.socket(socket.AF_UNIX)\n"
         "gate.connect(os.environ['GATE'])\n"
         'gate.sendall(b\'{"batch": [], "rows": [], "pid": 0}\\n\')\ngate.recv(1)\n'
     )
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=constant")
     with server.http() as http:
+        load(http, "constant").ok()
         rewrite(repository, waiting + source(2))
         (worker,) = server.find("worker constant.0")
         worker.kill()
@@ -458,39 +497,12 @@ def test_unload_while_a_worker_starts_again(repository: Path, serve: Serve) -> N
         rewrite(repository, source(3))
         load(http, "constant").ok()
         assert answer(http) == 3
-    assert "Traceback" not in server.log()
+    assert "Traceback" not in server.log()[before:]
 
 
-def test_version_policies(repository: Path, serve: Serve) -> None:
-    for name, policy in (
-        ("all", "version_policy: { all {} }"),
-        ("some", "version_policy: { specific { versions: [ 1, 3, 9 ] } }"),
-        ("latest", ""),
-    ):
-        folder = repositories.add_as(repository, name, "constant", policy)
-        for version in (2, 3, 10):
-            rewrite(repository, source(version), version, name)
-        (folder / "notes").mkdir()
-        (folder / "007").mkdir()
-    server = serve(repository)
-    with server.http() as http:
-        versions = {
-            name: http.get(f"/v2/models/{name}").json()["versions"]
-            for name in ("all", "some", "latest")
-        }
-        assert versions == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
-        assert answer(http, "all") == 10
-        assert answer(http, "all/versions/2") == 2
-        assert answer(http, "some") == 3
-    assert (
-        "version 9 is specified for model 'some', but the version directory is not present"
-        in server.log()
-    )
-
-
-def test_a_load_says_what_initialize_raised(repository: Path, serve: Serve) -> None:
+def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
+    server, repository = explicit
     repositories.add(repository, "constant")
-    server = serve(repository, "--model-control-mode=explicit")
     fails = """    def initialize(self, args):
         raise ValueError('no weights')
 
