@@ -48,6 +48,26 @@ def add_as(repository: Path, name: str, source: str, config: str = "") -> Path:
     return folder
 
 
+_LOADS_AT_THE_GATE = """\
+    def initialize(self, args):
+        self.wait({"batch": ["load"], "rows": [], "pid": os.getpid()})
+
+    def execute("""
+
+
+def add_slow(repository: Path, name: str) -> Path:
+    """Add the model "gated", whose loading waits at the gate, too; returns its folder."""
+    folder = add_as(repository, name, "gated")
+    insert(folder, _LOADS_AT_THE_GATE)
+    return folder
+
+
+def insert(folder: Path, before_execute: str) -> None:
+    """Have the model in `folder` begin with this; it ends with what `execute` begins with."""
+    code = folder / "1" / "model.py"
+    code.write_text(code.read_text().replace("    def execute(", before_execute, 1))
+
+
 def identity_config(
     name: str,
     datatype: str,

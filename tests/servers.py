@@ -71,14 +71,13 @@ class Server:
             *(f"--model-repository={repository}" for repository in repositories),
             *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
             *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
+            # One process less where a test does not ask for it.
             *(
                 ("--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}")
                 if grpc
                 else ("--allow-grpc=false",)
             ),
             f"--run-dir={self.run_dir}",
-            # One process less where a test does not ask for it.
-            f"--grpc-port={self.grpc_port}" if grpc else "--allow-grpc=false",
             *flags,
         ]
         with self.log_path.open("ab") as log:

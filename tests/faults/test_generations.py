@@ -17,7 +17,6 @@ import pytest
 
 from tests import repositories
 from tests.crowd import Crowd, crowd, values
-from tests.faults.test_readiness import SLOW_LOAD
 from tests.raw_http import Reply, binary_request
 from tests.servers import Server, running
 from tests.waiting import until
@@ -29,21 +28,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generations") / "models"
     folder.mkdir()
     repositories.add(folder, "simple", "gated", "identity")
-    slow_load(repositories.add_as(folder, "slow", "gated"))
-    twin = repositories.add_as(folder, "twin", "gated")
-    slow_load(twin)
+    repositories.add_slow(folder, "slow")
+    twin = repositories.add_slow(folder, "twin")
     config = twin / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))
     two = repositories.add_as(folder, "two", "gated")
     (two / "1").rename(two / "2")
     repositories.add_as(folder, "once", "gated")
     return folder
-
-
-def slow_load(folder: Path) -> None:
-    """Have a model wait at the gate when it is loaded, too."""
-    code = folder / "1" / "model.py"
-    code.write_text(code.read_text().replace("    def execute(", SLOW_LOAD.lstrip("\n"), 1))
 
 
 @pytest.fixture(scope="module")

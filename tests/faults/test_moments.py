@@ -12,7 +12,6 @@ import pytest
 from tests import repositories
 from tests.crowd import Crowd, crowd, values
 from tests.faults.scene import RECOVERY_S, wait_replaced
-from tests.faults.test_readiness import SLOW_LOAD
 from tests.gates import Visit
 from tests.load import Load
 from tests.servers import Server, running, wait_gone
@@ -29,8 +28,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that waits at the gate when it is loaded, one that does not, and one to be asked."""
     folder = tmp_path_factory.mktemp("moments") / "models"
     folder.mkdir()
-    slow = repositories.add_as(folder, "slow", "gated") / "1" / "model.py"
-    slow.write_text(slow.read_text().replace("    def execute(", SLOW_LOAD.lstrip("\n"), 1))
+    repositories.add_slow(folder, "slow")
     repositories.add(folder, "gated", "simple")
     return folder
 

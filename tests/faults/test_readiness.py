@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +12,8 @@ import pytest
 from tests import repositories
 from tests.crowd import crowd, values
 from tests.faults.scene import RECOVERY_S
-from tests.servers import Server
+from tests.servers import Server, running
 from tests.waiting import until
-
-# The model "gated", whose loading, too, waits at the gate.
-SLOW_LOAD = """
-    def initialize(self, args):
-        self.wait({"batch": ["load"], "rows": [], "pid": os.getpid()})
-
-    def execute("""
 
 
 @pytest.fixture
@@ -28,10 +21,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
     """A server that is still loading."""
     repository = tmp_path / "models"
     repository.mkdir()
-    folder = repositories.add_as(repository, "gated", "gated")
+    repositories.add_slow(repository, "gated")
     repositories.add(repository, "simple")
-    code = folder / "1" / "model.py"
-    code.write_text(code.read_text().replace("    def execute(", SLOW_LOAD.lstrip("\n"), 1))
     started = Server([repository])
     try:
         yield started
@@ -63,27 +54,23 @@ def test_ready_only_when_a_request_would_be_answered(server: Server) -> None:
         until("it is ready again", lambda: http.get("/v2/health/ready").status == 200, RECOVERY_S)
 
 
-def test_a_crash_loop_fails_the_model_and_not_the_server(
-    serve_repository: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None:
     """A model that can be loaded once only: its requests are refused, the others' are answered."""
     repository = tmp_path / "models"
     repository.mkdir()
     folder = repositories.add_as(repository, "once", "gated")
     repositories.add(repository, "simple")
-    code = folder / "1" / "model.py"
     mark = tmp_path / "loaded"
-    once = f"""
+    once = f"""\
     def initialize(self, args):
         if os.path.exists({str(mark)!r}):
             os._exit(9)
         open({str(mark)!r}, "w").close()
 
     def execute("""
-    code.write_text(code.read_text().replace("    def execute(", once.lstrip("\n"), 1))
-    server = serve_repository(repository)
-    server.gate.close()
-    with server.http() as http, crowd(server) as people:
+    repositories.insert(folder, once)
+    with running(repository) as server, server.http() as http, crowd(server) as people:
+        server.gate.close()
         waiting = people.number("once", 1)
         assert values(waiting.result()) == [1]
         server.one("worker once.0").kill()
@@ -105,17 +92,3 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(
         began = time.monotonic()
         assert people.number("once", 1).result().status == 503
         assert time.monotonic() - began < RECOVERY_S
-
-
-@pytest.fixture
-def serve_repository() -> Iterator[Callable[..., Server]]:
-    """Start a server of a repository of the test's own."""
-    started: list[Server] = []
-
-    def start(repository: Path, *flags: str) -> Server:
-        started.append(Server([repository], flags))
-        return started[-1].wait_ready()
-
-    yield start
-    for server in started:
-        server.stop()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,15 +14,20 @@ import pytest
 from tests import repositories
 from tests.crowd import crowd, values
 from tests.load import Load
-from tests.servers import ROOT, Server, free_ports
+from tests.servers import Server, free_ports, run_command, running
 from tests.waiting import until
 
-Serve = Callable[..., Server]
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server to look at."""
+    folder = tmp_path_factory.mktemp("tree")
+    repositories.add(folder, "simple", "identity")
+    with running(folder, "--gateways=2") as started:
+        yield started
 
 
-def test_every_process_says_what_it_is(repository: Path, serve: Serve) -> None:
-    repositories.add(repository, "simple")
-    server = serve(repository)
+def test_every_process_says_what_it_is(server: Server) -> None:
     titles = server.titles()
     for title in ("worker simple.0 cpu", "scheduler simple", "gateway http 0"):
         assert titles[title] == 1, titles
@@ -37,29 +40,14 @@ def test_every_process_says_what_it_is(repository: Path, serve: Serve) -> None:
         assert process.pid == server.pid or process.ppid() == server.pid
 
 
-def test_the_run_directory_is_private(repository: Path, serve: Serve) -> None:
-    repositories.add(repository, "simple")
-    server = serve(repository)
-    assert stat.S_IMODE(server.run_dir.stat().st_mode) == 0o700
-
-
-def test_nothing_of_the_server_has_a_name_in_shared_memory(repository: Path, serve: Serve) -> None:
+def test_nothing_of_the_server_has_a_name_in_shared_memory(server: Server) -> None:
     """R7: internal memory cannot be registered, for it has no name."""
-    repositories.add(repository, "simple", "identity")
-    before = set(os.listdir("/dev/shm"))
-    server = serve(repository)
     with Load(server, simple=1, memory=0):
         mapped = {m.path for process in server.tree() for m in process.memory_maps()}
-        assert not [
-            path
-            for path in mapped
-            if path.startswith("/dev/shm/") and Path(path).name not in before
-        ]
+        assert not [path for path in mapped if path.startswith("/dev/shm/")]
 
 
-def test_two_gateways_share_the_port(repository: Path, serve: Serve) -> None:
-    repositories.add(repository, "simple", "identity")
-    server = serve(repository, "--gateways=2")
+def test_two_gateways_share_the_port(server: Server) -> None:
     gateways = server.find("gateway http")
     assert len(gateways) == 2
     with Load(server, simple=6, memory=3) as asking:
@@ -76,20 +64,17 @@ def test_two_gateways_share_the_port(repository: Path, serve: Serve) -> None:
     assert asking.troubles() == []
 
 
-def test_models_see_no_sockets_of_clients(repository: Path, serve: Serve) -> None:
+def test_models_see_no_sockets_of_clients(server: Server) -> None:
     """A worker runs foreign code: it holds no listening socket, and none of a client."""
-    repositories.add(repository, "simple")
-    server = serve(repository)
     with server.http() as http:
         http.get("/v2/health/live").ok()
         assert server.one("worker simple.0").net_connections("tcp") == []
         assert server.one("scheduler simple").net_connections("tcp") == []
 
 
-def test_no_process_can_gain_privileges(repository: Path, serve: Serve) -> None:
+def test_no_process_can_gain_privileges(server: Server) -> None:
     """R24: what models run (setuid programs) has no more rights than the server."""
-    repositories.add(repository, "simple")
-    for process in serve(repository).tree()[1:]:
+    for process in server.tree()[1:]:
         status = Path(f"/proc/{process.pid}/status").read_text()
         assert "NoNewPrivs:\t1\n" in status, process.cmdline()
 
@@ -190,14 +175,7 @@ def test_sigint_ends_it_too(repository: Path) -> None:
 
 
 def test_sigterm_while_loading(repository: Path) -> None:
-    repositories.add(repository, "constant")
-    code = repository / "constant" / "1" / "model.py"
-    waiting = (
-        "import os, socket\ngate = socket.socket(socket.AF_UNIX)\n"
-        "gate.connect(os.environ['GATE'])\n"
-        'gate.sendall(b\'{"batch": [], "rows": [], "pid": 0}\\n\')\ngate.recv(1)\n'
-    )
-    code.write_text(code.read_text().replace("import numpy", waiting + "import numpy", 1))
+    repositories.add_slow(repository, "slow")
     server = Server([repository])
     try:
         server.gate.next()
@@ -210,35 +188,16 @@ def test_sigterm_while_loading(repository: Path) -> None:
         server.discard()
 
 
-def test_a_taken_port_is_a_clear_error(repository: Path, serve: Serve) -> None:
-    repositories.add(repository, "constant")
-    server = serve(repository)
+def test_a_taken_port_is_a_clear_error(repository: Path, server: Server) -> None:
     (metrics,) = free_ports(1)
-    other = subprocess.run(
-        [
-            *(sys.executable, "-m", "shmserve", "serve", f"--model-repository={repository}"),
-            *(
-                "--http-address=127.0.0.1",
-                f"--http-port={server.http_port}",
-                "--allow-grpc=false",
-                f"--metrics-port={metrics}",
-                "--allow-grpc=false",
-            ),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    flags = (f"--http-port={server.http_port}", f"--metrics-port={metrics}", "--allow-grpc=false")
+    other = run_command("serve", f"--model-repository={repository}", *flags)
     assert other.returncode not in (0, -9)
     assert str(server.http_port) in other.stderr
     assert "Traceback" not in other.stderr
 
 
-def test_a_run_directory_in_use_is_a_clear_error(repository: Path, serve: Serve) -> None:
-    repositories.add(repository, "constant")
-    server = serve(repository)
+def test_a_run_directory_in_use_is_a_clear_error(repository: Path, server: Server) -> None:
     other = Server([repository], run_dir=server.run_dir)
     try:
         assert other.wait_exit(20) not in (0, None)

@@ -503,12 +503,12 @@ def test_unload_while_a_worker_starts_again(explicit: Explicit) -> None:
 def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "constant")
-    fails = """    def initialize(self, args):
+    fails = """\
+    def initialize(self, args):
         raise ValueError('no weights')
 
     def execute("""
-    code = repository / "constant" / "1" / "model.py"
-    code.write_text(code.read_text().replace("    def execute(", fails, 1))
+    repositories.insert(repository / "constant", fails)
     with server.http() as http:
         assert load(http, "constant").error == (
             "load failed for model 'constant': version 1 is at UNAVAILABLE state: "
@@ -547,12 +547,7 @@ def test_poll_mode_waits_for_no_model(repository: Path, serve: Serve) -> None:
     """One that takes its time to load, or hangs, does not keep the others from being followed."""
     repositories.add(repository, "constant")
     server = serve(repository, "--model-control-mode=poll", "--repository-poll-secs=1")
-    slow = repositories.add_as(repository, "a", "gated") / "1" / "model.py"
-    waits = """    def initialize(self, args):
-        self.wait({"batch": [], "rows": [], "pid": 0})
-
-    def execute("""
-    slow.write_text(slow.read_text().replace("    def execute(", waits))
+    repositories.add_slow(repository, "a")
     loading = server.gate.next()
     with server.http() as http:
         rewrite(repository, source(2))
