@@ -101,7 +101,7 @@ NATIVE = (
 
 
 def run(case: NativeCase, runner: Runner) -> Row:
-    """Samples of both, taking turns; one that fails is noted and left out."""
+    """Samples of both, taking turns. Raises what the failure of either raises."""
     row = Row(case.figure, {})
     analyzer = runner.analyzer if case.peer is not None else None
     with ExitStack() as started:

@@ -43,6 +43,12 @@ class Ports:
     grpc: int
     metrics: int
 
+    def flags(self) -> list[str]:
+        """The flags, which both products have, that open these ports."""
+        doors = (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics))
+        addresses = [f"--{door}-address=127.0.0.1" for door, _ in doors]
+        return addresses + [f"--{door}-port={port}" for door, port in doors]
+
 
 class Product(Protocol):
     """Something that can be started: what differs between shmserve and Triton."""
@@ -67,10 +73,7 @@ class Shmserve:
     def command(self, repository: Path, ports: Ports, scratch: Path) -> list[str]:
         """`python -m shmserve serve ...`, with a run directory in `scratch`."""
         flags = [f"--model-repository={repository}", f"--run-dir={scratch / 'run'}"]
-        flags += ["--http-address=127.0.0.1", f"--http-port={ports.http}"]
-        flags += ["--grpc-address=127.0.0.1", f"--grpc-port={ports.grpc}"]
-        flags += ["--metrics-address=127.0.0.1", f"--metrics-port={ports.metrics}"]
-        return [sys.executable, "-m", "shmserve", "serve", *flags]
+        return [sys.executable, "-m", "shmserve", "serve", *flags, *ports.flags()]
 
     def environment(self) -> dict[str, str]:
         """Ours."""
@@ -87,10 +90,7 @@ class Triton:
     def command(self, repository: Path, ports: Ports, scratch: Path) -> list[str]:
         """`tritonserver` with its defaults, on our ports."""
         flags = [f"--model-repository={repository}", f"--backend-directory={self.files.backends}"]
-        flags += ["--http-address=127.0.0.1", f"--http-port={ports.http}"]
-        flags += ["--grpc-address=127.0.0.1", f"--grpc-port={ports.grpc}"]
-        flags += ["--metrics-address=127.0.0.1", f"--metrics-port={ports.metrics}"]
-        return [str(self.files.binary), *flags]
+        return [str(self.files.binary), *flags, *ports.flags()]
 
     def environment(self) -> dict[str, str]:
         """Its own Python first."""

@@ -67,9 +67,8 @@ def load() -> Digits:
 def train(digits: Digits) -> Network:
     """A network fitted to the training half; the same one each time."""
     torch.manual_seed(0)
-    torch.set_num_threads(
-        1
-    )  # so small a network gains nothing from more, and loses on a busy machine
+    # So small a network gains nothing from more, and loses on a busy machine.
+    torch.set_num_threads(1)
     network = Network()
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     images, labels = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
