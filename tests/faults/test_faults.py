@@ -26,7 +26,7 @@ from tests.faults.scene import (
     scene,
     wait_replaced,
 )
-from tests.raw_http import in_region, raw_connection, shm_input
+from tests.raw_http import Reply, in_region, raw_connection, shm_input
 from tests.regions import SharedObject
 from tests.servers import Server, wait_gone
 from tests.waiting import until
@@ -192,24 +192,29 @@ def kill_a_scheduler_with_requests_inside(stage: Scene) -> None:
 # --- models that misbehave ---
 
 
+def in_one_batch(stage: Scene, *commands: str) -> list[Reply]:
+    """The answers to requests for the model "crimes" that are executed together."""
+    holder = stage.people.infer("crimes", crime("gate"))
+    visit = stage.server.gate.next()
+    asked = []
+    for count, word in enumerate(commands, 1):
+        asked.append(stage.people.infer("crimes", crime(word)))
+        stage.server.wait_pending("crimes", count)
+    visit.release()
+    assert is_right(holder.result())
+    return [answer.result() for answer in asked]
+
+
 def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
     """One request of a batch makes the model do this; its batch mates are answered right all the
-    same.
+    same. `error`: what it is told, if it is told what went wrong.
     """
 
     def commit(stage: Scene) -> None:
-        holder = stage.people.infer("crimes", crime("gate"))
-        visit = stage.server.gate.next()
-        asked = []
-        for count, word in enumerate(("ok", command, "ok"), 1):
-            asked.append(stage.people.infer("crimes", crime(word)))
-            stage.server.wait_pending("crimes", count)
-        visit.release()
-        assert is_right(holder.result())
-        good, bad, fine = (answer.result() for answer in asked)
+        good, bad, fine = in_one_batch(stage, "ok", command, "ok")
         assert is_right(good), good
         assert is_right(fine), fine
-        assert bad.status in (500, 503), bad
+        assert bad.status == 500 or (bad.status == 503 and not error), bad
         assert error in bad.error
         assert_text_is_for_clients(bad.error, stage.server)
         since = time.monotonic()
@@ -217,6 +222,12 @@ def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
         assert time.monotonic() - since < RECOVERY_S
 
     return commit
+
+
+def model_forks(stage: Scene) -> None:
+    """The process that a model forks answers nobody."""
+    assert all(map(is_right, in_one_batch(stage, "ok", "fork", "ok")))
+    assert is_right(stage.http.infer("crimes", crime("fork")))
 
 
 def assert_text_is_for_clients(text: str, server: Server) -> None:
@@ -430,10 +441,18 @@ CRIMES: dict[str, Crime] = {
     ),
     "stop a worker for a moment": Crime(stop_briefly("worker simple.0")),
     "an error for one of a batch": Crime(model_does("error", "as you wished")),
-    "an exception": Crime(model_does("raise", "raised as you wished")),
-    "the wrong count": Crime(model_does("wrong_count")),
-    "no list": Crime(model_does("not_a_list", "Expected a list in the execute return")),
-    "no response": Crime(model_does("not_a_response", "Expected an 'InferenceResponse' object")),
+    "an exception": Crime(model_does("raise", "ValueError: raised as you wished")),
+    "an exception without words": Crime(model_does("speechless", "message: Speechless")),
+    "the wrong count": Crime(model_does("wrong_count", "do not match the number of")),
+    "no list": Crime(model_does("not_a_list", "Expected a list in the execute return, found type")),
+    "no response": Crime(
+        model_does(
+            "not_a_response",
+            "Expected an 'InferenceResponse' object in the execute function return list, found "
+            "type",
+        )
+    ),
+    "a fork": Crime(model_forks),
     "a hang": Crime(model_does("hang")),
     "os._exit": Crime(model_does("exit")),
     "a segmentation fault": Crime(model_does("segfault")),

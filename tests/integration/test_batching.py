@@ -27,12 +27,21 @@ MODELS = {
 }
 
 
+def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -> None:
+    """The model "gated" in two instances."""
+    path = repositories.add_as(repository, name, "gated", config) / "config.pbtxt"
+    text = path.read_text().replace("count: 1", "count: 2")
+    path.write_text(text.replace("max_batch_size: 8", f"max_batch_size: {max_batch_size}"))
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The model "gated" under several batching configurations."""
     repository = tmp_path_factory.mktemp("batching")
     for name, config in MODELS.items():
         repositories.add_as(repository, name, "gated", config)
+    add_two(repository, "two", MODELS["eager"])
+    add_two(repository, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
     with running(repository) as started:
         yield started
 
@@ -175,61 +184,27 @@ def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Q
     assert held.first.result().status == 200
 
 
-@pytest.fixture
-def delayed(repository: Path, serve: Callable[..., Server]) -> Callable[[int, str], Server]:
-    """A server whose scheduler starts when that many requests are queued."""
-
-    def start(count: int, config: str) -> Server:
-        repositories.add_as(repository, "model", "gated", config)
-        started = serve(repository, environment={"TRITONSERVER_DELAY_SCHEDULER": str(count)})
-        started.gate.close()
-        return started
-
-    return start
-
-
-def executed(server: Server) -> dict[int, int]:
-    """How often a batch of each size ran."""
-    with server.http() as http:
-        (stats,) = http.get("/v2/models/model/stats").ok().json()["model_stats"]
-    return {batch["batch_size"]: batch["compute_infer"]["count"] for batch in stats["batch_stats"]}
+def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..., Server]) -> None:
+    """The schedulers start when twelve requests are queued."""
+    preferred = "preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: 200000"
+    repositories.add_as(repository, "eager", "gated", MODELS["eager"])
+    repositories.add_as(repository, "preferred", "gated", DYNAMIC % preferred)
+    server = serve(repository, environment={"TRITONSERVER_DELAY_SCHEDULER": "12"})
+    server.gate.close()
+    for model, executed in (("eager", {8: 1, 4: 1}), ("preferred", {7: 1, 4: 1, 1: 1})):
+        with crowd(server) as people, server.http() as http:
+            answers = [people.number(model, value) for value in range(12)]
+            assert [values(reply.result()) for reply in answers] == [[value] for value in range(12)]
+            (stats,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+        batches = stats["batch_stats"]
+        assert {b["batch_size"]: b["compute_infer"]["count"] for b in batches} == executed
 
 
-def test_delay_scheduler_gives_exact_counts(delayed: Callable[[int, str], Server]) -> None:
-    server = delayed(12, MODELS["eager"])
+def test_responses_keep_the_order_of_requests(server: Server) -> None:
     with crowd(server) as people:
-        answers = [people.number("model", value) for value in range(12)]
-        assert [values(answer.result()) for answer in answers] == [[value] for value in range(12)]
-    assert executed(server) == {8: 1, 4: 1}
-
-
-def test_delay_scheduler_with_preferred_sizes(delayed: Callable[[int, str], Server]) -> None:
-    server = delayed(
-        7, DYNAMIC % "preferred_batch_size: [ 4, 6 ] max_queue_delay_microseconds: 200000"
-    )
-    with crowd(server) as people:
-        for answer in [people.number("model", value) for value in range(7)]:
-            assert answer.result().status == 200
-    assert executed(server) == {6: 1, 1: 1}
-
-
-def test_responses_keep_the_order_of_requests(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
-    repositories.add_as(
-        repository,
-        "model",
-        "gated",
-        DYNAMIC % "preserve_ordering: true",
-    )
-    config = repository / "model" / "config.pbtxt"
-    text = config.read_text().replace("max_batch_size: 8", "max_batch_size: 1")
-    config.write_text(text.replace("count: 1", "count: 2"))
-    server = serve(repository)
-    with crowd(server) as people:
-        first = people.number("model", 1)
+        first = people.number("ordered", 1)
         slow = server.gate.next()
-        second = people.number("model", 2)
+        second = people.number("ordered", 2)
         fast = server.gate.next()
         assert (slow.batch, fast.batch) == ([1], [2])
         fast.release()
@@ -240,15 +215,11 @@ def test_responses_keep_the_order_of_requests(
         assert values(second.result()) == [2]
 
 
-def test_two_instances_run_at_the_same_time(repository: Path, serve: Callable[..., Server]) -> None:
-    folder = repositories.add_as(repository, "model", "gated", MODELS["eager"])
-    config = folder / "config.pbtxt"
-    config.write_text(config.read_text().replace("count: 1", "count: 2"))
-    server = serve(repository)
+def test_two_instances_run_at_the_same_time(server: Server) -> None:
     with crowd(server) as people:
-        answers = [people.number("model", 1)]
+        answers = [people.number("two", 1)]
         one = server.gate.next()
-        answers.append(people.number("model", 2))
+        answers.append(people.number("two", 2))
         other = server.gate.next()
         assert one.pid != other.pid
         for visit in (one, other):

@@ -16,32 +16,16 @@ from tests import repositories
 from tests.servers import Server, free_ports, run_command
 
 
-@pytest.mark.parametrize("verb", [(), ("serve",), ("check",), ("client",), ("client", "infer")])
-def test_help(verb: tuple[str, ...]) -> None:
-    shown = run_command(*verb, "--help")
-    assert shown.returncode == 0
-    assert "usage" in shown.stdout.lower()
-    assert max(map(len, shown.stdout.splitlines())) <= 120
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (("--no-such-flag=1",), "--no-such-flag"),
         (("--http-port=x",), "--http-port"),
-        (("--http-port=70000",), "--http-port"),
-        (("--http-port=-1",), "--http-port"),
-        (("--gateways=0",), "--gateways"),
-        (("--exit-timeout-secs=x",), "--exit-timeout-secs"),
-        (("--model-control-mode=never",), "--model-control-mode"),
-        (("--strict-readiness=perhaps",), "--strict-readiness"),
-        (("--max-batch-size=-1",), "--max-batch-size"),
-        (("--max-queue-delay-us=1.5",), "--max-queue-delay-us"),
-        (("--http-max-input-size=0",), "--http-max-input-size"),
         (("--load-model=x",), "--load-model"),
     ],
 )
 def test_bad_flags(repository: Path, flags: tuple[str, ...], named: str) -> None:
+    """Of each kind of error one; tests/unit/test_flags.py has them all."""
     refused = run_command("serve", f"--model-repository={repository}", *flags)
     assert refused.returncode == 2
     assert named in refused.stderr
@@ -62,7 +46,12 @@ def test_no_repository_and_a_missing_one(tmp_path: Path) -> None:
 def test_an_existing_triton_command_line_starts(
     repository: Path, serve: Callable[..., Server]
 ) -> None:
-    repositories.add(repository, "constant")
+    """The log tells models and addresses, and lists once what has no effect."""
+    repositories.add(
+        repository,
+        "constant",
+        config='optimization { graph { level: 1 } } metric_tags { key: "a" value: "b" }',
+    )
     flags = [
         "--backend-directory=/opt/tritonserver/backends",
         "--allow-client-shm=true",
@@ -85,30 +74,14 @@ def test_an_existing_triton_command_line_starts(
         "false",
     ]
     server = serve(repository, *flags)
-    warnings = [line for line in server.log().splitlines() if "--backend-directory" in line]
-    assert len(warnings) == 1
-    assert "--rate-limit" in warnings[0]
-
-
-def test_the_log_tells_models_and_addresses(repository: Path, serve: Callable[..., Server]) -> None:
-    repositories.add(repository, "constant", "simple")
-    server = serve(repository)
     log = server.log()
+    lines = log.splitlines()
+    (warning,) = [line for line in lines if "--backend-directory" in line]
+    assert "--rate-limit" in warning
     assert f"127.0.0.1:{server.http_port}" in log
     assert f"127.0.0.1:{server.metrics_port}" in log
-    assert [line for line in log.splitlines() if "constant" in line and "READY" in line]
-
-
-def test_fields_without_effect_are_listed_once(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
-    repositories.add(
-        repository,
-        "constant",
-        config='optimization { graph { level: 1 } } metric_tags { key: "a" value: "b" }',
-    )
-    server = serve(repository)
-    assert len([line for line in server.log().splitlines() if "optimization" in line]) == 1
+    assert [line for line in lines if "constant" in line and "READY" in line]
+    assert len([line for line in lines if "optimization" in line]) == 1
 
 
 def test_check(repository: Path) -> None:

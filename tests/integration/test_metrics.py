@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tests import repositories
 from tests.crowd import crowd
 from tests.load import ask_simple
 from tests.raw_http import Http, json_input
-from tests.servers import Server
+from tests.servers import Server, running
 from tests.waiting import until
 
 COUNTERS = (
@@ -29,11 +30,21 @@ COUNTERS = (
 REASONS = {"REJECTED", "CANCELED", "BACKEND", "OTHER"}
 
 
-@pytest.fixture
-def counted(repository: Path, serve: Callable[..., Server]) -> Server:
-    """A fresh server of "simple" and "crimes"."""
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of models of which each test asks its own."""
+    repository = tmp_path_factory.mktemp("counted")
     repositories.add(repository, "simple", "crimes")
-    return serve(repository)
+    for name in ("untouched", "closing"):
+        repositories.add_as(repository, name, "simple")
+    with running(repository) as started:
+        yield started
+
+
+def rows(count: int) -> dict[str, Any]:
+    """A request of so many rows for the model "simple"."""
+    zeros = np.zeros((count, 16), np.int32)
+    return {"inputs": [json_input("INPUT0", zeros), json_input("INPUT1", zeros)]}
 
 
 def stats(http: Http, model: str) -> dict:
@@ -44,25 +55,22 @@ def stats(http: Http, model: str) -> dict:
 def test_everything_exists_at_zero(counted: Server) -> None:
     for name in COUNTERS:
         samples = counted.samples(name)
-        assert [labels["model"] for labels, _ in samples].count("simple") == 1, name
-        assert all(value == 0 for _, value in samples), name
         assert all(labels["version"] == "1" for labels, _ in samples), name
+        assert [n for labels, n in samples if labels["model"] == "untouched"] == [0], name
     failures = counted.samples("nv_inference_request_failure")
-    assert {labels["reason"] for labels, _ in failures if labels["model"] == "simple"} == REASONS
-    assert counted.metric("nv_inference_pending_request_count", model="simple") == 0
-    assert counted.metric("nv_model_load_duration_secs", model="simple") > 0
+    reasons = {labels["reason"]: n for labels, n in failures if labels["model"] == "untouched"}
+    assert reasons == dict.fromkeys(REASONS, 0)
+    assert counted.metric("nv_inference_pending_request_count", model="untouched") == 0
+    assert counted.metric("nv_model_load_duration_secs", model="untouched") > 0
     for name in ("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"):
         assert len(counted.samples(name)) == 1, name
 
 
 def test_counts(counted: Server) -> None:
-    two = np.zeros((2, 16), np.int32)
     with counted.http() as http:
         for number in range(5):
             assert ask_simple(http, number) == ""
-        http.infer(
-            "simple", {"inputs": [json_input("INPUT0", two), json_input("INPUT1", two)]}
-        ).ok()
+        http.infer("simple", rows(2)).ok()
         http.infer("simple", {"inputs": []})
         until("all is counted", lambda: stats(http, "simple")["inference_count"] == 7)
         found = stats(http, "simple")
@@ -87,12 +95,13 @@ def test_counts(counted: Server) -> None:
             (2, 1),
         ]
         everything = http.get("/v2/models/stats").ok().json()["model_stats"]
-        assert sorted(item["name"] for item in everything) == ["crimes", "simple"]
+        names = ["closing", "crimes", "simple", "untouched"]
+        assert sorted(item["name"] for item in everything) == names
     assert counted.metric("nv_inference_request_success", model="simple") == 6
     assert counted.metric("nv_inference_count", model="simple") == 7
     assert counted.metric("nv_inference_exec_count", model="simple") == 6
     assert counted.metric("nv_inference_request_duration_us", model="simple") > 0
-    assert counted.metric("nv_inference_count", model="crimes") == 0
+    assert counted.metric("nv_inference_count", model="untouched") == 0
 
 
 def test_failures_are_counted_by_reason(counted: Server) -> None:
@@ -112,8 +121,8 @@ def test_failures_are_counted_by_reason(counted: Server) -> None:
 
 def test_histograms_and_why_batches_closed(counted: Server) -> None:
     with counted.http() as http:
-        for number in range(4):
-            assert ask_simple(http, number) == ""
+        for _ in range(4):
+            http.infer("closing", rows(1)).ok()
     page = counted.metrics()
     families = {
         line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")
@@ -126,7 +135,7 @@ def test_histograms_and_why_batches_closed(counted: Server) -> None:
         for name in families
         if "batch" in name and "clos" in name
         for labels, value in counted.samples(name)
-        if labels.get("model") == "simple"
+        if labels.get("model") == "closing"
     ]
     assert {labels["reason"].lower() for labels, _ in closed} >= {
         "full",
@@ -138,20 +147,13 @@ def test_histograms_and_why_batches_closed(counted: Server) -> None:
     assert sum(value for _, value in closed) == 4
 
 
-def test_metrics_are_on_their_port_alone(counted: Server) -> None:
-    with counted.http() as http, closing(Http(counted.metrics_port)) as metrics:
-        assert http.get("/metrics").status == 404
-        reply = metrics.get("/metrics").ok()
-        assert reply.headers["Content-Type"].startswith("text/plain")
-        assert metrics.get("/v2/health/live").status in (200, 404)
-        assert metrics.get("/v2/health/live").body in (b"", b'{"error":"Not Found"}')
-
-
-def test_unloading_removes_a_models_metrics(repository: Path, serve: Callable[..., Server]) -> None:
+def test_unloading_removes_a_models_metrics(explicit: tuple[Server, Path]) -> None:
+    server, repository = explicit
     repositories.add(repository, "simple", "constant")
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
     with server.http() as http:
-        assert server.samples("nv_inference_count")
+        for name in ("simple", "constant"):
+            http.post(f"/v2/repository/models/{name}/load").ok()
+        assert len(server.samples("nv_inference_count")) == 2
         http.post("/v2/repository/models/constant/unload").ok()
 
         def models() -> set[str]:
@@ -169,10 +171,7 @@ def test_counters_survive_gateways_and_workers(
         asked = [people.do(lambda http: http.get("/v2/health/live")) for _ in range(8)]
         assert all(answer.result().status == 200 for answer in asked)
         for _ in range(40):
-            row = np.zeros((1, 16), np.int32)
-            people.infer(
-                "simple", {"inputs": [json_input("INPUT0", row), json_input("INPUT1", row)]}
-            )
+            people.infer("simple", rows(1))
     until("all is counted", lambda: server.metric("nv_inference_count", model="simple") == 40)
     for process in (server.one("worker simple.0"), server.find("gateway")[0]):
         process.kill()

@@ -4,24 +4,18 @@ description.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import repositories
-from tests.crowd import Crowd, crowd
+from tests.crowd import crowd
 from tests.raw_http import Http, Reply, json_input
-from tests.servers import Server, running
+from tests.servers import Server
 
-ROW = np.array([[1, 2, 3, 4]], np.int32)
-
-
-def crime(command: str) -> dict:
-    """A request for the model "crimes"."""
-    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
-    return {"inputs": [given, json_input("INPUT0", ROW)]}
+Explicit = tuple[Server, Path]
 
 
 def call(target: str) -> dict:
@@ -29,74 +23,6 @@ def call(target: str) -> dict:
     given = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
     first, second = np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32)
     return {"inputs": [given, json_input("INPUT0", first), json_input("INPUT1", second)]}
-
-
-@pytest.fixture(scope="module")
-def criminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of the model "crimes"."""
-    repository = tmp_path_factory.mktemp("crimes")
-    repositories.add(repository, "crimes")
-    with running(repository) as started:
-        yield started
-
-
-def together(server: Server, people: Crowd, commands: list[str]) -> list[Reply]:
-    """Answers to requests that were executed as one batch."""
-    holder = people.infer("crimes", crime("gate"))
-    visit = server.gate.next()
-    answers = []
-    for count, command in enumerate(commands, 1):
-        answers.append(people.infer("crimes", crime(command)))
-        server.wait_pending("crimes", count)
-    visit.release()
-    assert holder.result().status == 200
-    return [answer.result() for answer in answers]
-
-
-def assert_fine(reply: Reply) -> None:
-    assert (reply.tensors()["OUTPUT0"] == ROW).all()
-
-
-def test_an_error_for_one_request_of_a_batch(criminal: Server) -> None:
-    with crowd(criminal) as people:
-        good, bad, fine = together(criminal, people, ["ok", "error", "ok"])
-    assert_fine(good)
-    assert_fine(fine)
-    assert bad.status == 500
-    assert bad.error.endswith("as you wished")
-
-
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [
-        ("raise", "ValueError: raised as you wished"),
-        ("speechless", "message: Speechless"),
-        ("wrong_count", ""),
-        ("not_a_list", "Expected a list in the execute return, found type"),
-        (
-            "not_a_response",
-            "Expected an 'InferenceResponse' object in the execute function return list, found "
-            "type",
-        ),
-    ],
-)
-def test_a_mistake_spoils_only_its_own_request(criminal: Server, command: str, error: str) -> None:
-    with crowd(criminal) as people:
-        good, bad, fine = together(criminal, people, ["ok", command, "ok"])
-    assert_fine(good)
-    assert_fine(fine)
-    assert bad.status == 500
-    assert error in bad.error
-    with criminal.http() as http:
-        assert_fine(http.infer("crimes", crime("ok")))
-
-
-def test_a_process_that_a_model_forks_answers_nobody(criminal: Server) -> None:
-    with crowd(criminal) as people:
-        for reply in together(criminal, people, ["ok", "fork", "ok"]):
-            assert_fine(reply)
-    with criminal.http() as http:
-        assert_fine(http.infer("crimes", crime("fork")))
 
 
 def test_a_model_calls_another(http: Http) -> None:
@@ -154,8 +80,9 @@ class TritonPythonModel:
 """
 
 
-def test_initialize_that_fails_says_why(repository: Path, serve: Callable[..., Server]) -> None:
+def test_initialize_that_fails_says_why(explicit: Explicit) -> None:
     """Of two instances, of which one or both say so before the load is given up."""
+    server, repository = explicit
     two = "instance_group { kind: KIND_CPU count: 2 }"
     told = {
         "raise ValueError('not today')": "Internal: ValueError: not today",
@@ -166,7 +93,6 @@ def test_initialize_that_fails_says_why(repository: Path, serve: Callable[..., S
     for number, statement in enumerate(told):
         config = repositories.identity_config(f"model_{number}", "FP32", [1], more=two)
         repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
-    server = serve(repository, "--model-control-mode=explicit")
     with server.http() as http:
         for number, says in enumerate(told.values()):
             reply = http.post(f"/v2/repository/models/model_{number}/load")
@@ -225,15 +151,16 @@ class TritonPythonModel:
 '''
 
 
-def test_modules_beside_the_model(repository: Path, serve: Callable[..., Server]) -> None:
+def test_modules_beside_the_model(explicit: Explicit) -> None:
     """Two models with modules of the same name do not see each other's."""
+    server, repository = explicit
     for name, answer in (("one", 1), ("two", 2)):
         config = repositories.identity_config(name, "FP32", [1])
         folder = repositories.write(repository, name, config, HELPERS)
         (folder / "1" / "beside.py").write_text(f"ANSWER = {answer}\n")
-    server = serve(repository)
     with server.http() as http:
         for name, answer in (("one", 1), ("two", 2)):
+            http.post(f"/v2/repository/models/{name}/load").ok()
             request = {"inputs": [json_input("INPUT0", np.zeros(1, np.float32))]}
             assert http.infer(name, request).tensors()["OUTPUT0"].tolist() == [answer]
 
@@ -257,13 +184,13 @@ class TritonPythonModel:
 """
 
 
-def test_a_model_that_parses_its_command_line(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_a_model_that_parses_its_command_line(explicit: Explicit) -> None:
     """Libraries that models use do so; nothing is there, so every setting has its default."""
+    server, repository = explicit
     config = repositories.identity_config("settings", "INT32", [1])
     repositories.write(repository, "settings", config, SETTINGS)
-    with serve(repository).http() as http:
+    with server.http() as http:
+        http.post("/v2/repository/models/settings/load").ok()
         request = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
         assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
 
@@ -298,13 +225,12 @@ class TritonPythonModel:
 """
 
 
-def test_a_model_that_says_what_is_no_unicode(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_a_model_that_says_what_is_no_unicode(explicit: Explicit) -> None:
+    server, repository = explicit
     config = repositories.identity_config("speaker", "INT32", [1])
     repositories.write(repository, "speaker", config, SPEAKER)
-    server = serve(repository)
     with server.http() as http:
+        http.post("/v2/repository/models/speaker/load").ok()
 
         def ask(way: str) -> Reply:
             given = json_input("INPUT0", np.zeros(1, np.int32))
@@ -343,16 +269,17 @@ class TritonPythonModel:
 """
 
 
-def test_a_model_that_calls_itself(repository: Path, serve: Callable[..., Server]) -> None:
+def test_a_model_that_calls_itself(explicit: Explicit) -> None:
+    server, repository = explicit
     config = repositories.identity_config("countdown", "INT32", [1])
     repositories.write(repository, "countdown", config, COUNTDOWN)
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=countdown")
 
     def ask(number: int) -> Reply:
         given = json_input("INPUT0", np.array([number], np.int32))
         return http.infer("countdown", {"inputs": [given]})
 
     with server.http() as http:
+        http.post("/v2/repository/models/countdown/load").ok()
         for number in (1, -1):
             reply = ask(number)
             assert reply.status == 500

@@ -180,6 +180,12 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ("--http-port=1_0", "--http-port: '1_0' is not an integer"),
         ("--http-port= 1", "--http-port: ' 1' is not an integer"),
         ("--http-port=65536", "--http-port: 65536 is out of range (allowed: 0 to 65535)"),
+        ("--http-port=-1", "--http-port: -1 is out of range"),
+        ("--gateways=0", "--gateways: 0 is out of range"),
+        ("--exit-timeout-secs=x", "--exit-timeout-secs: 'x' is not"),
+        ("--max-batch-size=-1", "--max-batch-size: -1 is out of range"),
+        ("--max-queue-delay-us=1.5", "--max-queue-delay-us: '1.5' is not an integer"),
+        ("--http-max-input-size=0", "--http-max-input-size: 0 is out of range"),
         (
             "--arena-byte-size=1",
             "--arena-byte-size: 1 is out of range (allowed: 1048576 to 1099511627776)",
@@ -249,6 +255,18 @@ def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert set(re.findall(r"--([a-z0-9-]+)", shown)) >= set(flags.FLAGS) - {"model-store"}
     assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("verb", [[], ["serve"], ["check"], ["client"], ["client", "infer"]])
+def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: object = cli.main([*verb, "--help"])
+    except SystemExit as end:  # argparse's way
+        status = end.code
+    assert status == 0
+    shown = capsys.readouterr().out
+    assert "usage" in shown.lower()
+    assert max(map(len, shown.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("arguments", [[], ["bogus"], ["serve"], ["check"], ["client"]])
