@@ -233,10 +233,13 @@ class Router:
             queue.append(message)
 
     def flush(self) -> None:
-        """Send what is queued, one frame a peer; what is for a peer that is gone is dropped."""
-        if not self._pending:
-            return
-        for peer, messages in self._pending.items():
+        """Send what is queued, one frame a peer; what is for a peer that is gone is dropped.
+
+        What cannot be packed raises, and is queued no more; what is for others stays queued.
+        """
+        while self._pending:
+            peer = next(iter(self._pending))
+            messages = self._pending.pop(peer)
             connection = self._peers.get(peer)
             if connection is None:
                 logger.debug("%d messages for a peer that is gone", len(messages))
@@ -245,7 +248,6 @@ class Router:
                 connection.send(zmtp.frame(pack(messages)))
             except OSError:
                 connection.unsent.clear()  # the end of it shows when it is read
-        self._pending.clear()
 
     def receive(self) -> Iterator[tuple[bytes, Any]]:
         """The (peer, message)s that are here now; never more than one bounded read a peer."""

@@ -53,6 +53,29 @@ def test_what_cannot_be_packed_is_not_sent_again(router: Router, dealer: Dealer)
     assert arrived(router) == [(b"me", m.Cancel(7))]
 
 
+def test_what_cannot_be_packed_for_one_peer_keeps_nothing_from_another(
+    router: Router, dealer: Dealer
+) -> None:
+    other = Dealer(router.endpoint, "other")
+    for link in (dealer, other):
+        link.send(m.Cancel(1))
+        assert arrived(router)
+    router.post(b"other", m.Settled(1))
+    router.post(b"me", m.Answered(2, {"found": object()}))
+    router.post(b"me", m.Settled(3))
+    with pytest.raises(TypeError):
+        router.flush()
+    router.post(b"me", m.Settled(4))
+    router.post(b"other", m.Settled(5))
+    router.flush()
+    assert arrived(dealer) == [m.Settled(4)]
+    got: list[Any] = []
+    while len(got) < 2:
+        got += arrived(other)
+    assert got == [m.Settled(1), m.Settled(5)] and not other.wait(0)
+    other.close()
+
+
 def test_last_words_arrive_after_the_end(router: Router, dealer: Dealer) -> None:
     dealer.send(m.Cancel(7))
     dealer.close()
