@@ -1,18 +1,51 @@
 """A gate that models wait at: a test sees what is being executed, and says when it goes on.
 
 The model "gated" connects to the gate on every execution, tells the batch it was given, and waits
-for a byte.
+for a byte. A model that most tests have run freely is held by `holding`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import until
+
 _PATIENCE_S = 20.0
+
+# The beginning of a model's file: where it calls `wait`, it waits for the end of `holding`.
+WAITING = """
+import os
+
+def wait():
+    path = os.environ["GATE"] + ".held"
+    if os.path.exists(path):
+        with open(path) as held:
+            open(path + ".seen", "w").close()
+            held.read()  # until nobody has it open for writing
+"""
+
+
+@contextlib.contextmanager
+def holding(gate: Gate) -> Iterator[Callable[[], None]]:
+    """Executions that come to WAITING's `wait` stay there while the block runs; yields what
+    returns once one has come.
+    """
+    path = gate.path.with_name(gate.path.name + ".held")
+    seen = path.with_name(path.name + ".seen")
+    os.mkfifo(path)
+    held = os.open(path, os.O_RDWR)
+    try:
+        yield lambda: until("the model runs", seen.exists)
+    finally:
+        path.unlink()
+        os.close(held)
+        seen.unlink(missing_ok=True)
 
 
 class Visit:

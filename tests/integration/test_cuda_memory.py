@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,8 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests import servers
+from tests.gates import WAITING, holding
 from tests.servers import Server
-from tests.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,18 +32,14 @@ pytestmark = [
 SIDE = 512
 SIZE = SIDE * SIDE * 4
 X = np.arange(SIDE * SIDE, dtype=np.float32).reshape(SIDE, SIDE) % 97
-MODEL = """
-import os, time
+MODEL = f"""
+{WAITING}
 import torch
 
 class Model(torch.nn.Module):
     def forward(self, x):
         assert x.is_cuda
-        gate = os.environ["GATE"] + ".slow"
-        if os.path.exists(gate):
-            open(gate + ".seen", "w").close()
-            while os.path.exists(gate):
-                time.sleep(0.005)
+        wait()
         return x * 2
 """
 CONFIG = f"""
@@ -219,19 +214,14 @@ def test_unregister_in_flight(
     server: Server, client: triton.InferenceServerClient, shm: Any, region: Any
 ) -> None:
     client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 2 * SIZE)
-    gate = Path(f"{server.environment['GATE']}.slow")
-    gate.touch()
-    try:
+    with holding(server.gate) as until_it_runs:
         inputs, outputs = arguments("r", "r")
         running = client.async_infer("twice", inputs, outputs=outputs)
-        until("the model runs", lambda: Path(f"{gate}.seen").exists())
+        until_it_runs()
         client.unregister_cuda_shared_memory("r")
         assert client.get_cuda_shared_memory_status() == []
         with pytest.raises(InferenceServerException, match="Unable to find"):
             infer(client)
-    finally:
-        gate.unlink()
-        Path(f"{gate}.seen").unlink(missing_ok=True)
     running.get_result()
     assert (second_half(shm, region) == X * 2).all()
 

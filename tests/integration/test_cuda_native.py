@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -22,6 +21,7 @@ import torch
 import shmserve.client
 from shmserve.client import aio
 from tests import servers
+from tests.gates import WAITING, holding
 from tests.regions import SharedObject
 from tests.servers import ROOT, Server
 from tests.waiting import until
@@ -41,17 +41,13 @@ class Model(torch.nn.Linear):
         torch.manual_seed(0)
         super().__init__({SIDE}, {SIDE})
 """
-TWICE = """
-import os, time
+TWICE = f"""
+{WAITING}
 import torch
 
 class Model(torch.nn.Module):
     def forward(self, x):
-        gate = os.environ["GATE"] + ".native"
-        if os.path.exists(gate):
-            open(gate + ".seen", "w").close()
-            while os.path.exists(gate):
-                time.sleep(0.005)
+        wait()
         return x * 2
 """
 CONFIG = f"""
@@ -160,15 +156,10 @@ def test_released_in_flight(server: Server, client: shmserve.client.Server) -> N
     region = client.allocate(forms(), device="cuda:0")
     region["x"].fill(1)
     y = region["y"].torch()
-    gate = Path(f"{server.environment['GATE']}.native")
-    gate.touch()
-    try:
+    with holding(server.gate) as until_it_runs:
         running = client.infer_async("twice", region)
-        until("the model runs", lambda: Path(f"{gate}.seen").exists())
+        until_it_runs()
         region.release()
-    finally:
-        gate.unlink()
-        Path(f"{gate}.seen").unlink(missing_ok=True)
     assert running.result(30) is not None
     assert bool((y == 2).all())
 
