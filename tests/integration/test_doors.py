@@ -171,18 +171,6 @@ def test_a_friend_needs_a_token_and_a_stranger_gets_nowhere(folder: Path, guarde
         as_user(ALICE, lambda: ask(bearer(TOKEN)))
 
 
-def test_no_token_is_seen_anywhere(guarded: Server, http: Http) -> None:
-    """R22: no secret in the log, in a command line, or in an environment."""
-    http.get("/v2", bearer(TOKEN)).ok()
-    http.get("/v2", bearer("0123456789abcdef-wrong"))
-    secrets = (TOKEN, PROGRAM, SCRAPER, "let-me")
-    assert not any(secret in guarded.log() for secret in secrets)
-    for process in guarded.tree():
-        for name in ("cmdline", "environ"):
-            shown = Path(f"/proc/{process.pid}/{name}").read_bytes().decode(errors="replace")
-            assert not any(secret in shown for secret in secrets), (process, name)
-
-
 # --- the start
 
 

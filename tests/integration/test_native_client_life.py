@@ -403,7 +403,7 @@ def test_an_unloaded_model_is_not_found(gated: Server) -> None:
         assert client.infer("simple", INPUT0=A, INPUT1=A)
 
 
-def test_a_restarted_server_is_found_again(repository: Path, serve) -> None:
+def test_a_restarted_server_is_found_again(repository: Path) -> None:
     repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
     first = Server([repository]).wait_ready()
     run_dir = first.run_dir

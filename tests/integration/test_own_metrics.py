@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -113,11 +112,11 @@ def test_what_a_dead_instance_counted_stays(metered: Server, http: Http) -> None
     assert metered.metric("metering_amounts", by="metering") == before + 2
 
 
-def test_they_go_with_their_model(repository: Path, serve: Callable[..., Server]) -> None:
+def test_they_go_with_their_model(explicit: tuple[Server, Path]) -> None:
+    server, repository = explicit
     repositories.add(repository, "metering")
-    server = serve(repository, "--model-control-mode=explicit", "--load-model=metering")
-    with ExitStack() as stack:
-        http = stack.enter_context(server.http())
+    with server.http() as http:
+        http.post("/v2/repository/models/metering/load").ok()
         meter(http, 2)
         assert server.samples("metering_amounts") != []
         http.post("/v2/repository/models/metering/unload").ok()

@@ -151,13 +151,14 @@ def test_several_requests_made_one_batch(server: Server) -> None:
     assert stats["execution_count"] < stats["inference_count"]
 
 
-def load_error(repository: Path, http: Http, name: str) -> str:
+def load_error(http: Http, name: str) -> str:
     reply = http.post(f"/v2/repository/models/{name}/load")
     assert reply.status in (400, 500)
     return reply.error
 
 
-def test_files_that_are_no_models(repository: Path) -> None:
+def test_files_that_are_no_models(explicit: tuple[Server, Path]) -> None:
+    server, repository = explicit
     (
         add(repository, "garbage", ["x"], more='platform: "pytorch_libtorch"') / "model.pt"
     ).write_bytes(b"garbage")
@@ -165,9 +166,9 @@ def test_files_that_are_no_models(repository: Path) -> None:
     weights = add(repository, "weights", ["x"])
     torch.save({"weights": torch.zeros(3)}, weights / "model.pt")
     (weights / "model.py").write_text("import torch\n")
-    with running(repository, "--model-control-mode=explicit") as server, server.http() as http:
+    with server.http() as http:
         for name in ("garbage", "missing", "weights"):
-            error = load_error(repository, http, name)
+            error = load_error(http, name)
             assert error.startswith(
                 (
                     f"load failed for model '{name}': version 1 is at UNAVAILABLE state: ",

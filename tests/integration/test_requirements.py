@@ -26,6 +26,7 @@ from tests.raw_http import Http, json_input
 from tests.servers import Server, running
 
 TOKEN, WRONG = "0123456789abcdef-all", "0123456789abcdef-wrong"
+SCRAPER = "0123456789abcdef-metrics"
 ADMIN, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
 ROW = np.array([1], np.int32)
 ASKED = {"inputs": [json_input("INPUT0", ROW)]}
@@ -277,8 +278,10 @@ def test_other_names_of_this_host_are_refused_at_every_port(server: Server) -> N
 def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:
     assert http.get("/metrics").status == 404
     with contextlib.closing(Http(server.metrics_port)) as scraper:
-        assert b"nv_inference_count" in scraper.get("/metrics").ok().body
-        for path in ("/v2", "/v2/health/ready", "/v2/logging", "/"):
+        reply = scraper.get("/metrics").ok()
+        assert b"nv_inference_count" in reply.body
+        assert reply.headers["Content-Type"].startswith("text/plain")
+        for path in ("/v2", "/v2/health/ready", "/v2/health/live", "/v2/logging", "/"):
             reply = scraper.get(path)
             assert (reply.status, reply.body) == (200, b"")
         reply = scraper.post("/v2/models/constant/infer", ASKED)
@@ -290,7 +293,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
     not when processes start again."""
     repositories.add(folder / "guarded", "constant")
     tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n")
+    tokens.write_text(f"{TOKEN}\n{SCRAPER} metrics\n")
     tokens.chmod(0o600)
     flags = [
         f"--auth-token-file={tokens}",
@@ -303,7 +306,8 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
 
         def ask() -> None:
             with server.http() as http, stub(server) as call:
-                for token, admin in ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN)):
+                asked = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
+                for token, admin in asked:
                     headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
                     paths = ("/v2", "/v2/logging", "/v2/models/stats", "/nothing")
                     answers.extend(repr(http.get(path, headers)) for path in paths)
@@ -340,7 +344,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
             server.one(title).kill()
         server.wait_ready()
         ask()
-        secrets = (TOKEN, WRONG, ADMIN, GRPC_ADMIN)
+        secrets = (TOKEN, WRONG, SCRAPER, ADMIN, GRPC_ADMIN)
         shown = [text for text in seen() if any(secret in text for secret in secrets)]
         assert shown == []
         assert "log_verbose_level" in "".join(answers)

@@ -129,23 +129,26 @@ def loads_of(
             yield partial(load_over_grpc, call)
 
 
-@pytest.fixture
-def shared_folder() -> Iterator[Path]:
-    """One that other users may enter."""
+@pytest.fixture(scope="module")
+def friendly() -> Iterator[tuple[Server, Path]]:
+    """A server that other users may reach, and its unix socket."""
     with tempfile.TemporaryDirectory() as made:
-        Path(made).chmod(0o711)
-        yield Path(made)
+        folder = Path(made)
+        folder.chmod(0o711)
+        repositories.add(folder / "models", "constant")
+        socket = folder / "socket"
+        flags = ["--model-control-mode=explicit", "--load-model=constant"]
+        flags += [f"--http-unix-socket={socket}", f"--shm-group={FRIENDS}"]
+        with running(folder / "models", *flags, grpc=True) as started:
+            yield started, socket
 
 
 @needs_users
 @pytest.mark.parametrize("door", ["http", "unix", "grpc"])
-def test_which_users_may_send_a_model(shared_folder: Path, door: str) -> None:
+def test_which_users_may_send_a_model(friendly: tuple[Server, Path], door: str) -> None:
     """On this host: who runs the server. Others may load what the repository has, and no more."""
-    repositories.add(shared_folder / "models", "constant")
-    socket = shared_folder / "socket"
-    flags = ["--model-control-mode=explicit", "--load-model=constant"]
-    flags += [f"--http-unix-socket={socket}", f"--shm-group={FRIENDS}"]
-    with running(shared_folder / "models", *flags, grpc=True) as server, server.http() as http:
+    server, socket = friendly
+    with server.http() as http:
 
         def answer() -> int:
             return int(http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0])

@@ -197,22 +197,6 @@ def test_an_output_larger_than_its_place(http: Http, region: SharedObject) -> No
     assert (region.read(np.float32, 1024, SIZE) == 0).all()
 
 
-def test_an_output_that_cannot_fit_is_refused_before_it_is_computed(
-    server: Server, http: Http, region: SharedObject
-) -> None:
-    http.register("r", region.key, 2 * SIZE).ok()
-    row = np.zeros((1, 16), np.int32)
-    executed = server.metric("nv_inference_exec_count", model="simple")
-    request = {
-        "inputs": [json_input("INPUT0", row), json_input("INPUT1", row)],
-        "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 60)}],
-    }
-    reply = http.infer("simple", request)
-    assert reply.status == 500
-    assert "should be at least 64 bytes to hold the results" in reply.error
-    assert server.metric("nv_inference_exec_count", model="simple") == executed
-
-
 @pytest.mark.parametrize(
     ("key", "status", "error"),
     [
@@ -241,21 +225,6 @@ def test_keys_that_are_refused(http: Http, key: str, status: int, error: str) ->
     assert error in reply.error
     assert reply.status == status
     assert http.regions().json() == []
-
-
-def test_keys_that_name_something_else(http: Http, region: SharedObject) -> None:
-    link, pipe = (
-        region.path.with_name(region.name + "-l"),
-        region.path.with_name(region.name + "-p"),
-    )
-    link.symlink_to(region.path)
-    os.mkfifo(pipe)
-    try:
-        for other in (link, pipe):
-            assert http.register("r", "/" + other.name, 64).status in (400, 500)
-    finally:
-        link.unlink()
-        pipe.unlink()
 
 
 @pytest.mark.parametrize(
@@ -323,21 +292,6 @@ def test_a_client_that_died_and_starts_again(http: Http, region: SharedObject) -
     http.register("r", region.key, 2 * SIZE).ok()
     assert through(http, "r").status == 200
     assert (region.read(np.float32, 1024, SIZE) == VALUES + 1).all()
-
-
-def test_the_object_is_what_was_registered(http: Http, region: SharedObject) -> None:
-    """A key that is unlinked and made again is another object; the server keeps to the first."""
-    http.register("r", region.key, 2 * SIZE).ok()
-    assert through(http, "r").status == 200
-    keeper = os.dup(region.fd)
-    try:
-        region.unlink()
-        region.create()
-        assert through(http, "r").status == 200
-        assert (np.frombuffer(os.pread(keeper, SIZE, SIZE), np.float32) == VALUES).all()
-        assert not region.read(np.uint8, 2 * SIZE).any()
-    finally:
-        os.close(keeper)
 
 
 def test_two_names_for_one_object(http: Http, region: SharedObject) -> None:
