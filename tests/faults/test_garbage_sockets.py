@@ -206,7 +206,3 @@ def test_no_zeromq_at_all(server: Server) -> None:
                     plain.sendall(text)
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []
-
-
-def test_the_run_directory_is_closed_to_others(server: Server) -> None:
-    assert stat.S_IMODE(server.run_dir.stat().st_mode) == 0o700

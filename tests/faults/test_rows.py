@@ -5,7 +5,6 @@ what is done about each here.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ import shmserve.client
 from shmserve.devices import cuda_devices
 from tests import repositories
 from tests.crowd import Crowd, crowd
-from tests.faults.test_full import CLIENT, can_mount
+from tests.faults.small_shm import can_mount, fill_shared_memory
 from tests.leaks import descriptors, made_since
 from tests.raw_http import Http, UnixHttp, in_region, json_input, shm_input
 from tests.regions import SharedObject
@@ -246,26 +245,7 @@ def shared_memory_is_full(stage: Stage) -> None:
     """A sparse object that does not fit is refused when it is registered, not when it is used."""
     if not can_mount():
         pytest.skip("needs the right to mount a small /dev/shm (unshare -m)")
-    mount = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
-    server = Server([stage.models], (), prefix=["unshare", "-m", "sh", "-c", mount, "sh"])
-    try:
-        server.wait_ready()
-        enter = ["nsenter", "-m", "-t", str(server.pid), sys.executable, "-c", CLIENT]
-        # The working directory is not kept on the way into another mount namespace.
-        ran = subprocess.run(
-            [*enter, str(server.http_port)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
-        told = json.loads(ran.stdout)
-        assert told["sparse"][0] == 503
-        assert "shared memory is full" in told["sparse"][1]
-        assert (told["small"], told["infer"], told["infer while full"]) == (200, 200, 200)
-    finally:
-        server.stop()
+    fill_shared_memory(stage.models)
 
 
 def killed_servers_leave_nothing(stage: Stage) -> None:

@@ -1,0 +1,108 @@
+"""A server whose /dev/shm is small, and a program beside it that fills it up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.faults.scene import assert_recovers, scene
+from tests.servers import ROOT, running
+
+_MOUNT = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
+
+
+def can_mount() -> bool:
+    """Whether this user may have a /dev/shm of its own."""
+    tried = subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"],
+        capture_output=True,
+        check=False,
+    )
+    return tried.returncode == 0
+
+
+# Runs in the server's mount namespace: its /dev/shm is the small one.
+_PROGRAM = """
+import json, os, sys
+import numpy as np
+from tests.raw_http import Http, in_region, shm_input
+from tests.regions import SharedObject
+
+http, told = Http(int(sys.argv[1])), {}
+
+
+def use(shared, size):
+    half = size // 2
+    request = {
+        "inputs": [shm_input("INPUT0", "FP32", [half // 4], "r", half)],
+        "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", half, half)}],
+    }
+    return http.infer("identity", request).status
+
+
+with SharedObject(8 << 20) as sparse:
+    reply = http.register("r", sparse.key, 8 << 20)
+    told["sparse"] = [reply.status, reply.error]
+with SharedObject(512 << 10) as small:
+    told["small"] = http.register("r", small.key, 512 << 10).status
+    small.write(np.arange(65536, dtype=np.float32))
+    told["infer"] = use(small, 512 << 10)
+    told["right"] = bool((small.read(np.float32, 65536, 256 << 10) == np.arange(65536)).all())
+    fill = os.open("/dev/shm/fill", os.O_RDWR | os.O_CREAT)
+    try:
+        while True:
+            os.write(fill, bytes(65536))
+    except OSError:
+        pass
+    told["infer while full"] = use(small, 512 << 10)
+    values = np.arange(1_000_000, dtype=np.float32)
+    outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
+    inputs = [("INPUT0", "FP32", [1_000_000], values.tobytes())]
+    reply = http.infer_binary("identity", inputs, outputs=outputs)
+    told["large while full"] = bool((reply.tensors()["OUTPUT0"] == values).all())
+    with SharedObject(4096) as empty:
+        told["another while full"] = http.register("r2", empty.key, 4096).status
+    os.close(fill)
+    os.unlink("/dev/shm/fill")
+    told["unregister"] = http.unregister().status
+print(json.dumps(told))
+"""
+
+
+def fill_shared_memory(repository: Path) -> None:
+    """What does not fit is refused when it is registered; what is there is used on, and others are
+    served. The repository has "identity" and "simple".
+    """
+    prefix = ["unshare", "-m", "sh", "-c", _MOUNT, "sh"]
+    with running(repository, prefix=prefix) as server, scene(server, regions=0) as stage:
+        enter = ["nsenter", "-t", str(server.pid), "-m", sys.executable, "-c", _PROGRAM]
+        told = subprocess.run(
+            [*enter, str(server.http_port)],
+            cwd=ROOT,
+            # The working directory is not kept on the way into another mount namespace.
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert told.returncode == 0, told.stderr
+        found = json.loads(told.stdout)
+        status, text = found.pop("sparse")
+        assert status == 503
+        assert "shared memory is full" in text
+        assert found == {
+            "small": 200,
+            "infer": 200,
+            "right": True,
+            "infer while full": 200,
+            "large while full": True,
+            "another while full": 503,
+            "unregister": 200,
+        }
+        assert_recovers(stage, time.monotonic())
+        assert stage.load.troubles() == []
