@@ -34,6 +34,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy -p shmserve
 	$(BIN)/mypy tests bench
+	$(BIN)/mypy examples .ci
 
 wheel-check: $(STAMP)
 	$(BIN)/python .ci/wheel_check.py

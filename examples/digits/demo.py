@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import train
@@ -147,7 +148,7 @@ def measure(port: int, model: str, data: Path, shared_memory: bool) -> Result:
     )
 
 
-def run_load(orders: Orders) -> list[dict]:
+def run_load(orders: Orders) -> list[dict[str, Any]]:
     """Start the processes of a load, wait for them, and return what each client measured."""
     command = [sys.executable, str(_HERE / "load.py")]
     text = json.dumps(asdict(orders))

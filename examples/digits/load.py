@@ -120,7 +120,7 @@ def run_client(
 
 def batches(images: int, sizes: Sequence[int]) -> list[slice]:
     """All images, in slices of these sizes in turn."""
-    found = []
+    found: list[slice] = []
     first = 0
     while first < images:
         last = min(images, first + sizes[len(found) % len(sizes)])
@@ -162,7 +162,8 @@ def _in_region(
 
     def scores(response: http.client.HTTPResponse, reply: bytes) -> np.ndarray:
         # A view, made anew each time: one that is kept would keep the region from being closed.
-        return shm.get_contents_as_numpy(region, np.float32, [len(part), 10], offset)
+        found: np.ndarray = shm.get_contents_as_numpy(region, np.float32, [len(part), 10], offset)
+        return found
 
     return Prepared(body, {}, labels[rows], scores)
 

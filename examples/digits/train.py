@@ -73,9 +73,10 @@ def train(digits: Digits) -> Network:
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     images, labels = torch.from_numpy(digits.train_images), torch.from_numpy(digits.train_labels)
     for _ in range(_EPOCHS):
-        for chosen in torch.randperm(len(images)).split(_MINIBATCH):
+        for chosen in torch.split(torch.randperm(len(images)), _MINIBATCH):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(network(images[chosen]), labels[chosen]).backward()
+            loss = nn.functional.cross_entropy(network(images[chosen]), labels[chosen])
+            torch.autograd.backward(loss)
             optimizer.step()
     return network.eval()
 
@@ -86,7 +87,7 @@ def write_repository(network: Network, repository: Path) -> list[str]:
     Returns the names of the batching ones; `NAME_unbatched` is the same model without.
     """
     example = torch.zeros(2, 1, 8, 8)
-    scripted = torch.jit.trace(network, example)
+    scripted = torch.jit.trace(network, example)  # type: ignore[no-untyped-call]
     exported = torch.export.export(
         network,
         (example,),
