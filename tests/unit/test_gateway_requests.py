@@ -42,11 +42,12 @@ from tests.raw_http import Http, Reply, in_region, raw_connection, read_reply, s
 from tests.waiting import until
 
 MIB = 1024 * 1024
+ARENA = 32 * MIB
 
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[Rig]:
-    with rig(tmp_path) as made:
+    with rig(tmp_path, arena_byte_size=ARENA) as made:
         made.open()
         until("it listens", lambda: _connects(made.port))
         yield made
@@ -437,29 +438,29 @@ def place_of(submit: m.Submit) -> Place:
 def test_a_block_is_free_after_the_answer(gateway: Rig, large: Scheduler) -> None:
     http = gateway.http
     for _ in range(3):  # the arena has room for one of these at a time
-        http.infer("large", *large_body(150 * MIB)).ok()
+        http.infer("large", *large_body(ARENA - 12 * MIB)).ok()
     assert len({place_of(submit).offset for submit in large.submits}) == 1
 
 
 def test_a_block_is_held_until_it_is_settled(gateway: Rig, large: Scheduler) -> None:
     http = gateway.http
     large.held = True
-    caller = Caller(gateway.port, "large", *large_body(150 * MIB))
+    caller = Caller(gateway.port, "large", *large_body(ARENA - 12 * MIB))
     until("the request is there", lambda: large.waiting, 20)
     peer = large.waiting[0][0]
     submit = fail(large, "Request timeout expired", early=True)
     assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
     large.held = False
-    refused = http.infer("large", *large_body(150 * MIB))
+    refused = http.infer("large", *large_body(ARENA - 12 * MIB))
     assert refused.status == 503
     assert "server memory for tensors is full" in refused.error
     large.say(peer, m.Settled(submit.id))
-    until("there is room", lambda: http.infer("large", *large_body(150 * MIB)).status == 200)
+    until("there is room", lambda: http.infer("large", *large_body(ARENA - 12 * MIB)).status == 200)
 
 
 def test_a_full_arena_refuses_one_request(gateway: Rig, large: Scheduler) -> None:
     http = gateway.http
-    refused = http.infer("large", *large_body(300 * MIB))
+    refused = http.infer("large", *large_body(ARENA + 8 * MIB))
     assert refused.status == 503
     assert refused.error.startswith("server memory for tensors is full")
     http.infer("large", *large_body(MIB)).ok()
@@ -467,7 +468,7 @@ def test_a_full_arena_refuses_one_request(gateway: Rig, large: Scheduler) -> Non
 
 @pytest.mark.parametrize("part", ["header", "tensor"])
 def test_an_upload_that_breaks_off_holds_nothing(gateway: Rig, large: Scheduler, part: str) -> None:
-    body, headers = large_body(200 * MIB)
+    body, headers = large_body(ARENA - 8 * MIB)
     size = int(headers["Inference-Header-Content-Length"])
     for _ in range(3):
         with raw_connection(gateway.port) as connection:
@@ -483,7 +484,7 @@ def test_an_upload_that_breaks_off_holds_nothing(gateway: Rig, large: Scheduler,
 
 
 def test_a_wrong_request_is_refused_before_its_upload(gateway: Rig, large: Scheduler) -> None:
-    body, headers = large_body(200 * MIB)
+    body, headers = large_body(ARENA - 8 * MIB)
     body = body.replace(b'"FP32"', b'"INT8"', 1)
     size = int(headers["Inference-Header-Content-Length"])
     with raw_connection(gateway.port) as connection:
