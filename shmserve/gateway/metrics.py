@@ -70,8 +70,8 @@ _COUNTERS = (
 )
 _REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 _HISTOGRAMS = (
-    ("request_seconds", "Time from arrival to answer of a request"),
-    ("queue_seconds", "Time that a request waited for its execution"),
+    ("request_seconds", "Time from arrival to answer of a request that succeeded"),
+    ("queue_seconds", "Time that a request that succeeded waited for its execution"),
     ("compute_seconds", "Time of an execution, input and output included"),
     ("batch_size", "Batch size of an execution"),
 )

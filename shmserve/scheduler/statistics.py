@@ -12,7 +12,7 @@ and one key more, for metrics:
         pending         requests in the queue now
         executing       requests at workers now
         batches_closed  {reason of dynamic.Closed: executions}
-        histograms      {"request_seconds" | "queue_seconds" (one observation a request) |
+        histograms      {"request_seconds" | "queue_seconds" (one observation a success) |
                         "compute_seconds" | "batch_size" (one an execution):
                         {"buckets": upper bounds, "counts": observations per bucket, not
                         cumulative, one more than bounds (+Inf), "sum", "count"}}
@@ -66,13 +66,13 @@ class Timing(NamedTuple):
     output_ns: int
 
     @classmethod
-    def of(cls, message: BatchFinished, started_ns: int, now_ns: int) -> Timing:
-        """From what a worker says, as far as it can be true."""
+    def of(cls, message: BatchFinished, sent_ns: int, now_ns: int) -> Timing:
+        """From what a worker says of a batch sent at `sent_ns`, as far as it can be true."""
         start, input_end = message.compute_start_ns, message.input_end_ns
         output_start, end = message.output_start_ns, message.compute_end_ns
-        if started_ns <= start <= input_end <= output_start <= end <= now_ns:
+        if sent_ns <= start <= input_end <= output_start <= end <= now_ns:
             return cls(start, input_end - start, output_start - input_end, end - output_start)
-        start = min(max(message.compute_start_ns, started_ns), now_ns)
+        start = min(max(message.compute_start_ns, sent_ns), now_ns)
         input_end = min(max(message.input_end_ns, start), now_ns)
         output_start = min(max(message.output_start_ns, input_end), now_ns)
         end = min(max(message.compute_end_ns, output_start), now_ns)

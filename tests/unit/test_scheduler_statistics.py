@@ -79,6 +79,31 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
     assert ours["instances"]["idle"] == 1
 
 
+def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> None:
+    """The scheduler may hear of several at once, after the worker has done them in a row."""
+    rig = Rig()
+    peer = rig.start()
+    for _ in range(50):  # so short that more than one may be at a worker
+        rig.submit()
+        rig.pass_time(4)
+        rig.finish(peer, rig.execute()[1])
+    rig.submit(3)
+    batches = [batch for _, batch in rig.executes()]
+    assert len(batches) == 3
+    began = rig.now + 1_000
+    rig.now += 40_000
+    for number, batch in enumerate(batches):
+        start = began + number * 10_000
+        times = (start, start + 1_000, start + 8_000, start + 10_000)
+        replies = [ok(key) for key, _, _ in batch.requests]
+        rig.worker(peer, m.BatchFinished(batch.batch, *times, replies, 0, 0))
+    stats = rig.report()["inference_stats"]
+    assert stats["compute_input"]["ns"] == 50 + 3 * 1_000
+    assert stats["compute_infer"]["ns"] == 50 * 2 + 3 * 7_000
+    assert stats["compute_output"]["ns"] == 50 + 3 * 2_000
+    assert stats["queue"]["ns"] == (1 + 11 + 21) * 1_000
+
+
 def test_what_the_model_was_not_asked_is_no_execution() -> None:
     rig = Rig({})
     peer = rig.start()
