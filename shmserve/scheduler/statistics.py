@@ -21,6 +21,7 @@ and one key more, for metrics:
         retried         requests that ran again, alone, after that
         overruns        executions that passed the limit
         malformed       frames and messages that were dropped
+        earlier         counters of what this one replaces, as counters.lasting gives them
         copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from
                         it; none for what is used where it lies}
         families        the model's own metrics, as model_metrics.plain has them
@@ -36,6 +37,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shmserve.counters import lasting
 from shmserve.ipc.messages import BatchFinished
 from shmserve.scheduler.dynamic import Closed
 from shmserve.scheduler.requests import Request
@@ -146,6 +148,12 @@ class Statistics:
         self.retried = 0
         self.overruns = 0
         self._copied = [0, 0]
+        self._earlier: dict[str, Any] = {}
+
+    def inherit(self, report: dict[str, Any]) -> None:
+        """What this version replaces has reported this; raises KeyError or TypeError for what is
+        no report."""
+        self._earlier = lasting(report)
 
     def copied(self, message: BatchFinished) -> None:
         """What a worker copied for an execution."""
@@ -221,6 +229,7 @@ class Statistics:
         self.retried = int(ours["retried"])
         self.overruns = int(ours["overruns"])
         self._copied = [int(ours["copied_bytes"][direction]) for direction in ("in", "out")]
+        self._earlier = dict(ours["earlier"])
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
         """Everything as the module says; `gauges` are the `shmserve` keys that others know."""
@@ -266,6 +275,7 @@ class Statistics:
                 "retried": self.retried,
                 "overruns": self.overruns,
                 "copied_bytes": {"in": self._copied[0], "out": self._copied[1]},
+                "earlier": self._earlier,
                 **gauges,
             },
         }

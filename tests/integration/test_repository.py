@@ -314,10 +314,18 @@ def test_a_reload_loses_no_request(repository: Path, serve: Serve) -> None:
     repositories.add(repository, "simple", "identity")
     server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
     with Load(server) as asking, server.http() as http:
+        counted = [server.metric("nv_inference_request_success")]
         for _ in range(3):
             load(http, "simple").ok()
             load(http, "identity").ok()
+            counted.append(server.metric("nv_inference_request_success"))
     assert asking.troubles() == []
+    # Nor does it lose the count of one, or go back behind what was shown.
+    assert counted == sorted(counted)
+    until(
+        "every request is counted",
+        lambda: server.metric("nv_inference_request_success") == len(asking.answers),
+    )
 
 
 def test_a_failed_reload_keeps_the_old_one(repository: Path, serve: Serve) -> None:
