@@ -221,6 +221,13 @@ class _Families(Collector):
         yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", cpu_utilization())
         yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
         yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
+        # There is no such pool here: memory is pinned where it lies.
+        for what, text in (
+            ("total_bytes", "total memory size"),
+            ("used_bytes", "used memory size"),
+        ):
+            name = f"nv_pinned_memory_pool_{what}"
+            yield _gauge(name, f"Pinned memory pool {text}, in bytes", 0)
         resident = GaugeMetricFamily(
             "shmserve_process_resident_bytes", "Resident memory of a process", labels=("process",)
         )
