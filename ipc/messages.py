@@ -470,11 +470,19 @@ class KillInstance:
 
 @message
 class StatisticsKept:
-    """What the scheduler has counted and just told somebody; its successor goes on from there.
-    `metrics` are its model's own, as shmserve.model_metrics keeps them."""
+    """What the scheduler has counted, before it tells anybody else; its successor goes on from
+    there. `metrics` are its model's own, as shmserve.model_metrics keeps them."""
 
     statistics: dict[str, Any]
     metrics: list[list[Any]]
+
+
+@message
+class CountsInherited:
+    """What was counted by the one that this version replaces, of its StatisticsKept: the latest
+    holds. See shmserve/counters.py."""
+
+    statistics: dict[str, Any]
 
 
 # --- supervisor and worker
@@ -648,7 +656,14 @@ GatewayToSupervisor = (
     | Drained
 )
 SupervisorToScheduler = (
-    InstanceExpected | InstanceExited | PoolFailed | ProcessExited | SetLogging | Drain | Stop
+    InstanceExpected
+    | InstanceExited
+    | PoolFailed
+    | ProcessExited
+    | CountsInherited
+    | SetLogging
+    | Drain
+    | Stop
 )
 SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
 SupervisorToWorker = (

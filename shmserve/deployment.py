@@ -82,6 +82,8 @@ class Deployment:
         self.changes = 0
         self.load_seconds = 0.0
         self._kept: list[Any] = []  # of StatisticsKept, for the scheduler's successor
+        self._inherited: dict[str, Any] = {}
+        self._heir: Deployment | None = None
         self._on_change = on_change
         self._on_call = on_call
         self._news = asyncio.Event()
@@ -295,6 +297,8 @@ class Deployment:
                 self._announce(instance)
         if self.failure:
             self._tell_pool_failed()
+        if self._inherited:
+            self._tell_scheduler(m.CountsInherited(self._inherited))
 
     def _from_scheduler(self, message: Any) -> None:
         match message:
@@ -306,6 +310,8 @@ class Deployment:
                     self._drained.set_result(None)
             case m.StatisticsKept(statistics, metrics):
                 self._kept = [statistics, metrics]
+                if self._heir is not None:
+                    self._heir.inherit(statistics)
             case m.KillInstance(index, reason):
                 self._kill_instance(index, reason)
             case _:
@@ -320,6 +326,17 @@ class Deployment:
             child.dump_stacks()
             # The dump is written by the dying process itself; give it a moment, not more.
             asyncio.get_running_loop().call_later(0.1, child.kill)
+
+    def bequeath(self, heir: Deployment | None) -> None:
+        """What this version has counted, and will while it finishes what it has, is `heir`'s."""
+        self._heir = heir
+        if heir is not None and self._kept:
+            heir.inherit(self._kept[0])
+
+    def inherit(self, statistics: dict[str, Any]) -> None:
+        """Count on from what a version that this one replaces had counted."""
+        self._inherited = statistics
+        self._tell_scheduler(m.CountsInherited(statistics))
 
     # --- deaths
 

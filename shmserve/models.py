@@ -290,12 +290,15 @@ class Models:
         }
         for version in old.keys() - new.keys():
             model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
+        for version in old.keys() & new.keys():
+            old[version].bequeath(new[version])
         for version, deployment in new.items():
             try:
                 await self._announce(model, deployment)
             except Unavailable as error:
                 model.serving, model.status = old, before
                 for former in old.values():
+                    former.bequeath(None)
                     self._changed(model, former)
                 reason = f"{error.title}: {error.message}"
                 for lost in new.keys() - old.keys():

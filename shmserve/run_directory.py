@@ -63,9 +63,7 @@ class RunDirectory:
             ) from None
         if group >= 0:
             admit_group(self.path, group)
-        for entry in self.path.iterdir():
-            if entry.name != "lock":
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        _empty(self.path)
 
     @classmethod
     def usual(cls, group: int = -1) -> RunDirectory:
@@ -133,7 +131,34 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete the folder and all in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        clear(self.path, self.lock_fd)
+
+
+def clear(path: Path, lock_fd: int) -> None:
+    """Delete a server's folder and all in it; called by each process that outlives the server, with
+    the lock that it has inherited.
+
+    Who comes second finds nothing, or another server that has the same folder by now: its files
+    are not touched.
+    """
+    with contextlib.suppress(OSError):
+        # One after the other: those who have inherited the server's own lock all hold it.
+        fcntl.lockf(lock_fd, fcntl.LOCK_EX)
+        try:
+            if os.path.samestat(os.stat(path / "lock"), os.fstat(lock_fd)):
+                _empty(path)
+                # Last, because nobody starts in a folder that has files and no lock.
+                (path / "lock").unlink()
+                path.rmdir()
+        finally:
+            fcntl.lockf(lock_fd, fcntl.LOCK_UN)
+
+
+def _empty(path: Path) -> None:
+    for entry in path.iterdir():
+        if entry.name != "lock":
+            with contextlib.suppress(FileNotFoundError):  # whose process is ending too
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def admit_group(path: Path, group: int) -> None:

@@ -22,11 +22,11 @@ import gc
 import importlib
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgpack
@@ -37,6 +37,7 @@ from shmserve.ipc.processes import (
     renounce_privileges,
     signal_at_parents_death,
 )
+from shmserve.run_directory import clear
 
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
 
@@ -57,10 +58,10 @@ def main(argv: list[str]) -> int:
     # models start.
     for fd in map(int, argv[:2]):
         os.set_inheritable(fd, False)
-    supervisor_pid, run_dir, title = int(argv[2]), argv[3], argv[4]
+    lock_fd, supervisor_pid, run_dir, title = int(argv[1]), int(argv[2]), Path(argv[3]), argv[4]
 
     def supervisor_ended() -> None:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        clear(run_dir, lock_fd)
         os._exit(0)
 
     def hung_up(*_: object) -> None:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shmserve import model_metrics
+from shmserve import counters, model_metrics
 from shmserve.errors import Unauthenticated
 from shmserve.gateway import control
 from shmserve.gateway.authorisation import METRICS
@@ -70,8 +70,8 @@ _COUNTERS = (
 )
 _REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 _HISTOGRAMS = (
-    ("request_seconds", "Time from arrival to answer of a request"),
-    ("queue_seconds", "Time that a request waited for its execution"),
+    ("request_seconds", "Time from arrival to answer of a request that succeeded"),
+    ("queue_seconds", "Time that a request that succeeded waited for its execution"),
     ("compute_seconds", "Time of an execution, input and output included"),
     ("batch_size", "Batch size of an execution"),
 )
@@ -130,7 +130,10 @@ class _Families(Collector):
     def __init__(self, gateway: Gateway, reports: list[dict[str, Any]]) -> None:
         self._gateway = gateway
         self._reports = [
-            ({"model": str(report["name"]), "version": str(report["version"])}, report)
+            (
+                {"model": str(report["name"]), "version": str(report["version"])},
+                {**report["shmserve"], **counters.lasting(report)},
+            )
             for report in reports
         ]
         self._tagged = [
@@ -160,11 +163,9 @@ class _Families(Collector):
             yield family
         family = Metric("nv_inference_request_failure", f"Number of failed {_ALL}", "counter")
         for labels, report in self._tagged:
-            failures = report["shmserve"]["failures"]
             for reason in _REASONS:
-                family.add_sample(
-                    family.name, {**labels, "reason": reason}, failures.get(reason, 0)
-                )
+                labelled = {**labels, "reason": reason}
+                family.add_sample(family.name, labelled, report["failures"].get(reason, 0))
         yield family
         pending = Metric(
             "nv_inference_pending_request_count",
@@ -172,7 +173,7 @@ class _Families(Collector):
             "gauge",
         )
         for labels, report in self._tagged:
-            pending.add_sample(pending.name, labels, report["shmserve"]["pending"])
+            pending.add_sample(pending.name, labels, report["pending"])
         yield pending
         loading = Metric("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
         for model in self._gateway.models.all():
@@ -184,14 +185,12 @@ class _Families(Collector):
         for name, text in _HISTOGRAMS:
             histogram = HistogramMetricFamily(f"shmserve_{name}", text, labels=("model", "version"))
             for labels, report in self._reports:
-                _add_histogram(histogram, labels, report["shmserve"]["histograms"][name])
+                _add_histogram(histogram, labels, report["histograms"][name])
             yield histogram
         for name, text in _EVENTS:
             counter = Metric(f"shmserve_{name}", text, "counter")
             for labels, report in self._reports:
-                counter.add_sample(
-                    f"shmserve_{name}_total", labels, report["shmserve"].get(name, 0)
-                )
+                counter.add_sample(f"shmserve_{name}_total", labels, report[name])
             yield counter
         closed = Metric(
             "shmserve_batches_closed", "Executions by why their batch took no more", "counter"
@@ -200,13 +199,12 @@ class _Families(Collector):
         executing = Metric("shmserve_executing_requests", "Requests at workers now", "gauge")
         copied = Metric("shmserve_copied_bytes", "Bytes of tensors that workers copied", "counter")
         for labels, report in self._reports:
-            mine = report["shmserve"]
-            for reason, count in mine["batches_closed"].items():
+            for reason, count in report["batches_closed"].items():
                 closed.add_sample(closed.name + "_total", {**labels, "reason": reason}, count)
-            for state, count in mine["instances"].items():
+            for state, count in report["instances"].items():
                 instances.add_sample(instances.name, {**labels, "state": state}, count)
-            executing.add_sample(executing.name, labels, mine.get("executing", 0))
-            for direction, count in mine.get("copied_bytes", {}).items():
+            executing.add_sample(executing.name, labels, report["executing"])
+            for direction, count in report["copied_bytes"].items():
                 there = {**labels, "direction": direction}
                 copied.add_sample(copied.name + "_total", there, count)
         yield from (closed, instances, executing, copied)
@@ -223,6 +221,13 @@ class _Families(Collector):
         yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", cpu_utilization())
         yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
         yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
+        # There is no such pool here: memory is pinned where it lies.
+        for what, text in (
+            ("total_bytes", "total memory size"),
+            ("used_bytes", "used memory size"),
+        ):
+            name = f"nv_pinned_memory_pool_{what}"
+            yield _gauge(name, f"Pinned memory pool {text}, in bytes", 0)
         resident = GaugeMetricFamily(
             "shmserve_process_resident_bytes", "Resident memory of a process", labels=("process",)
         )

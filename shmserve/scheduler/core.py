@@ -19,6 +19,7 @@ from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailab
 from shmserve.ipc.messages import (
     Cancel,
     ClientToScheduler,
+    CountsInherited,
     Drain,
     Drained,
     InstanceExited,
@@ -193,10 +194,12 @@ class Scheduler:
                 self._process_exited(message.pid, now_ns)
             case PoolFailed():
                 self._pool.fail(message.reason)
+            case CountsInherited():
+                self._inherit(message, now_ns)
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():
-                self._drain()
+                self._drain(now_ns)
             case Stop():
                 self._stop(now_ns)
             case _:
@@ -210,7 +213,8 @@ class Scheduler:
         for client in [c for c in self._clients.values() if c.pid == pid]:
             self._client_gone(client, now_ns)
 
-    def _drain(self) -> None:
+    def _drain(self, now_ns: int) -> None:
+        self._keep(self.report(now_ns))
         self._draining = True
         self._drained = False
         # Nothing more comes that would be worth waiting for.
@@ -249,6 +253,7 @@ class Scheduler:
             self._answers.release(now_ns)
         if self._draining and not self._drained and not self._answers.live:
             self._drained = True
+            self._keep(self.report(now_ns))
             self._to_control.post(Drained())
         self._backlog.sweep(self._answers.live)
         # What begins before the next turn can only pass its limit later than this.
@@ -310,9 +315,19 @@ class Scheduler:
 
     def _report_to(self, peer: bytes, number: int, now_ns: int) -> None:
         report = self.report(now_ns)
+        self._keep(report)
+        self._to_clients.post(peer, StatisticsReported(number, report))
+
+    def _keep(self, report: dict[str, Any]) -> None:
         # First to whoever starts our successor: no count that was shown may ever go back.
         self._to_control.post(StatisticsKept(report, self._metrics.kept()))
-        self._to_clients.post(peer, StatisticsReported(number, report))
+
+    def _inherit(self, message: CountsInherited, now_ns: int) -> None:
+        try:
+            self._statistics.inherit(message.statistics)
+        except (KeyError, TypeError, ValueError):
+            logger.exception("the statistics of what was here before cannot be read")
+        self._keep(self.report(now_ns))
 
     def go_on(self, kept: list[Any], alive: list[int], now_ns: int) -> None:
         """Count on from a predecessor's last StatisticsKept, as [statistics, metrics].

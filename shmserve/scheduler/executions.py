@@ -107,11 +107,12 @@ class Executions:
         requests = execution.requests
         worker = Worker(slot.peer, slot.pid)
         self.pool.finish(slot, now_ns)
-        timing = Timing.of(message, execution.started_ns, now_ns)
+        timing = Timing.of(message, execution.sent_ns, now_ns)
         if message.executed:
             units = sum([request.units for request in requests])
             self._statistics.executed(execution.reason, units, timing, now_ns)
-            self.pace.observe(now_ns - execution.started_ns, timing.total_ns, len(requests))
+            took_ns = max(now_ns - execution.started_ns, timing.total_ns)
+            self.pace.observe(took_ns, timing.total_ns, len(requests))
         self._statistics.copied(message)
         replies = matched(requests, message.replies)
         if replies is None:

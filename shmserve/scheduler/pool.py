@@ -63,12 +63,20 @@ SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """A batch on its way through a worker."""
+    """A batch on its way through a worker.
+
+    `started_ns`: since when we know of nothing before it there. The worker may have begun earlier,
+    though not before `sent_ns`: it goes on at once, and its word of the last batch takes a while.
+    """
 
     id: int
     requests: list[Request]
     reason: Closed
-    started_ns: int
+    sent_ns: int
+    started_ns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started_ns = self.sent_ns
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ and one key more, for metrics:
         pending         requests in the queue now
         executing       requests at workers now
         batches_closed  {reason of dynamic.Closed: executions}
-        histograms      {"request_seconds" | "queue_seconds" (one observation a request) |
+        histograms      {"request_seconds" | "queue_seconds" (one observation a success) |
                         "compute_seconds" | "batch_size" (one an execution):
                         {"buckets": upper bounds, "counts": observations per bucket, not
                         cumulative, one more than bounds (+Inf), "sum", "count"}}
@@ -21,6 +21,7 @@ and one key more, for metrics:
         retried         requests that ran again, alone, after that
         overruns        executions that passed the limit
         malformed       frames and messages that were dropped
+        earlier         counters of what this one replaces, as counters.lasting gives them
         copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from
                         it; none for what is used where it lies}
         families        the model's own metrics, as model_metrics.plain has them
@@ -36,6 +37,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shmserve.counters import lasting
 from shmserve.ipc.messages import BatchFinished
 from shmserve.scheduler.dynamic import Closed
 from shmserve.scheduler.requests import Request
@@ -66,13 +68,13 @@ class Timing(NamedTuple):
     output_ns: int
 
     @classmethod
-    def of(cls, message: BatchFinished, started_ns: int, now_ns: int) -> Timing:
-        """From what a worker says, as far as it can be true."""
+    def of(cls, message: BatchFinished, sent_ns: int, now_ns: int) -> Timing:
+        """From what a worker says of a batch sent at `sent_ns`, as far as it can be true."""
         start, input_end = message.compute_start_ns, message.input_end_ns
         output_start, end = message.output_start_ns, message.compute_end_ns
-        if started_ns <= start <= input_end <= output_start <= end <= now_ns:
+        if sent_ns <= start <= input_end <= output_start <= end <= now_ns:
             return cls(start, input_end - start, output_start - input_end, end - output_start)
-        start = min(max(message.compute_start_ns, started_ns), now_ns)
+        start = min(max(message.compute_start_ns, sent_ns), now_ns)
         input_end = min(max(message.input_end_ns, start), now_ns)
         output_start = min(max(message.output_start_ns, input_end), now_ns)
         end = min(max(message.compute_end_ns, output_start), now_ns)
@@ -146,6 +148,12 @@ class Statistics:
         self.retried = 0
         self.overruns = 0
         self._copied = [0, 0]
+        self._earlier: dict[str, Any] = {}
+
+    def inherit(self, report: dict[str, Any]) -> None:
+        """What this version replaces has reported this; raises KeyError or TypeError for what is
+        no report."""
+        self._earlier = lasting(report)
 
     def copied(self, message: BatchFinished) -> None:
         """What a worker copied for an execution."""
@@ -221,6 +229,7 @@ class Statistics:
         self.retried = int(ours["retried"])
         self.overruns = int(ours["overruns"])
         self._copied = [int(ours["copied_bytes"][direction]) for direction in ("in", "out")]
+        self._earlier = dict(ours["earlier"])
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
         """Everything as the module says; `gauges` are the `shmserve` keys that others know."""
@@ -266,6 +275,7 @@ class Statistics:
                 "retried": self.retried,
                 "overruns": self.overruns,
                 "copied_bytes": {"in": self._copied[0], "out": self._copied[1]},
+                "earlier": self._earlier,
                 **gauges,
             },
         }

@@ -64,6 +64,8 @@ def test_everything_exists_at_zero(counted: Server) -> None:
     assert counted.metric("nv_model_load_duration_secs", model="untouched") > 0
     for name in ("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"):
         assert len(counted.samples(name)) == 1, name
+    for name in ("nv_pinned_memory_pool_total_bytes", "nv_pinned_memory_pool_used_bytes"):
+        assert counted.samples(name) == [({}, 0)], name
 
 
 def test_counts(counted: Server) -> None:

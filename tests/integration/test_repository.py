@@ -340,22 +340,31 @@ def test_a_model_that_is_only_in_the_request(explicit: Explicit) -> None:
 
 
 @contextlib.contextmanager
-def asked(server: Server, http: Http, repository: Path) -> Iterator[None]:
+def asked(server: Server, http: Http, repository: Path) -> Iterator[Load]:
     """Clients ask two models all the time, and are answered."""
     repositories.add(repository, "simple", "identity")
     for name in ("simple", "identity"):
         load(http, name).ok()
     with Load(server) as asking:
-        yield
+        yield asking
     assert asking.troubles() == []
 
 
 def test_a_reload_loses_no_request(explicit: Explicit) -> None:
     server, repository = explicit
-    with server.http() as http, asked(server, http, repository):
+    counted = [server.metric("nv_inference_request_success")]
+    with server.http() as http, asked(server, http, repository) as asking:
         for _ in range(3):
             load(http, "simple").ok()
             load(http, "identity").ok()
+            counted.append(server.metric("nv_inference_request_success"))
+    # Nor does it lose the count of one, or go back behind what was shown.
+    assert counted == sorted(counted)
+    every = counted[0] + len(asking.answers)
+    until(
+        "every request is counted",
+        lambda: server.metric("nv_inference_request_success") == every,
+    )
 
 
 def test_a_failed_reload_keeps_the_old_one(explicit: Explicit) -> None:

@@ -81,6 +81,7 @@ def report(name: str, version: str) -> dict[str, Any]:
             "retried": 1,
             "overruns": 0,
             "malformed": 0,
+            "copied_bytes": {"in": 0, "out": 0},
         },
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.run_directory import RunDirectory
+from shmserve.run_directory import RunDirectory, clear
 
 
 def test_a_fresh_one_is_private_and_goes_away() -> None:
@@ -58,6 +58,21 @@ def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(InvalidArgument, match=r"cannot use .*: No space left on device"):
         RunDirectory(tmp_path / "run", patience_s=0)
+
+
+def test_who_clears_a_folder_late_leaves_the_next_servers_files(tmp_path: Path) -> None:
+    """More than one process outlives a killed server, and each clears its folder."""
+    folder = tmp_path / "run"
+    killed = RunDirectory(folder)
+    (folder / "control").touch()
+    clear(folder, killed.lock_fd)
+    assert not folder.exists()
+    following = RunDirectory(folder)
+    (folder / "control").touch()
+    clear(folder, killed.lock_fd)
+    assert (folder / "control").exists()
+    following.remove()
+    assert not folder.exists()
 
 
 def test_one_server_at_a_time(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ class Life(RuleBasedStateMachine):
         for _, message in self.rig.control.take():
             if isinstance(message, m.Drained):
                 self.drained = True
-            elif message.index in self.workers:
+            elif isinstance(message, m.KillInstance) and message.index in self.workers:
                 self.exit(message.index, True)
 
     def check_batch(self, peer: bytes, batch: m.Execute) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.counters import lasting
 from shmserve.ipc import messages as m
 from shmserve.scheduler.pace import Pace
 from shmserve.scheduler.statistics import Histogram, Timing
@@ -77,6 +80,31 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
     assert ours["histograms"]["batch_size"]["sum"] == 8
     assert ours["histograms"]["request_seconds"]["count"] == 3
     assert ours["instances"]["idle"] == 1
+
+
+def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> None:
+    """The scheduler may hear of several at once, after the worker has done them in a row."""
+    rig = Rig()
+    peer = rig.start()
+    for _ in range(50):  # so short that more than one may be at a worker
+        rig.submit()
+        rig.pass_time(4)
+        rig.finish(peer, rig.execute()[1])
+    rig.submit(3)
+    batches = [batch for _, batch in rig.executes()]
+    assert len(batches) == 3
+    began = rig.now + 1_000
+    rig.now += 40_000
+    for number, batch in enumerate(batches):
+        start = began + number * 10_000
+        times = (start, start + 1_000, start + 8_000, start + 10_000)
+        replies = [ok(key) for key, _, _ in batch.requests]
+        rig.worker(peer, m.BatchFinished(batch.batch, *times, replies, 0, 0))
+    stats = rig.report()["inference_stats"]
+    assert stats["compute_input"]["ns"] == 50 + 3 * 1_000
+    assert stats["compute_infer"]["ns"] == 50 * 2 + 3 * 7_000
+    assert stats["compute_output"]["ns"] == 50 + 3 * 2_000
+    assert stats["queue"]["ns"] == (1 + 11 + 21) * 1_000
 
 
 def test_what_the_model_was_not_asked_is_no_execution() -> None:
@@ -191,6 +219,66 @@ def test_a_successor_counts_on() -> None:
     for counts in (now, told):  # of now, not of the past
         del counts["shmserve"]["instances"], counts["shmserve"]["executing"]
     assert now == told
+
+
+def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
+    old = Rig({})
+    peer = old.start()
+    old.submit(2)
+    _, batch = old.execute()
+    old.supervisor(m.Drain())
+    kept = told_supervisor(old)
+    assert lasting(kept)["inference_count"] == 0
+    new = Rig({})
+    new.supervisor(m.CountsInherited(kept))
+    other = new.start()
+    new.finish(other, run_one(new))
+    old.pass_time(MS)
+    old.finish(peer, batch)
+    last = told_supervisor(old)
+    new.supervisor(m.CountsInherited(last))
+    report = new.report()
+    assert report["inference_count"] == 1
+    total = lasting(report)
+    assert total["inference_count"] == 3
+    assert total["inference_stats"]["success"]["count"] == 3
+    assert total["histograms"]["batch_size"]["counts"][:2] == [1, 1]
+    assert total["histograms"]["batch_size"]["buckets"] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+    ]
+    assert total["batches_closed"]["idle"] == 2
+    assert total["copied_bytes"] == {"in": 10, "out": 12}
+    # Its own successor, of either kind, goes on from both.
+    after_a_death = Rig({})
+    after_a_death.scheduler.go_on([report, [[]]], [], new.now)
+    assert lasting(after_a_death.report()) == total
+    after_a_reload = Rig({})
+    after_a_reload.supervisor(m.CountsInherited(report))
+    assert lasting(after_a_reload.report()) == total
+    after_a_reload.supervisor(m.CountsInherited({"nonsense": 1}))
+    assert lasting(after_a_reload.report()) == total
+
+
+def told_supervisor(rig: Rig) -> dict[str, Any]:
+    """What a scheduler has last given to whoever comes after it."""
+    kept = [message for _, message in rig.control.take() if type(message) is m.StatisticsKept]
+    return dict(kept[-1].statistics)
+
+
+def run_one(rig: Rig) -> m.Execute:
+    """A batch of one request, sent as soon as there is an instance."""
+    rig.submit()
+    return rig.execute()[1]
 
 
 def test_a_successor_starts_anew_if_it_cannot_read_that() -> None:
