@@ -109,7 +109,12 @@ class RunDirectory:
                     )
                 time.sleep(_LOCK_PAUSE_S)
                 continue
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:  # the folder was removed just now
+                if time.monotonic() > deadline:
+                    raise
+                continue
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The killed server's last process may have removed the file between our open and
@@ -133,7 +138,36 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete the folder and all in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove(self.path, self.lock_fd)
+
+
+def remove(path: Path | str, lock_fd: int) -> None:
+    """Delete a server's folder and all in it, unless another server has it by now: it has if the
+    lock that lies there is not the one that is held.
+
+    Several processes of a server do this when its supervisor is killed. One that comes late, from
+    its imports or because it was stopped, finds that the first has made room, and who moved in.
+    """
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if not os.path.samestat(os.stat("lock", dir_fd=folder), os.fstat(lock_fd)):
+                return
+            for name in set(os.listdir(folder)) - {"lock"}:
+                _delete(name, folder)
+            os.unlink("lock", dir_fd=folder)
+        finally:
+            os.close(folder)
+        os.rmdir(path)
+
+
+def _delete(name: str, folder: int) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
+    except OSError:
+        pass  # another process of the server was faster
 
 
 def admit_group(path: Path, group: int) -> None:

@@ -22,7 +22,6 @@ import gc
 import importlib
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -37,6 +36,7 @@ from shmserve.ipc.processes import (
     renounce_privileges,
     signal_at_parents_death,
 )
+from shmserve.run_directory import remove
 
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
 
@@ -57,10 +57,10 @@ def main(argv: list[str]) -> int:
     # models start.
     for fd in map(int, argv[:2]):
         os.set_inheritable(fd, False)
-    supervisor_pid, run_dir, title = int(argv[2]), argv[3], argv[4]
+    lock_fd, supervisor_pid, run_dir, title = int(argv[1]), int(argv[2]), argv[3], argv[4]
 
     def supervisor_ended() -> None:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        remove(run_dir, lock_fd)
         os._exit(0)
 
     def hung_up(*_: object) -> None:

@@ -31,6 +31,24 @@ def test_what_a_killed_server_left_is_cleared(tmp_path: Path) -> None:
     os.close(made.lock_fd)
 
 
+def test_who_removes_it_late_leaves_it_to_the_next_server(tmp_path: Path) -> None:
+    """As a process of a killed server does that was stopped while another one removed it."""
+    first = RunDirectory(tmp_path / "run")
+    (first.path / "guests").mkdir()
+    (first.path / "guests" / "socket").touch()
+    first.remove()
+    assert not first.path.exists()
+    first.remove()
+    second = RunDirectory(tmp_path / "run")
+    (second.path / "control").touch()
+    first.remove()
+    assert sorted(os.listdir(second.path)) == ["control", "lock"]
+    second.remove()
+    assert not second.path.exists()
+    for made in (first, second):
+        os.close(made.lock_fd)
+
+
 def test_what_is_not_a_servers_is_not_touched(tmp_path: Path) -> None:
     """A home folder is private too."""
     home = tmp_path / "home"
