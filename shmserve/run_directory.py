@@ -107,7 +107,12 @@ class RunDirectory:
                     )
                 time.sleep(_LOCK_PAUSE_S)
                 continue
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:  # the folder was removed just now
+                if time.monotonic() > deadline:
+                    raise
+                continue
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The killed server's last process may have removed the file between our open and

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from urllib.parse import unquote
 
 from shmserve.errors import PermissionDenied, QueueFull, ShmserveError, Unauthenticated
-from shmserve.gateway import control, infer, log_settings, memory, repository
+from shmserve.gateway import absent, control, infer, log_settings, memory, repository
 from shmserve.gateway.bodies import BodyTimeout, BrokenBody
 from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.replies import Reply, error_reply
@@ -49,6 +49,12 @@ ROUTES = (
     Route("GET", _MODEL + "/ready", "health", control.model_ready),
     Route("GET", _MODEL + "/config", "model-config", control.model_config),
     Route("GET", _MODEL + "/stats", "statistics", control.model_statistics),
+    Route("POST", _MODEL + "/generate", "inference", absent.generate),
+    Route("POST", _MODEL + "/generate_stream", "inference", absent.generate),
+    *(
+        Route(method, r"/v2(?:/models/([^/]+))?/trace/setting", "trace", absent.trace)
+        for method in ("GET", "POST")
+    ),
     Route("GET", "/v2/logging", "logging", log_settings.show),
     Route("POST", "/v2/logging", "logging", log_settings.change),
     Route("POST", _REPOSITORY + "/index", "model-repository", repository.index),

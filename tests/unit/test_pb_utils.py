@@ -318,6 +318,21 @@ def test_numbers_of_numpy_will_do() -> None:
     assert type(request.correlation_id()) is type(request.timeout()) is int
 
 
+def test_bytes_are_taken_for_text() -> None:
+    """As elements of BYTES tensors are bytes: Triton's example of a call takes the name of the
+    model from one.
+    """
+    name: Any = np.array(["other"], dtype=object).astype(np.bytes_)[0]
+    given: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
+    tensor = Tensor(b"\xc3\xbc", np.zeros(1))  # type: ignore[arg-type]
+    request = pb_utils.InferenceRequest(model_name=name, inputs=[tensor], **given)
+    assert request.requested_output_names() == {"b", "\u00fc"}
+    assert (request.request_id(), request.inputs()[0].name()) == ("q", "\u00fc")
+    assert pb_utils.TritonError(b"no").message() == "no"  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model_name must be UTF-8"):
+        pb_utils.InferenceRequest(model_name=b"\xff", inputs=[], requested_output_names=[])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -327,7 +342,7 @@ def test_numbers_of_numpy_will_do() -> None:
         lambda: pb_utils.load_model("other", {}),  # type: ignore[arg-type]
         lambda: pb_utils.load_model("other", files={"file:1/model.py": "x"}),  # type: ignore[dict-item]
         lambda: pb_utils.load_model("other", files={1: b"x"}),  # type: ignore[dict-item]
-        lambda: pb_utils.unload_model(b"other"),  # type: ignore[arg-type]
+        lambda: pb_utils.unload_model(b"\xff"),  # type: ignore[arg-type]
     ],
 )
 def test_what_no_server_could_be_asked(call: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.run_directory import RunDirectory, clear
+from shmserve.run_directory import RunDirectory
 
 
 def test_a_fresh_one_is_private_and_goes_away() -> None:
@@ -29,6 +29,24 @@ def test_what_a_killed_server_left_is_cleared(tmp_path: Path) -> None:
     made = RunDirectory(left)
     assert [entry.name for entry in left.iterdir()] == ["lock"]
     os.close(made.lock_fd)
+
+
+def test_who_removes_it_late_leaves_it_to_the_next_server(tmp_path: Path) -> None:
+    """As a process of a killed server does that was stopped while another one removed it."""
+    first = RunDirectory(tmp_path / "run")
+    (first.path / "guests").mkdir()
+    (first.path / "guests" / "socket").touch()
+    first.remove()
+    assert not first.path.exists()
+    first.remove()
+    second = RunDirectory(tmp_path / "run")
+    (second.path / "control").touch()
+    first.remove()
+    assert sorted(os.listdir(second.path)) == ["control", "lock"]
+    second.remove()
+    assert not second.path.exists()
+    for made in (first, second):
+        os.close(made.lock_fd)
 
 
 def test_what_is_not_a_servers_is_not_touched(tmp_path: Path) -> None:
@@ -58,21 +76,6 @@ def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(InvalidArgument, match=r"cannot use .*: No space left on device"):
         RunDirectory(tmp_path / "run", patience_s=0)
-
-
-def test_who_clears_a_folder_late_leaves_the_next_servers_files(tmp_path: Path) -> None:
-    """More than one process outlives a killed server, and each clears its folder."""
-    folder = tmp_path / "run"
-    killed = RunDirectory(folder)
-    (folder / "control").touch()
-    clear(folder, killed.lock_fd)
-    assert not folder.exists()
-    following = RunDirectory(folder)
-    (folder / "control").touch()
-    clear(folder, killed.lock_fd)
-    assert (folder / "control").exists()
-    following.remove()
-    assert not folder.exists()
 
 
 def test_one_server_at_a_time(tmp_path: Path) -> None:

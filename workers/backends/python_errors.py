@@ -28,7 +28,7 @@ class TritonModelException(Exception):
 class TritonError:
     """An error of one request: a message for the client, and a code (TritonError.NOT_FOUND, ...).
 
-    Raises TypeError for a message that is no string or a code that is no code.
+    Raises TypeError for a message that is no text or a code that is no code.
     """
 
     __slots__ = ("_code", "_message")
@@ -43,11 +43,9 @@ class TritonError:
     CANCELLED = ErrorCode.CANCELLED
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        if not isinstance(message, str):
-            raise TypeError(f"the message of a TritonError must be a str, not {type(message)}")
+        self._message = text(message, "the message of a TritonError")
         if not isinstance(code, ErrorCode):
             raise TypeError(f"the code of a TritonError must be one of its codes, not {code!r}")
-        self._message = message
         self._code = code
 
     def code(self) -> ErrorCode:
@@ -60,7 +58,16 @@ class TritonError:
 
 
 def text(value: object, what: str) -> str:
-    """`value`, which must be a str; raises TypeError."""
+    """`value`, a str or bytes of UTF-8, as a str; raises TypeError for anything else.
+
+    Triton takes bytes for a str everywhere: an element of a BYTES tensor is one, and its examples
+    call the model whose name came in such a tensor.
+    """
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise TypeError(f"{what} must be UTF-8, not {value[:64]!r}") from None
     if not isinstance(value, str):
         raise TypeError(f"{what} must be a str, not {type(value)}")
     return value

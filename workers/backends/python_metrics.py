@@ -94,9 +94,10 @@ class MetricFamily:
     HISTOGRAM = MetricKind.HISTOGRAM
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        name = text(name, "the name of a metric family")
         if not _NAME.fullmatch(name):
             raise TritonModelException("Error when creating MetricFamily: Invalid metric name")
-        text(description, "the description of a metric family")
+        description = text(description, "the description of a metric family")
         with _lock:
             family = _families.setdefault(name, _Family(name, description, MetricKind(kind)))
         if family.kind is not kind:

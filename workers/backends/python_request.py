@@ -90,6 +90,7 @@ class InferenceRequest:
             raise TypeError(
                 "an InferenceRequest needs inputs, requested_output_names and model_name"
             )
+        request_id, model_name = text(request_id, "request_id"), text(model_name, "model_name")
         if not isinstance(correlation_id, str):
             try:
                 correlation_id = operator.index(correlation_id)
@@ -105,13 +106,13 @@ class InferenceRequest:
                 raise TypeError(f"an input of a request must be a Tensor, not {type(tensor)}")
         if not all(requested_output_names):
             raise TritonModelException(f"Requested output name {of} should not be empty.")
-        for name in requested_output_names:
-            text(name, "a requested output name")
-        self._request_id = text(request_id, "request_id")
+        self._request_id = request_id
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
-        self._outputs = dict.fromkeys(requested_output_names)
-        self._model_name = text(model_name, "model_name")
+        self._outputs = dict.fromkeys(
+            text(name, "a requested output name") for name in requested_output_names
+        )
+        self._model_name = model_name
         self._model_version = whole(model_version, "model_version", -1)
         self._flags = whole(flags, "flags")
         self._timeout = whole(timeout, "timeout")

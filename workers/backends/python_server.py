@@ -112,8 +112,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     `config` is a JSON configuration to use instead of the model's own, `files` maps
     "file:1/model.py" and the like to contents. Raises TritonModelException when it fails.
     """
-    text(model_name, "model_name")
-    text(config, "config")
+    model_name, config = text(model_name, "model_name"), text(config, "config")
     if files is not None and not isinstance(files, dict):
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and "
@@ -123,11 +122,12 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     for key, content in (files or {}).items():
         if not isinstance(content, bytes):
             raise TypeError(f"the contents of '{key}' must be bytes, not {type(content)}")
-        if not text(key, "the name of a file").startswith("file:"):
+        path = text(key, "the name of a file")
+        if not path.startswith("file:"):
             raise TritonModelException(
-                f"Failed to load model: the name of a file must begin with 'file:', got '{key}'"
+                f"Failed to load model: the name of a file must begin with 'file:', got '{path}'"
             )
-        given[key.removeprefix("file:")] = content
+        given[path.removeprefix("file:")] = content
     try:
         current().load_model(model_name, config, given)
     except ShmserveError as error:
@@ -136,7 +136,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Unload all versions of a model. Raises TritonModelException when it fails."""
-    text(model_name, "model_name")
+    model_name = text(model_name, "model_name")
     try:
         current().unload_model(model_name, bool(unload_dependents))
     except ShmserveError as error:
@@ -148,10 +148,8 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 
     Raises TritonModelException for a version that is no number.
     """
-    text(model_name, "model_name")
-    if text(model_version, "model_version") and not (
-        model_version.isdecimal() and int(model_version)
-    ):
+    model_name, model_version = text(model_name, "model_name"), text(model_version, "model_version")
+    if model_version and not (model_version.isdecimal() and int(model_version)):
         raise TritonModelException(
             "Failed to check model readiness: failed to get model version from specified version "
             f"string '{model_version}', version should be an integral value > 0"
@@ -194,10 +192,8 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
-        """Write a line; raises TypeError for what is no str."""
-        if not isinstance(message, str):
-            raise TypeError(f"a log message must be a str, not {type(message)}")
-        logger.log(_LEVELS[level], "%s", message)
+        """Write a line; raises TypeError for what is no text."""
+        logger.log(_LEVELS[level], "%s", text(message, "a log message"))
 
     @staticmethod
     def log_info(message: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.ipc.tensors import NUMPY, Place, encode_bytes
-from shmserve.workers.backends.python_errors import TritonModelException
+from shmserve.workers.backends.python_errors import TritonModelException, text
 from shmserve.workers.backends.python_inputs import Lender
 from shmserve.workers.calls import CallInput
 from shmserve.workers.requests import Array, Input, Output
@@ -55,11 +55,9 @@ class Tensor:
     _lender: Lender | None
 
     def __init__(self, name: str, numpy_array: Array) -> None:
-        if not isinstance(name, str) or not isinstance(numpy_array, np.ndarray):
-            raise TypeError(
-                "a Tensor is made of a str and a numpy.ndarray, "
-                f"not of {type(name)} and {type(numpy_array)}"
-            )
+        name = text(name, "the name of a Tensor")
+        if not isinstance(numpy_array, np.ndarray):
+            raise TypeError(f"a Tensor is made of a numpy.ndarray, not of {type(numpy_array)}")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
         kind = numpy_array.dtype
@@ -91,6 +89,7 @@ class Tensor:
 
         from shmserve.workers.torch_types import PROTOCOL
 
+        name = text(name, "the name of a Tensor")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
         if type(tensor).__name__ != "PyCapsule" and not (

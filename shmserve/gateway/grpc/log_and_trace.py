@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument
+from shmserve.gateway.absent import no_trace
 from shmserve.gateway.callers import Caller
 from shmserve.gateway.log_settings import (
     FILE,
@@ -29,8 +30,8 @@ _KINDS = {
 async def trace_setting(
     gateway: Gateway, caller: Caller, request: pb.TraceSettingRequest
 ) -> pb.TraceSettingResponse:
-    """TraceSetting, as Triton answers when it was built without tracing."""
-    raise Unavailable("the server does not support trace")
+    """TraceSetting, which is refused."""
+    raise no_trace()
 
 
 async def log_settings(
