@@ -24,7 +24,6 @@ import mmap
 import os
 import socket
 import stat
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ from typing import Any
 from shmserve import descriptors
 from shmserve.control import Acknowledgements
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.peers import credentials
 from shmserve.ipc import endpoints, frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.cuda_ipc import HANDLE_SIZE
@@ -133,8 +133,7 @@ class Guests:
             link = self._door.accept()
             if link is None:
                 return
-            credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid, uid, _ = struct.unpack("iII", credentials)
+            pid, uid, _ = credentials(link)
             strangers = [guest for guest in self._guests.values() if not guest.welcomed]
             if len(strangers) >= _MOST_STRANGERS:
                 self._leave(strangers[0])

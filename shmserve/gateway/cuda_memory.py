@@ -6,13 +6,9 @@ opens it. On a host without a CUDA device nothing can be registered.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
-import os
 import re
-import socket
-import struct
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.state import Gateway
@@ -86,16 +82,3 @@ async def register(
             *(peer.uid, list(peer.groups), exporter_pid),
         )
     )
-
-
-def peer_pid(transport: asyncio.BaseTransport | None) -> int:
-    """The process at the other end of a unix socket; 0 for any other connection."""
-    sock = None if transport is None else transport.get_extra_info("socket")
-    if sock is None or sock.family != socket.AF_UNIX:
-        return 0
-    credentials = struct.Struct("iII")
-    # What event loops hand out is no real socket.
-    with socket.socket(fileno=os.dup(sock.fileno())) as own:
-        raw = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    pid: int = credentials.unpack(raw)[0]
-    return pid
