@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shmserve import repository
 from shmserve.children import Child
 from shmserve.deployment import Deployment
 from shmserve.devices import Accelerators
@@ -25,6 +24,7 @@ from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, 
 from shmserve.host import Host
 from shmserve.ipc import messages as m
 from shmserve.lifecycle import MODEL, ModelState, after
+from shmserve.model_names import check_model_name
 from shmserve.planning import Planner
 from shmserve.progress import Progress
 
@@ -143,13 +143,13 @@ class Models:
     async def load_on_request(self, name: str, config: str, files: dict[str, bytes]) -> None:
         """POST /v2/repository/models/NAME/load."""
         self._require_explicit()
-        repository.check_model_name(name)
+        check_model_name(name)
         await self._load(name, config, files)
 
     async def unload_on_request(self, name: str, dependents: bool) -> None:
         """POST /v2/repository/models/NAME/unload; an unknown model is fine."""
         self._require_explicit()
-        repository.check_model_name(name)
+        check_model_name(name)
         await self._unload(name)
 
     def _require_explicit(self) -> None:

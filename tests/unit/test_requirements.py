@@ -13,10 +13,10 @@ from aiohttp.http_parser import HttpRequestParser, HttpRequestParserPy
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.app import find_route
 from shmserve.gateway.codec import parse_request
-from shmserve.gateway.repository import check_model_name
 from shmserve.gateway.values import JsonFault
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import TensorRef
+from shmserve.model_names import check_model_name
 from tests.gateway_rig import SIMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
