@@ -247,9 +247,9 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
     http.post(f"{path}/unload").ok()
     http.post(f"{path}/unload", {"parameters": {"unload_dependents": True}}).ok()
     loads = [(x.name, x.config, x.files) for x in gateway.heard_of(m.LoadModel)]
-    assert loads == [("a.model", "", {}), ("a model", "{}", {"1/model.py": contents})]
+    assert loads == [("a.model", "", {}), ("a.model", "{}", {"1/model.py": contents})]
     unloads = [(x.name, x.unload_dependents) for x in gateway.heard_of(m.UnloadModel)]
-    assert unloads == [("a.model", False), ("a model", True)]
+    assert unloads == [("a.model", False), ("a.model", True)]
 
 
 @pytest.mark.parametrize(
