@@ -187,7 +187,7 @@ class Doors:
             "settings": config.gateway_settings(),
             "log": asdict(self._host.log),
         }
-        child = await self._host.front.spawn(
+        child = await self._host.front_zygote.spawn(
             f"gateway {name}", entry, {**common, **own}, [sock.fileno() for sock in sockets]
         )
         self._children[name] = child

@@ -23,7 +23,7 @@ from shmserve.doors import Doors
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.host import Host
 from shmserve.ipc import messages as m
-from shmserve.lifecycle import MODEL, ModelState, after
+from shmserve.lifecycle import ModelState
 from shmserve.model_names import check_model_name
 from shmserve.planning import Planner
 from shmserve.progress import Progress
@@ -289,7 +289,7 @@ class Models:
             if version in old or not status.failed
         }
         for version in old.keys() - new.keys():
-            model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
+            model.status[version] = _Status(ModelState.UNLOADING)
         for version, deployment in new.items():
             try:
                 await self._announce(model, deployment)
@@ -325,7 +325,7 @@ class Models:
             model.status.pop("", None)
             for version, status in model.status.items():
                 if version in old:
-                    model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
+                    model.status[version] = _Status(ModelState.UNLOADING)
                 elif status.failed:
                     model.status[version] = _Status(ModelState.UNAVAILABLE, _UNLOADED)
             model.fingerprint = ""

@@ -44,8 +44,8 @@ from shmserve.trust import Peer
 
 logger = logging.getLogger(__name__)
 
-_FRONT = ("shmserve.gateway.main", "shmserve.scheduler.main")
-_MAKERS = ("torch", "shmserve.workers.main")
+_FRONT_PRELOADS = ("shmserve.gateway.main", "shmserve.scheduler.main")
+_WORKER_PRELOADS = ("torch", "shmserve.workers.main")
 _EXPORTED = "shmserve.workers.preload_exported"
 
 
@@ -173,13 +173,13 @@ class Supervisor:
         )
         # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
         single = {**grpc_config.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
-        front = Zygote(children, self._run_dir, "front zygote", _FRONT, single)
+        front = Zygote(children, self._run_dir, "front zygote", _FRONT_PRELOADS, single)
         copying = past_the_caches(os.environ)
-        makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), copying)
+        workers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), copying)
         seals = Seals(secrets.token_bytes(KEY_SIZE))
         folder, log = self._run_dir.path, self.config.log
-        self.host = Host(self.config, folder, children, control, front, makers, seals, log)
-        makers.start()  # first: torch takes longest
+        self.host = Host(self.config, folder, children, control, front, workers, seals, log)
+        workers.start()  # first: torch takes longest
         front.start()
         self.doors = Doors(
             self.host, self._http, self._metrics, self._grpc, self._snapshot, self._asked
@@ -211,7 +211,7 @@ class Supervisor:
         # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
         roots = self.config.model_repositories
         exported = any(any(root.glob("*/*/*.pt2")) for root in roots)
-        return (*_MAKERS, _EXPORTED) if exported else _MAKERS
+        return (*_WORKER_PRELOADS, _EXPORTED) if exported else _WORKER_PRELOADS
 
     async def _start(self, began: float) -> int:
         doors = self.host.background(self.doors.start())
@@ -386,8 +386,8 @@ class Supervisor:
     async def _kill_rest(self) -> None:
         for sock in (*self._http, *self._metrics, *self._grpc):
             sock.close()
-        self.host.front.stop()
-        self.host.makers.stop()
+        self.host.front_zygote.stop()
+        self.host.worker_zygote.stop()
         rest = self.host.children.all()
         for child in rest:
             if not child.title.endswith("zygote"):
