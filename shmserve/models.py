@@ -19,8 +19,8 @@ from typing import Any
 from shmserve.children import Child
 from shmserve.deployment import Deployment
 from shmserve.devices import Accelerators
-from shmserve.doors import Doors
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
+from shmserve.gateways import Gateways
 from shmserve.host import Host
 from shmserve.ipc import messages as m
 from shmserve.lifecycle import ModelState
@@ -102,13 +102,13 @@ class Models:
     def __init__(
         self,
         host: Host,
-        doors: Doors,
+        gateways: Gateways,
         accelerators: Accelerators,
         on_call: Callable[[int, Any], None],
         on_change: Callable[[], None],
     ) -> None:
         self._host = host
-        self._doors = doors
+        self._gateways = gateways
         self._on_call = on_call
         self._on_change = on_change
         self._planner = Planner(host.config, host.run_dir, accelerators)
@@ -265,7 +265,7 @@ class Models:
             failures[version] = reason
             if version not in model.serving:
                 model.status[version] = _Status(ModelState.UNAVAILABLE, reason)
-                self._doors.tell(m.ModelWithdrawn(model.name, version, 0))
+                self._gateways.tell(m.ModelWithdrawn(model.name, version, 0))
         if failures:
             await asyncio.gather(*(d.kill() for d in new))
             self._forget(new)
@@ -312,7 +312,7 @@ class Models:
         for _ in range(_MOST_ANNOUNCEMENTS):
             await deployment.until_ready()
             changes = deployment.changes
-            await self._doors.publish_model(partial(self._publication, model, deployment))
+            await self._gateways.publish_model(partial(self._publication, model, deployment))
             if deployment.ready and deployment.changes == changes:
                 return
         raise Unavailable("its processes end as soon as they are ready")
@@ -335,7 +335,7 @@ class Models:
         """These do not serve any more: the versions that no other serves are withdrawn, and what is
         in flight is finished."""
         for version in leaving.keys() - model.serving.keys():
-            await self._doors.publish_model(partial(m.ModelWithdrawn, model.name, version))
+            await self._gateways.publish_model(partial(m.ModelWithdrawn, model.name, version))
             self._host.broadcast(m.ModelWithdrawn(model.name, version, 0), "worker")
         self._on_change()
         for deployment in leaving.values():
@@ -376,7 +376,7 @@ class Models:
 
     def _changed(self, model: _Model, deployment: Deployment) -> None:
         if model.serving.get(deployment.plan.version) is deployment:
-            self._doors.tell(self._publication(model, deployment, 0))
+            self._gateways.tell(self._publication(model, deployment, 0))
             if deployment.failure:
                 model.status[deployment.plan.version] = _Status(
                     ModelState.UNAVAILABLE, deployment.failure
