@@ -98,6 +98,14 @@ class Signature:
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(request_id) + error.message) from None
 
+    def output_size(self, name: str, batch_size: int) -> int | None:
+        """The bytes of an output for a request of `batch_size`; None: only the model knows."""
+        spec = self.outputs[name]
+        item = ITEM_SIZE[spec.datatype]
+        if not item or not spec.static:
+            return None
+        return element_count(spec.dims) * item * (batch_size if self.max_batch_size else 1)
+
     def _admit(self, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]) -> Admission:
         seen: set[str] = set()
         for tensor in inputs:
