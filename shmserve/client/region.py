@@ -17,6 +17,7 @@ from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import ITEM_SIZE, Place, TensorRef, element_count
 
 Shape = tuple[int, ...]
+Specs = Mapping[str, tuple[Sequence[int], str]]  # of tensors by name: shape, datatype
 
 
 def nothing() -> None:
@@ -34,7 +35,7 @@ class Region(Mapping[str, Any]):
     def __init__(
         self,
         memories: Memories,
-        tensors: Mapping[str, tuple[Sequence[int], str]],
+        tensors: Specs,
         make: Callable[[int], AnySegment] | None = None,
     ) -> None:
         """Allocate, in what `make(byte_size)` gives if that is no usual segment. Raises
