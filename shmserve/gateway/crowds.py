@@ -9,7 +9,6 @@ room is made among its own. On loopback all clients have one address, and are on
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Callable, Collection
 from operator import attrgetter, itemgetter
@@ -17,13 +16,14 @@ from typing import Any
 
 from aiohttp import web
 
+from shmserve.descriptors import share_of
 from shmserve.gateway.callers import Caller, Door, DoorKind
 from shmserve.gateway.connections import Answer, Connection
+from shmserve.gateway.peers import network
 from shmserve.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-SHARE = 0.75  # of all, the most that are of one peer
 _COMPLAINTS = 10  # about too many connections
 
 
@@ -36,7 +36,7 @@ class Server(web.Server):
         self._settings = settings
         self._door = door
         self._most = most
-        self._most_of_one = max(1, int(most * SHARE))
+        self._most_of_one = share_of(most)
         self._of: dict[object, set[Connection]] = {}  # by peer
         self._crowded = 0
 
@@ -94,19 +94,6 @@ class Server(web.Server):
         self._crowded += 1
         for connection in ended or [newcomer]:
             connection.force_close()
-
-
-def network(address: str) -> str:
-    """Whose address this is: of the newer protocol, whoever has one has the 2**64 around it."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
-    return str(found)
 
 
 def _longest(

@@ -101,3 +101,16 @@ def groups_of(uid: int) -> tuple[int, ...]:
 def is_loopback(address: str) -> bool:
     """Whether only this host can reach this numeric address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def network(address: str) -> str:
+    """Whose address this is: of the newer protocol, whoever has one has the 2**64 around it."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
+    return str(found)
