@@ -1,6 +1,6 @@
 """The gRPC door: Triton's service and gRPC's health service, in a process of its own.
 
-    main.py      the server; loop.py is the event loop under it
+    main.py      the server (settings.py); loop.py is the event loop under it
     service.py   the table of RPCs: authorise, handle, errors to a status
     unary.py     calls of ModelInfer, without a task; calls.py: all that are in progress
     infer.py     a request to its scheduler and back; stream.py: many in one call
