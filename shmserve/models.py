@@ -146,7 +146,7 @@ class Models:
         check_model_name(name)
         await self._load(name, config, files)
 
-    async def unload_on_request(self, name: str, dependents: bool) -> None:
+    async def unload_on_request(self, name: str) -> None:
         """POST /v2/repository/models/NAME/unload; an unknown model is fine."""
         self._require_explicit()
         check_model_name(name)

@@ -311,8 +311,8 @@ class Supervisor:
                 self.handles.checked(pid, message)
             case m.LoadModel(id=number, name=name, config=config, files=files):
                 self._answer(pid, number, self.models.load_on_request(name, config, files))
-            case m.UnloadModel(id=number, name=name, unload_dependents=dependents):
-                self._answer(pid, number, self.models.unload_on_request(name, dependents))
+            case m.UnloadModel(id=number, name=name):
+                self._answer(pid, number, self.models.unload_on_request(name))
             case m.IndexRepository(id=number, ready=only_ready):
                 self._answer(pid, number, self._index(only_ready))
             case m.ChangeLogging(id=number, changes=changes):

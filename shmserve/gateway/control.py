@@ -124,7 +124,7 @@ def _as_tritons(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 async def collect(gateway: Gateway, models: list[Model]) -> list[dict[str, Any]]:
     """What the schedulers of `models` report, in order; who does not answer in time is left out."""
-    futures = [gateway.dispatcher.report(model.peer) for model in models]
+    futures = [gateway.dispatcher.report(model.scheduler) for model in models]
     if not futures:
         return []
     try:
