@@ -212,6 +212,24 @@ def shape_text(shape: Sequence[int]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
+def check_extent(name: str, shape: Sequence[int], count: int, item: int) -> None:
+    """Raise InvalidArgument for an input with a dimension, a number of elements or of bytes that no
+    64-bit integer with a sign can hold; `item` is 0 where elements vary in size."""
+    text = f"invalid shape for input '{name}': shape {shape_text(shape)}"
+    if any(dim > LARGEST for dim in shape):
+        raise InvalidArgument(f"{text} contains one or more invalid dimensions")
+    if count > LARGEST:
+        raise InvalidArgument(
+            f"{text} causes total element count to exceed maximum size of {LARGEST}"
+        )
+    if count * item > LARGEST:
+        raise InvalidArgument(
+            f"byte size overflow for input '{name}': "
+            f"element count ({count}) * data type size ({item}) "
+            f"exceeds maximum allowed size ({LARGEST})"
+        )
+
+
 def _names(names: Iterable[str]) -> str:
     return ",".join(f"'{name}'" for name in names)
 
@@ -220,7 +238,9 @@ def _check_size(tensor: TensorRef, model: str) -> None:
     item = ITEM_SIZE[tensor.datatype]
     count = element_count(tensor.shape)
     expected = count * item
-    if expected > LARGEST or (not count and _extent(tensor.shape) > _MOST_ELEMENTS):
+    if expected > LARGEST:
+        check_extent(tensor.name, tensor.shape, count, item)
+    if not count and _extent(tensor.shape) > _MOST_ELEMENTS:
         raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
     if not item:
         return

@@ -108,7 +108,7 @@ def test_what_a_lost_scheduler_had_is_dealt_with(
 
     dispatcher, (answered, other, in_place) = asyncio.run(lose())
     assert isinstance(answered.future.result(), m.Finished)
-    assert list(dispatcher._peers) == ([successor] if successor else [])
+    assert list(dispatcher._schedulers) == ([successor] if successor else [])
     if successor:
         link: Any = dispatcher.scheduler(successor).link
         assert link.posted == [other.submit]
