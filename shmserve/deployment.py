@@ -259,7 +259,6 @@ class Deployment:
             "shmserve.scheduler.main:run",
             {
                 "number": number,
-                "model_name": plan.name,
                 "version": plan.version,
                 "config": self.config,
                 "run_dir": str(self.host.run_dir),
