@@ -10,6 +10,7 @@ import base64
 import binascii
 import re
 
+from shmserve.cuda_regions import INVALID, not_supported
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.state import Gateway
 from shmserve.ipc.cuda_ipc import HANDLE_SIZE
@@ -17,17 +18,14 @@ from shmserve.ipc.messages import RegisterCudaRegion
 from shmserve.ipc.ranges import LARGEST, whole
 from shmserve.trust import Peer
 
-INVALID = "failed to register shared memory region: invalid args"
 _NO_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
 _UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12})")
 
 
 def require_cuda(gateway: Gateway, name: str) -> None:
-    """Raise InvalidArgument, as a Triton that was built without GPUs does, where there is none."""
+    """Raise InvalidArgument where the server has no CUDA device."""
     if not gateway.settings.cuda_devices:
-        raise InvalidArgument(
-            f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
-        )
+        raise not_supported(name)
 
 
 def decode_handle(text: str) -> bytes:
