@@ -10,7 +10,7 @@ from shmserve.client.errors import Released
 from shmserve.client.memory import AnySegment, Memories, aligned
 from shmserve.client.models import Model
 from shmserve.client.plans import Form
-from shmserve.client.views import Lease
+from shmserve.client.views import Lease, nothing
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.signature import Signature
@@ -18,10 +18,6 @@ from shmserve.ipc.tensors import ITEM_SIZE, Place, TensorRef, element_count
 
 Shape = tuple[int, ...]
 Specs = Mapping[str, tuple[Sequence[int], str]]  # of tensors by name: shape, datatype
-
-
-def nothing() -> None:
-    """The end of what holds no memory."""
 
 
 class Region(Mapping[str, Any]):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from aiohttp import web
@@ -82,8 +82,8 @@ class Server(web.Server):
         if len(others) < most or not newcomer.open:
             return  # the rest is on its way out
         # Several at a time, so that a flood of newcomers costs little each.
-        ended = _longest(others, attrgetter("idle_since"), max(1, most // 64))
-        ended = ended or _longest(others, attrgetter("sending_since"), 1)
+        ended = _longest(others, lambda one: one.idle_since, max(1, most // 64))
+        ended = ended or _longest(others, lambda one: one.sending_since, 1)
         logger.log(
             logging.WARNING if self._crowded < _COMPLAINTS else logging.DEBUG,
             "more than %d connections%s: %s",
