@@ -23,6 +23,9 @@ KEY_SIZE = 32
 # A guest's number stands where others have their pid, and is never one: those end at 2**22.
 # All have nine digits.
 FIRST = 100_000_000
+# What a scheduler takes of one guest: links at a time, and bytes of a packed request.
+MOST_LINKS = 16
+LARGEST_WORK = 1 << 20
 _TOKEN_SIZE = 16
 _MAC_BITS = 40
 

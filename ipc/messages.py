@@ -401,7 +401,7 @@ class LoadModel:
 
 @message
 class UnloadModel:
-    """Unload all versions of a model."""
+    """Unload all versions of a model; there are no ensembles, so none has dependents."""
 
     id: int
     name: str

@@ -97,6 +97,14 @@ class Signature:
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(request_id) + error.message) from None
 
+    def output_size(self, name: str, batch_size: int) -> int | None:
+        """The bytes of an output for a request of `batch_size`; None: only the model knows."""
+        spec = self.outputs[name]
+        item = ITEM_SIZE[spec.datatype]
+        if not item or not spec.static:
+            return None
+        return element_count(spec.dims) * item * (batch_size if self.max_batch_size else 1)
+
     def _admit(self, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]) -> Admission:
         seen: set[str] = set()
         for tensor in inputs:
@@ -208,6 +216,24 @@ def shape_text(shape: Sequence[int]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
+def check_extent(name: str, shape: Sequence[int], count: int, item: int) -> None:
+    """Raise InvalidArgument for an input with a dimension, a number of elements or of bytes that no
+    64-bit integer with a sign can hold; `item` is 0 where elements vary in size."""
+    text = f"invalid shape for input '{name}': shape {shape_text(shape)}"
+    if any(dim > LARGEST for dim in shape):
+        raise InvalidArgument(f"{text} contains one or more invalid dimensions")
+    if count > LARGEST:
+        raise InvalidArgument(
+            f"{text} causes total element count to exceed maximum size of {LARGEST}"
+        )
+    if count * item > LARGEST:
+        raise InvalidArgument(
+            f"byte size overflow for input '{name}': "
+            f"element count ({count}) * data type size ({item}) "
+            f"exceeds maximum allowed size ({LARGEST})"
+        )
+
+
 def _names(names: Iterable[str]) -> str:
     return ",".join(f"'{name}'" for name in names)
 
@@ -216,7 +242,9 @@ def _check_size(tensor: TensorRef, model: str) -> None:
     item = ITEM_SIZE[tensor.datatype]
     count = element_count(tensor.shape)
     expected = count * item
-    if expected > LARGEST or (not count and _extent(tensor.shape) > _MOST_ELEMENTS):
+    if expected > LARGEST:
+        check_extent(tensor.name, tensor.shape, count, item)
+    if not count and _extent(tensor.shape) > _MOST_ELEMENTS:
         raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
     if not item:
         return

@@ -74,10 +74,6 @@ class Children:
         processes.adopt_orphans()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
 
-    def get(self, pid: int) -> Child | None:
-        """The running child with this pid."""
-        return self._known.get(pid)
-
     def all(self) -> list[Child]:
         """Every running child."""
         return list(self._known.values())

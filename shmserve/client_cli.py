@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
-from shmserve.client_tensors import ModelTensor, WrongInput, decode, encode, load
+from shmserve.client_cli_tensors import ModelTensor, WrongInput, decode, encode, load
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
 _HEADER_LENGTH = "Inference-Header-Content-Length"

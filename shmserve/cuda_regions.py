@@ -99,5 +99,12 @@ class Exporter:
         os.close(self._fd)
 
 
+def not_supported(name: str) -> InvalidArgument:
+    """The refusal of region `name` where there is no CUDA device: a CPU-only Triton's text."""
+    return InvalidArgument(
+        f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
+    )
+
+
 def _gone() -> ShmserveError:
     return InvalidArgument(f"{INVALID} (the process that exported it is gone)")

@@ -201,11 +201,10 @@ class Deployment:
             "backend_config": config.backend_settings(self.config["backend"]),
             "arena_byte_size": config.arena_byte_size,
             "log": asdict(self.host.log),
-            "auto_complete": True,
             "threads": config.worker_threads(len(self.instances)),
         }
         instance.inbox = inbox()
-        child = await self.host.makers.spawn(title, "shmserve.workers.main:run", args)
+        child = await self.host.worker_zygote.spawn(title, "shmserve.workers.main:run", args)
         instance.child = child
         self.host.enrol(child.pid, "worker", lambda msg: self._from_worker(instance, child, msg))
         started = await self._reply(instance)
@@ -257,12 +256,11 @@ class Deployment:
         plan, config = self.plan, self.host.config
         ready = self._scheduler_ready = asyncio.get_running_loop().create_future()
         alive = self.pids()
-        child = await self.host.front.spawn(
+        child = await self.host.front_zygote.spawn(
             f"scheduler {plan.name}",
             "shmserve.scheduler.main:run",
             {
                 "number": number,
-                "model_name": plan.name,
                 "version": plan.version,
                 "config": self.config,
                 "run_dir": str(self.host.run_dir),

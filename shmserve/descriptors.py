@@ -9,6 +9,7 @@ import sys
 
 _PLENTY = 1 << 20
 _OWN = 128  # of a gateway: for everything but connections
+_SHARE = 0.75
 
 
 def fill_standard_streams() -> None:
@@ -53,3 +54,8 @@ def for_regions() -> int:
 def for_connections(doors: int) -> int:
     """How many a gateway can spare for the connections through each of its `doors`."""
     return max(1, (limit() - _OWN) // doors)
+
+
+def share_of(most: int) -> int:
+    """How many of `most` connections one user, or one other host, may have; at least 1."""
+    return max(1, int(most * _SHARE))

@@ -138,3 +138,9 @@ _BY_CODE: dict[str, type[ShmserveError]] = {
 def from_code(code: str, message: str) -> ShmserveError:
     """The exception for a (code, message) pair; an unknown code is an `Internal`."""
     return _BY_CODE.get(code, Internal)(message)
+
+
+def clip(text: str, limit: int = 60) -> str:
+    """`text` short enough for an error line, with control characters escaped."""
+    shown = text if text.isprintable() else ascii(text)[1:-1]
+    return shown if len(shown) <= limit else shown[:limit] + "..."

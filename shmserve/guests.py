@@ -24,7 +24,6 @@ import mmap
 import os
 import socket
 import stat
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ from typing import Any
 from shmserve import descriptors
 from shmserve.control import Acknowledgements
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.peers import credentials
 from shmserve.ipc import endpoints, frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.cuda_ipc import HANDLE_SIZE
@@ -49,14 +49,11 @@ from shmserve.trust import NO_GROUP, Peer
 logger = logging.getLogger(__name__)
 
 _MOST_GUESTS = 1024
-_SHARE = 0.75  # of these, the most that are of one user
 _MOST_STRANGERS = 256  # who have not said hello; who has not for longest makes room
 _AT_ONCE = 64  # so many come in before those who did are listened to
 _MOST_UNREAD = 4096  # messages for a guest that does not read; then it is shown out
 _PATIENCE_S = 1.0  # a guest that is stopped must not hold up a reload for longer
 _MESSAGE = 64 * 1024
-_F_GET_SEALS = 1034
-_F_SEAL_SHRINK = 2
 # What a guest needs of a model's configuration.
 _TOLD = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
 
@@ -133,8 +130,7 @@ class Guests:
             link = self._door.accept()
             if link is None:
                 return
-            credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid, uid, _ = struct.unpack("iII", credentials)
+            pid, uid, _ = credentials(link)
             strangers = [guest for guest in self._guests.values() if not guest.welcomed]
             if len(strangers) >= _MOST_STRANGERS:
                 self._leave(strangers[0])
@@ -155,7 +151,7 @@ class Guests:
     def _has_room(self, uid: int) -> bool:
         """One user's programs do not take all the places."""
         of_one = sum(guest.uid == uid for guest in self._guests.values())
-        return len(self._guests) < self._most and of_one < self._most * _SHARE
+        return len(self._guests) < self._most and of_one < descriptors.share_of(self._most)
 
     def _leave(self, guest: _Guest) -> None:
         if self._guests.pop(guest.number, None) is None:
@@ -294,10 +290,10 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     shared = described(fd)
     status = os.fstat(fd)
     try:
-        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         seals = 0
-    if not stat.S_ISREG(status.st_mode) or not seals & _F_SEAL_SHRINK:
+    if not stat.S_ISREG(status.st_mode) or not seals & fcntl.F_SEAL_SHRINK:
         raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
     page = os.fstatvfs(fd).f_bsize
     if page != mmap.PAGESIZE and (not trusted or byte_size % page):

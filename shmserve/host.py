@@ -26,14 +26,14 @@ _FIRST_WORDS = m.GatewayReady | m.SchedulerReady | m.WorkerStarted
 
 @dataclass(slots=True, eq=False)
 class Host:
-    """`front` forks gateways and schedulers, `makers` forks workers (it has torch)."""
+    """`front_zygote` forks gateways and schedulers, `worker_zygote`, which has torch, workers."""
 
     config: ServerConfig
     run_dir: Path
     children: Children
     control: Control
-    front: Zygote
-    makers: Zygote
+    front_zygote: Zygote
+    worker_zygote: Zygote
     seals: Seals
     log: LogSettings
     guests: Guests | None = None

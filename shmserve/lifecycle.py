@@ -1,5 +1,5 @@
-"""The states of a model version and of an instance, as tables: {state: {event: state}}. An event a
-state does not know raises."""
+"""The states of a model version, and those of an instance as a table, {state: {event: state}}. An
+event that a state does not know raises."""
 
 from __future__ import annotations
 
@@ -27,20 +27,6 @@ class InstanceState(StrEnum):
     STOPPED = "stopped"
 
 
-MODEL: Mapping[ModelState, Mapping[str, ModelState]] = {
-    ModelState.LOADING: {
-        "loaded": ModelState.READY,
-        "failed": ModelState.UNAVAILABLE,
-        "unload": ModelState.UNLOADING,
-    },
-    ModelState.READY: {
-        "unload": ModelState.UNLOADING,
-        "failed": ModelState.UNAVAILABLE,
-    },
-    ModelState.UNLOADING: {"unloaded": ModelState.UNAVAILABLE},
-    ModelState.UNAVAILABLE: {"unload": ModelState.UNLOADING},
-}
-
 INSTANCE: Mapping[InstanceState, Mapping[str, InstanceState]] = {
     InstanceState.STARTING: {
         "started": InstanceState.LOADING,
@@ -65,16 +51,6 @@ INSTANCE: Mapping[InstanceState, Mapping[str, InstanceState]] = {
 
 class IllegalTransition(Exception):
     """An event came in a state that does not know it: a defect of ours."""
-
-
-def after(
-    table: Mapping[ModelState, Mapping[str, ModelState]], state: ModelState, event: str
-) -> ModelState:
-    """The model state after `event`; raises IllegalTransition."""
-    try:
-        return table[state][event]
-    except KeyError:
-        raise IllegalTransition(f"{event} in state {state}") from None
 
 
 def instance_after(state: InstanceState, event: str) -> InstanceState:

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shmserve import repository
 from shmserve.children import Child
 from shmserve.deployment import Deployment
 from shmserve.devices import Accelerators
-from shmserve.doors import Doors
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
+from shmserve.gateways import Gateways
 from shmserve.host import Host
 from shmserve.ipc import messages as m
-from shmserve.lifecycle import MODEL, ModelState, after
+from shmserve.lifecycle import ModelState
+from shmserve.model_names import check_model_name
 from shmserve.planning import Planner
 from shmserve.progress import Progress
 
@@ -102,13 +102,13 @@ class Models:
     def __init__(
         self,
         host: Host,
-        doors: Doors,
+        gateways: Gateways,
         accelerators: Accelerators,
         on_call: Callable[[int, Any], None],
         on_change: Callable[[], None],
     ) -> None:
         self._host = host
-        self._doors = doors
+        self._gateways = gateways
         self._on_call = on_call
         self._on_change = on_change
         self._planner = Planner(host.config, host.run_dir, accelerators)
@@ -143,13 +143,13 @@ class Models:
     async def load_on_request(self, name: str, config: str, files: dict[str, bytes]) -> None:
         """POST /v2/repository/models/NAME/load."""
         self._require_explicit()
-        repository.check_model_name(name)
+        check_model_name(name)
         await self._load(name, config, files)
 
-    async def unload_on_request(self, name: str, dependents: bool) -> None:
+    async def unload_on_request(self, name: str) -> None:
         """POST /v2/repository/models/NAME/unload; an unknown model is fine."""
         self._require_explicit()
-        repository.check_model_name(name)
+        check_model_name(name)
         await self._unload(name)
 
     def _require_explicit(self) -> None:
@@ -265,7 +265,7 @@ class Models:
             failures[version] = reason
             if version not in model.serving:
                 model.status[version] = _Status(ModelState.UNAVAILABLE, reason)
-                self._doors.tell(m.ModelWithdrawn(model.name, version, 0))
+                self._gateways.tell(m.ModelWithdrawn(model.name, version, 0))
         if failures:
             await asyncio.gather(*(d.kill() for d in new))
             self._forget(new)
@@ -289,7 +289,7 @@ class Models:
             if version in old or not status.failed
         }
         for version in old.keys() - new.keys():
-            model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
+            model.status[version] = _Status(ModelState.UNLOADING)
         for version in old.keys() & new.keys():
             old[version].bequeath(new[version])
         for version, deployment in new.items():
@@ -315,7 +315,7 @@ class Models:
         for _ in range(_MOST_ANNOUNCEMENTS):
             await deployment.until_ready()
             changes = deployment.changes
-            await self._doors.publish_model(partial(self._publication, model, deployment))
+            await self._gateways.publish_model(partial(self._publication, model, deployment))
             if deployment.ready and deployment.changes == changes:
                 return
         raise Unavailable("its processes end as soon as they are ready")
@@ -328,7 +328,7 @@ class Models:
             model.status.pop("", None)
             for version, status in model.status.items():
                 if version in old:
-                    model.status[version] = _Status(after(MODEL, ModelState.READY, "unload"))
+                    model.status[version] = _Status(ModelState.UNLOADING)
                 elif status.failed:
                     model.status[version] = _Status(ModelState.UNAVAILABLE, _UNLOADED)
             model.fingerprint = ""
@@ -338,7 +338,7 @@ class Models:
         """These do not serve any more: the versions that no other serves are withdrawn, and what is
         in flight is finished."""
         for version in leaving.keys() - model.serving.keys():
-            await self._doors.publish_model(partial(m.ModelWithdrawn, model.name, version))
+            await self._gateways.publish_model(partial(m.ModelWithdrawn, model.name, version))
             self._host.broadcast(m.ModelWithdrawn(model.name, version, 0), "worker")
         self._on_change()
         for deployment in leaving.values():
@@ -379,7 +379,7 @@ class Models:
 
     def _changed(self, model: _Model, deployment: Deployment) -> None:
         if model.serving.get(deployment.plan.version) is deployment:
-            self._doors.tell(self._publication(model, deployment, 0))
+            self._gateways.tell(self._publication(model, deployment, 0))
             if deployment.failure:
                 model.status[deployment.plan.version] = _Status(
                     ModelState.UNAVAILABLE, deployment.failure

@@ -25,10 +25,10 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.cuda_regions import Exporter, HandleCheck
+from shmserve.cuda_regions import Exporter, HandleCheck, not_supported
 from shmserve.errors import AlreadyExists, InvalidArgument, Unsupported
 from shmserve.ipc import posix_shm
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
@@ -64,7 +64,7 @@ class Region:
     offset: int
     byte_size: int
     owner: Ownership
-    users: set[int]
+    users: set[int] = field(default_factory=set)  # gateways with requests of a withdrawn one
     blocks: int = 0  # of the object, when its pages had been taken
     lessor: int = 0  # the process through which it is leased, or the guest it is of, or 0
     cuda: CudaHandle | None = None
@@ -80,35 +80,15 @@ class Region:
 
     def published(self, acknowledge: int) -> RegionPublished:
         """What gateways are told."""
-        shared = self.shared
-        if shared is None:
-            assert self.cuda is not None
-            return RegionPublished(
-                name=self.name,
-                key="",
-                memory_id=self.memory_id,
-                pid=0,
-                fd=-1,
-                inode=0,
-                object_size=self.offset + self.byte_size,
-                offset=self.offset,
-                byte_size=self.byte_size,
-                uid=self.owner.uid,
-                group=self.owner.group,
-                copied=self.owner.copied,
-                acknowledge=acknowledge,
-                handle=self.cuda.raw,
-                device_id=self.cuda.device,
-                device_uuid=self.cuda.uuid,
-            )
-        return RegionPublished(
+        shared, handle, end = self.shared, self.cuda, self.offset + self.byte_size
+        told = RegionPublished(
             name=self.name,
             key=self.key,
             memory_id=self.memory_id,
-            pid=os.getpid(),
-            fd=shared.fd,
-            inode=shared.inode,
-            object_size=min(shared.size, self.offset + self.byte_size),
+            pid=0,
+            fd=-1,
+            inode=0,
+            object_size=end,
             offset=self.offset,
             byte_size=self.byte_size,
             uid=self.owner.uid,
@@ -117,6 +97,13 @@ class Region:
             acknowledge=acknowledge,
             pinned=self.pinned,
         )
+        if handle is not None:
+            return replace(
+                told, handle=handle.raw, device_id=handle.device, device_uuid=handle.uuid
+            )
+        assert shared is not None
+        size = min(shared.size, end)
+        return replace(told, pid=os.getpid(), fd=shared.fd, inode=shared.inode, object_size=size)
 
     @property
     def orphaned(self) -> bool:
@@ -232,9 +219,7 @@ class Registrar:
         Raises InvalidArgument, AlreadyExists or Unavailable.
         """
         if self._handles is None:
-            raise InvalidArgument(
-                f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
-            )
+            raise not_supported(name)
         async with self._turn:
             known = self._active.get(name)
             if known is not None and not known.owner.admits(peer):
@@ -247,7 +232,7 @@ class Registrar:
             await self._handles.check(Memory.on_device(memory_id, offset + byte_size, handle))
             # Whoever has a handle may use the memory; nobody can truncate it.
             owner = Ownership(peer.uid, NO_GROUP, copied=False)
-            region = Region(name, "", memory_id, None, offset, byte_size, owner, set(), cuda=handle)
+            region = Region(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
             self._ledger.enter(peer.uid, byte_size)
             try:
                 if exporter_pid:
@@ -301,7 +286,7 @@ class Registrar:
             raise
         blocks = os.fstat(shared.fd).st_blocks
         number = secrets.randbits(62)
-        return Region(name, key, number, shared, offset, byte_size, owner, set(), blocks)
+        return Region(name, key, number, shared, offset, byte_size, owner, blocks=blocks)
 
     async def _reserve(
         self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
@@ -363,7 +348,7 @@ class Registrar:
         if self._policy.allow is False:
             raise Unsupported(SHM_DISABLED)
         owner = ownership(peer, "memfd", shared.uid, shared.gid, shared.mode, self._policy.group)
-        region = Region("", "", memory_id, shared, 0, byte_size, owner, set(), 0, guest)
+        region = Region("", "", memory_id, shared, 0, byte_size, owner, lessor=guest)
         self._pin(region, pin, copied=False)  # sealed, so it is mapped
         try:
             self._ledger.enter(peer.uid, byte_size, shared.file)
@@ -391,7 +376,7 @@ class Registrar:
             raise
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         self._lent[memory.id] = Region(
-            "", "", memory.id, None, 0, size, owner, set(), 0, guest, memory.cuda
+            "", "", memory.id, None, 0, size, owner, lessor=guest, cuda=memory.cuda
         )
 
     def give_back(self, guest: int, memory_id: int = 0) -> None:

@@ -23,11 +23,10 @@ from google.protobuf import text_format
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import ModelConfig, from_json, parse_pbtxt
-from shmserve.model_config.tree import clip
+from shmserve.model_names import check_model_name, is_model_name
 
 CONFIG_FILE = "config.pbtxt"
 IN_SEVERAL = "model appears in two or more repositories"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
 _CLASS_SUFFIX = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 _OUTSIDE = "the model's folder leads out of its repository"
@@ -59,22 +58,6 @@ class ModelFolder:
         except OSError as error:
             reason = error.strerror or "cannot be read"
             raise InvalidArgument(f"{self.name}/{version}: {reason}") from None
-
-
-def check_model_name(name: str) -> None:
-    """Raise InvalidArgument unless `name` may be a model's; it becomes part of paths."""
-    if not name:
-        raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
-    shown = clip(name, 128)
-    if name in (".", "..") or any(mark in name for mark in "/\\\0"):
-        raise InvalidArgument(
-            f"invalid model name '{shown}', model name must not contain path traversal characters"
-        )
-    if not _NAME.fullmatch(name):
-        raise InvalidArgument(
-            f"invalid model name '{shown}', model name must be 1 to 128 letters, digits, '.', '_' "
-            "or '-', the first a letter, digit or '_'"
-        )
 
 
 def scan(repositories: Sequence[Path]) -> dict[str, ModelFolder]:
@@ -237,7 +220,7 @@ def _look(repository: Path, path: Path) -> ModelFolder | None:
         versions = sorted(int(entry.name) for entry in _versions(path))
         has_config = _is_file(config_path)
     except OSError as error:
-        if not _NAME.fullmatch(path.name):
+        if not is_model_name(path.name):
             return None  # lost+found of a volume, for one
         reason = error.strerror or "cannot be read"
         return ModelFolder(name, path, repository, problem=f"the model's folder: {reason}")

@@ -25,8 +25,8 @@ from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Control
 from shmserve.cuda_regions import HandleCheck
-from shmserve.doors import Doors, hold, listen, listen_unix, remove_unix
 from shmserve.errors import Internal, ShmserveError
+from shmserve.gateways import Gateways
 from shmserve.guests import Guests
 from shmserve.host import Host
 from shmserve.ipc import endpoints
@@ -35,6 +35,7 @@ from shmserve.ipc.guests import KEY_SIZE, Seals
 from shmserve.ipc.large_copies import past_the_caches
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.tensors import CudaHandle
+from shmserve.listening import hold, listen, listen_unix, remove_unix
 from shmserve.log_file import written_to
 from shmserve.models import Models
 from shmserve.progress import Progress, model_table
@@ -44,8 +45,8 @@ from shmserve.trust import Peer
 
 logger = logging.getLogger(__name__)
 
-_FRONT = ("shmserve.gateway.main", "shmserve.scheduler.main")
-_MAKERS = ("torch", "shmserve.workers.main")
+_FRONT_PRELOADS = ("shmserve.gateway.main", "shmserve.scheduler.main")
+_WORKER_PRELOADS = ("torch", "shmserve.workers.main")
 _EXPORTED = "shmserve.workers.preload_exported"
 
 
@@ -173,15 +174,15 @@ class Supervisor:
         )
         # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
         single = {**grpc_config.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
-        front = Zygote(children, self._run_dir, "front zygote", _FRONT, single)
+        front = Zygote(children, self._run_dir, "front zygote", _FRONT_PRELOADS, single)
         copying = past_the_caches(os.environ)
-        makers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), copying)
+        workers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), copying)
         seals = Seals(secrets.token_bytes(KEY_SIZE))
         folder, log = self._run_dir.path, self.config.log
-        self.host = Host(self.config, folder, children, control, front, makers, seals, log)
-        makers.start()  # first: torch takes longest
+        self.host = Host(self.config, folder, children, control, front, workers, seals, log)
+        workers.start()  # first: torch takes longest
         front.start()
-        self.doors = Doors(
+        self.gateways = Gateways(
             self.host, self._http, self._metrics, self._grpc, self._snapshot, self._asked
         )
         found = devices.accelerators(visible=self.config.visible_devices)
@@ -191,8 +192,8 @@ class Supervisor:
         # A server that has no descriptor left could start no process again.
         most = min(self.config.shm.max_regions, descriptors.for_regions())
         self.regions = Registrar(
-            self.doors.publish,
-            self.doors.pids,
+            self.gateways.publish,
+            self.gateways.pids,
             lambda msg: self.host.broadcast(msg, "worker"),
             replace(self.config.shm, max_regions=most),
             self.handles if found.kind == "cuda" else None,
@@ -205,19 +206,19 @@ class Supervisor:
             self._told_to_guests,
             self._guest_left,
         )
-        self.models = Models(self.host, self.doors, found, self._asked, self._update_health)
+        self.models = Models(self.host, self.gateways, found, self._asked, self._update_health)
 
     def _preloads(self) -> tuple[str, ...]:
         # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
         roots = self.config.model_repositories
         exported = any(any(root.glob("*/*/*.pt2")) for root in roots)
-        return (*_MAKERS, _EXPORTED) if exported else _MAKERS
+        return (*_WORKER_PRELOADS, _EXPORTED) if exported else _WORKER_PRELOADS
 
     async def _start(self, began: float) -> int:
-        doors = self.host.background(self.doors.start())
+        gateways = self.host.background(self.gateways.start())
         with Progress() as progress:
             loaded = await self.models.start(progress)
-        await doors
+        await gateways
         for line in model_table(self.models.index(ready=False)):
             logger.info("%s", line)
         if not loaded and self.config.exit_on_error:
@@ -255,7 +256,7 @@ class Supervisor:
         self.host.acknowledgements.exited(child.pid)
         self.regions.gateway_exited(child.pid)
         self.host.background(self.regions.abandoned(child.pid))
-        self.doors.process_exited(child)
+        self.gateways.process_exited(child)
         self.models.process_exited(child)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
             self.host.background(self.regions.drop_shrunk())
@@ -276,7 +277,7 @@ class Supervisor:
         health = m.HealthChanged(live=True, ready=ready, exiting=self._exiting)
         if health != self._health:
             self._health = health
-            self.doors.tell(health)
+            self.gateways.tell(health)
 
     def _models_ready(self) -> bool:
         return not self.config.strict_readiness or self.models.all_ready()
@@ -310,8 +311,8 @@ class Supervisor:
                 self.handles.checked(pid, message)
             case m.LoadModel(id=number, name=name, config=config, files=files):
                 self._answer(pid, number, self.models.load_on_request(name, config, files))
-            case m.UnloadModel(id=number, name=name, unload_dependents=dependents):
-                self._answer(pid, number, self.models.unload_on_request(name, dependents))
+            case m.UnloadModel(id=number, name=name):
+                self._answer(pid, number, self.models.unload_on_request(name))
             case m.IndexRepository(id=number, ready=only_ready):
                 self._answer(pid, number, self._index(only_ready))
             case m.ChangeLogging(id=number, changes=changes):
@@ -347,7 +348,7 @@ class Supervisor:
     async def end(self, status: int) -> None:
         """Drain for at most `exit_timeout_s`, or until a second signal; then stop everything."""
         self._exiting = True
-        self.doors.stopping = True
+        self.gateways.stopping = True
         logger.info(
             "stopping: finishing what is in flight, for at most %d s", self.config.exit_timeout_s
         )
@@ -379,15 +380,15 @@ class Supervisor:
         logger.info("the server has ended")
 
     async def _drain(self) -> None:
-        await self.doors.drain()
+        await self.gateways.drain()
         await self.models.stop()
-        await self.doors.stop()
+        await self.gateways.stop()
 
     async def _kill_rest(self) -> None:
         for sock in (*self._http, *self._metrics, *self._grpc):
             sock.close()
-        self.host.front.stop()
-        self.host.makers.stop()
+        self.host.front_zygote.stop()
+        self.host.worker_zygote.stop()
         rest = self.host.children.all()
         for child in rest:
             if not child.title.endswith("zygote"):

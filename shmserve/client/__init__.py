@@ -5,6 +5,14 @@ tensors through shared memory.
         logits = server.infer("digits", image=x)["logits"]
 
 `aio.connect` is the same for asyncio. PROTOCOL.md, beside this file, is for other languages.
+
+    sync.py, aio.py              what programs call
+    session.py, discovery.py     which server, and again when it was started anew
+    connection.py, models.py     its door: models, losses, shared memory
+    requests.py                  a program's tensors -> a request (arrays.py, options.py, plans.py)
+    exchange.py                  requests on their way, one answer each
+    results.py, errors.py        an answer -> tensors for the program, or what went wrong
+    memory.py, region.py, views.py      shared memory; device.py, dlpack.py: on a device
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
 from shmserve.client.exchange import LATE, Exchange, Pending
 from shmserve.client.options import options_of
-from shmserve.client.region import Region
+from shmserve.client.region import Region, Specs
 from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
 
@@ -120,16 +120,9 @@ class Server:
         """The responses to one request as they come; today a model gives exactly one."""
         yield await self.infer(model, inputs, **options)
 
-    async def allocate(
-        self,
-        tensors: Mapping[str, tuple[Sequence[int], str]],
-        *,
-        device: str = "cpu",
-        pin: bool = False,
-        huge_pages: bool = False,
-    ) -> Region:
+    async def allocate(self, tensors: Specs, **options: Any) -> Region:
         """As `shmserve.client.Server.allocate`."""
-        return await asyncio.to_thread(self._session.allocate, tensors, device, pin, huge_pages)
+        return await asyncio.to_thread(self._session.allocate, tensors, **options)
 
     async def models(self) -> list[tuple[str, str]]:
         """Name and version of every model that may be called now."""

@@ -24,7 +24,7 @@ from shmserve.client.errors import Disconnected
 from shmserve.client.exchange import Exchange
 from shmserve.client.memory import AnySegment
 from shmserve.client.models import Models
-from shmserve.client.region import nothing
+from shmserve.client.views import nothing
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc import endpoints, frames
 from shmserve.ipc import messages as m

@@ -30,6 +30,7 @@ from shmserve.errors import (
     from_code,
 )
 from shmserve.ipc.channels import Dealer
+from shmserve.ipc.guests import LARGEST_WORK
 from shmserve.ipc.in_place import runs_once
 from shmserve.ipc.messages import Cancel, Failed, Finished, Release, Settled, Submit
 from shmserve.ipc.tensors import MalformedMessage
@@ -37,7 +38,6 @@ from shmserve.ipc.tensors import MalformedMessage
 if TYPE_CHECKING:
     from shmserve.client.connection import Connection
 
-_LARGEST_WORK = 1 << 20  # of a request, as the server has it
 _MOST_UNSENT = 1 << 19  # bytes of requests; more leave at once: a frame has its bounds as well
 LATE = "nobody answered within the timeout"
 ENDED = "the server ended before it answered"
@@ -116,11 +116,11 @@ class Exchange:
         if self._closed or not connection.alive or prepared.model.source is not connection.models:
             prepared.end()
             raise Disconnected("this client is closed" if self._closed else ENDED)
-        if len(prepared.work) > _LARGEST_WORK:
+        if len(prepared.work) > LARGEST_WORK:
             prepared.end()
             raise InvalidArgument(
                 f"a request of {len(prepared.work)} bytes besides its tensors is larger than "
-                f"{_LARGEST_WORK}"
+                f"{LARGEST_WORK}"
             )
         options = prepared.options
         number = next(self._numbers)

@@ -31,8 +31,7 @@ from shmserve.ipc.tensors import Memory, Place
 ALIGNMENT = 64
 _SMALLEST = 4 * 1024 * 1024
 _LARGEST_SHARED = 64 * 1024 * 1024
-_F_ADD_SEALS = 1033
-_SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def aligned(byte_size: int) -> int:
@@ -56,7 +55,7 @@ class Segment:
         try:
             os.ftruncate(self.fd, self.size)
             os.posix_fallocate(self.fd, 0, self.size)
-            fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError as error:
             os.close(self.fd)

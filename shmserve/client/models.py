@@ -26,7 +26,6 @@ class Model:
         "endpoint",
         "name",
         "plans",
-        "ready",
         "signature",
         "source",
         "version",
@@ -37,7 +36,6 @@ class Model:
         self.name = published.name
         self.version = published.version
         self.endpoint = published.endpoint
-        self.ready = published.ready
         self.signature = Signature(published.config, published.version)
         self.plans: dict[Any, Plan] = {}
         self.answers: dict[bytes, Inferred] = {}

@@ -12,7 +12,6 @@ message, or are copied out of the worker's memory.
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,20 +25,17 @@ from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import (
     INLINE_LIMIT,
-    ITEM_SIZE,
     Inference,
+    InferenceTemplate,
     Inferred,
+    InferredTemplate,
     Memory,
     Place,
     RequestedOutput,
     TensorRef,
-    element_count,
     pack_inference,
-    pack_inferred,
 )
 
-# Random bytes that stand for a tensor must not be found elsewhere by accident.
-_SURE = 8
 _NOWHERE = Memory(0, 0, 0, 0, LARGEST, True)
 
 
@@ -60,16 +56,20 @@ def pack(
     inputs: Sequence[TensorRef], outputs: Sequence[RequestedOutput], options: Options
 ) -> bytes:
     """A request as it travels."""
-    return pack_inference(
-        Inference(
-            options.request_id,
-            tuple(inputs),
-            tuple(outputs),
-            dict(options.parameters or {}),
-            timeout_us=options.timeout_us,
-            priority=options.priority,
-            deadline_ns=options.deadline_ns,
-        )
+    return pack_inference(_inference(inputs, outputs, options))
+
+
+def _inference(
+    inputs: Sequence[TensorRef], outputs: Sequence[RequestedOutput], options: Options
+) -> Inference:
+    return Inference(
+        options.request_id,
+        tuple(inputs),
+        tuple(outputs),
+        dict(options.parameters or {}),
+        timeout_us=options.timeout_us,
+        priority=options.priority,
+        deadline_ns=options.deadline_ns,
     )
 
 
@@ -118,7 +118,7 @@ class Plan:
         self.batch_size, self.shape_key = admission.batch_size, admission.shape_key
         self._inline = sum(form.byte_size for form in forms) <= INLINE_LIMIT
         wanted = outputs or tuple(signature.outputs)
-        rooms = {name: output_size(signature, name, self.batch_size) for name in wanted}
+        rooms = {name: signature.output_size(name, self.batch_size) for name in wanted}
         placed = sum(filter(None, rooms.values())) > INLINE_LIMIT
         self._rooms = rooms if placed else {}
         self.slotted = placed or not self._inline
@@ -132,8 +132,6 @@ class Plan:
     def joined(self, arrays: Sequence[Array]) -> bytes:
         """The request with these small inputs and no options."""
         pieces = self._pieces
-        if not pieces:
-            return self.packed(arrays, None, PLAIN)
         parts: list[bytes] = []
         for index, array in enumerate(arrays):
             parts.append(pieces[index])
@@ -142,9 +140,8 @@ class Plan:
         return b"".join(parts)
 
     def _cut(self) -> list[bytes]:
-        marks = [secrets.token_bytes(form.byte_size) for form in self._forms]
-        refs = [form.ref(mark) for form, mark in zip(self._forms, marks, strict=True)]
-        return cut(pack(refs, self._asked, PLAIN), marks)
+        refs = [form.ref(bytes(form.byte_size)) for form in self._forms]
+        return InferenceTemplate(_inference(refs, self._asked, PLAIN)).pieces(PLAIN.deadline_ns)
 
     # --- large
 
@@ -210,26 +207,19 @@ class Reader:
     def learn(self, body: bytes, answer: Inferred) -> None:
         """Remember where the tensors of an answer are, if all are in it."""
         self._form = None
-        datas = [tensor.data for tensor in answer.outputs]
-        if answer.parameters or not all(type(d) is bytes and len(d) >= _SURE for d in datas):
+        datas = [tensor.data for tensor in answer.outputs if tensor.datatype != "BYTES"]
+        inline = [data for data in datas if isinstance(data, bytes)]
+        if answer.parameters or len(inline) != len(answer.outputs):
             return
-        marks = [secrets.token_bytes(len(data)) for data in datas]  # type: ignore[arg-type]
-        marked = tuple(
-            TensorRef(t.name, t.datatype, t.shape, mark)
-            for t, mark in zip(answer.outputs, marks, strict=True)
-        )
-        pieces = cut(pack_inferred(Inferred(marked)), marks)
-        if not pieces:
-            return
+        *pieces, rest = InferredTemplate(answer).pieces()
         at, fixed, tensors = 0, [], []
-        for index, tensor in enumerate(answer.outputs):
-            start = at + len(pieces[index])
-            fixed.append((at, start, pieces[index]))
-            at = start + len(marks[index])
+        for piece, tensor, data in zip(pieces, answer.outputs, inline, strict=True):
+            start = at + len(piece)
+            fixed.append((at, start, piece))
+            at = start + len(data)
             tensors.append((start, at, Form(tensor.name, tensor.datatype, tensor.shape, 0)))
-        fixed.append((at, len(body), pieces[-1]))
-        if all(form.datatype != "BYTES" for _, _, form in tensors):
-            self._form = len(body), fixed, tensors
+        fixed.append((at, len(body), rest))
+        self._form = len(body), fixed, tensors
 
     def read(self, body: bytes) -> dict[str, tuple[Array, str]] | None:
         """name -> (array, datatype), or None when the answer is another one."""
@@ -244,24 +234,3 @@ class Reader:
             raw = bytearray(body[start:end])
             found[name] = np.ndarray(shape, dtype_of(datatype), raw), datatype
         return found
-
-
-def cut(packed: bytes, marks: Sequence[bytes]) -> list[bytes]:
-    """What is between the marks, one piece more than there are; [] when a mark is too short to be
-    told from the rest."""
-    pieces: list[bytes] = []
-    for mark in marks:
-        head, found, packed = packed.partition(mark) if len(mark) >= _SURE else (b"", b"", b"")
-        if not found:
-            return []
-        pieces.append(head)
-    return [*pieces, packed]
-
-
-def output_size(signature: Signature, name: str, batch_size: int) -> int | None:
-    """The bytes of an output where its configuration says them."""
-    spec = signature.outputs[name]
-    item = ITEM_SIZE[spec.datatype]
-    if not item or not spec.static:
-        return None
-    return element_count(spec.dims) * item * (batch_size if signature.max_batch_size else 1)

@@ -10,17 +10,14 @@ from shmserve.client.errors import Released
 from shmserve.client.memory import AnySegment, Memories, aligned
 from shmserve.client.models import Model
 from shmserve.client.plans import Form
-from shmserve.client.views import Lease
+from shmserve.client.views import Lease, nothing
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import ITEM_SIZE, Place, TensorRef, element_count
 
 Shape = tuple[int, ...]
-
-
-def nothing() -> None:
-    """The end of what holds no memory."""
+Specs = Mapping[str, tuple[Sequence[int], str]]  # of tensors by name: shape, datatype
 
 
 class Region(Mapping[str, Any]):
@@ -34,7 +31,7 @@ class Region(Mapping[str, Any]):
     def __init__(
         self,
         memories: Memories,
-        tensors: Mapping[str, tuple[Sequence[int], str]],
+        tensors: Specs,
         make: Callable[[int], AnySegment] | None = None,
     ) -> None:
         """Allocate, in what `make(byte_size)` gives if that is no usual segment. Raises

@@ -18,8 +18,8 @@ from shmserve.client.memory import AnySegment, Block, Memories, aligned
 from shmserve.client.models import Model
 from shmserve.client.options import PLAIN, Options
 from shmserve.client.plans import Form, Plan, Slot, pack
-from shmserve.client.region import Region, nothing
-from shmserve.client.views import View, lease_of
+from shmserve.client.region import Region
+from shmserve.client.views import View, lease_of, nothing
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors import (
     INLINE_LIMIT,

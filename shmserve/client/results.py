@@ -11,9 +11,8 @@ from shmserve.client.arrays import Array, dtype_of, to_torch
 from shmserve.client.device import DeviceSegment
 from shmserve.client.errors import Released
 from shmserve.client.memory import AnySegment
-from shmserve.client.region import nothing
 from shmserve.client.requests import Prepared
-from shmserve.client.views import Lease
+from shmserve.client.views import Lease, nothing
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.ipc.tensors import Inferred, Memory, Place, TensorRef, decode_bytes, unpack_inferred
 

@@ -16,7 +16,7 @@ from shmserve.client.device import DeviceSegment, device_number, exporting
 from shmserve.client.errors import Disconnected
 from shmserve.client.memory import AnySegment, Memories, Segment
 from shmserve.client.options import Options
-from shmserve.client.region import Region
+from shmserve.client.region import Region, Specs
 from shmserve.client.requests import Prepared, prepare
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.cuda_ipc import Exporting
@@ -97,13 +97,9 @@ class Session:
         return prepare(self.memories, found, inputs, outputs, options)
 
     def allocate(
-        self,
-        tensors: Mapping[str, tuple[Sequence[int], str]],
-        device: str = "cpu",
-        pin: bool = False,
-        huge_pages: bool = False,
+        self, tensors: Specs, *, device: str = "cpu", pin: bool = False, huge_pages: bool = False
     ) -> Region:
-        """A region."""
+        """As `sync.Server.allocate` has it."""
         self.connection()
         number = device_number(device)
         if number is None:

@@ -15,14 +15,14 @@ from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
 from shmserve.client.exchange import LATE, Exchange, Pending
 from shmserve.client.options import options_of
-from shmserve.client.region import Region
+from shmserve.client.region import Region, Specs
 from shmserve.client.requests import Prepared
 from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
 from shmserve.errors import ShmserveError
+from shmserve.ipc.guests import MOST_LINKS
 
-# A scheduler takes 16 links of a program; one is the connection's own.
-_MOST_WAITERS = 15
+_MOST_WAITERS = MOST_LINKS - 1  # one is the connection's own
 
 
 class _Way(Protocol):
@@ -222,7 +222,7 @@ class Server:
 
     def allocate(
         self,
-        tensors: Mapping[str, tuple[Sequence[int], str]],
+        tensors: Specs,
         *,
         device: str = "cpu",
         pin: bool = False,
@@ -235,7 +235,7 @@ class Server:
         and `huge_pages` takes it from the pages that the host has reserved. Raises InvalidArgument,
         or Unavailable where there is none.
         """
-        return self._session.allocate(tensors, device, pin, huge_pages)
+        return self._session.allocate(tensors, device=device, pin=pin, huge_pages=huge_pages)
 
     def models(self) -> list[tuple[str, str]]:
         """Name and version of every model that may be called now."""

@@ -268,13 +268,8 @@ def check_room(signature: Signature, name: str, room: int, batch_size: int) -> N
 
     Raises Internal, as when the result is too large after the computation.
     """
-    spec = signature.outputs[name]
-    item = ITEM_SIZE[spec.datatype]
-    if not item or not spec.static:
-        return
-    rows = batch_size if signature.max_batch_size else 1
-    needed = element_count(spec.dims) * item * rows
-    if room < needed:
+    needed = signature.output_size(name, batch_size)
+    if needed is not None and room < needed:
         raise Internal(
             f"shared memory size specified with the request for output '{name}' ({room} bytes) "
             f"should be at least {needed} bytes to hold the results"

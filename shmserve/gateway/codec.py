@@ -20,7 +20,7 @@ from shmserve.gateway.values import (
     unsigned,
 )
 from shmserve.ipc.ranges import LARGEST
-from shmserve.ipc.signature import shape_text
+from shmserve.ipc.signature import check_extent
 from shmserve.ipc.tensors import ITEM_SIZE
 
 SEQUENCE_START, SEQUENCE_END = 1, 2
@@ -146,7 +146,7 @@ def _input(raw: Any, json_limit: int) -> WireInput:
     if item is None:
         raise InvalidArgument(f"invalid datatype for input {name}")
     if count * (item or 1) > LARGEST or count == 0:
-        _check_extent(name, shape, count, item)
+        check_extent(name, shape, count, item)
     tensor = WireInput(name, datatype, tuple(shape), count)
     if binary:
         tensor.binary_size = unsigned(parameters["binary_data_size"], "binary_data_size")
@@ -164,22 +164,6 @@ def _not_one_source(inline: bool, binary: bool, region: bool) -> InvalidArgument
     names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
     given = " ".join(n for n, there in zip(names, (inline, binary, region), strict=True) if there)
     return InvalidArgument(_SOURCES + (f"But set {given}" if given else "But no field is set"))
-
-
-def _check_extent(name: str, shape: list[int], count: int, item: int) -> None:
-    text = f"invalid shape for input '{name}': shape {shape_text(shape)}"
-    if any(dim > LARGEST for dim in shape):
-        raise InvalidArgument(f"{text} contains one or more invalid dimensions")
-    if count > LARGEST:
-        raise InvalidArgument(
-            f"{text} causes total element count to exceed maximum size of {LARGEST}"
-        )
-    if count * item > LARGEST:
-        raise InvalidArgument(
-            f"byte size overflow for input '{name}': "
-            f"element count ({count}) * data type size ({item}) "
-            f"exceeds maximum allowed size ({LARGEST})"
-        )
 
 
 def _range(parameters: dict[str, Any]) -> RegionRange:

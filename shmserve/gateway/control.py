@@ -84,23 +84,24 @@ def is_ready(gateway: Gateway, name: str, version: str) -> bool:
 
 async def statistics(gateway: Gateway, request: Request) -> Reply:
     """GET /v2/models/stats."""
-    return _statistics_reply(await reported(gateway, "", ""))
+    return json_reply({"model_stats": await reported(gateway, "", "")})
 
 
 async def model_statistics(
     gateway: Gateway, request: Request, name: str, version: str | None
 ) -> Reply:
     """GET /v2/models/NAME/stats."""
-    return _statistics_reply(await reported(gateway, name, version or ""))
+    return json_reply({"model_stats": await reported(gateway, name, version or "")})
 
 
 async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, Any]]:
-    """The statistics of a model's version, of all its versions for "", of all models without name.
+    """The statistics, as Triton has them, of a model's version, of all its versions for "", of all
+    models without name.
 
     Raises InvalidArgument or Unavailable.
     """
     if not name:
-        return await collect(gateway, gateway.models.all())
+        return _as_tritons(await collect(gateway, gateway.models.all()))
     version = whole_version(version) if version else ""
     versions = gateway.models.versions(name)
     if not versions:
@@ -114,17 +115,16 @@ async def reported(gateway: Gateway, name: str, version: str) -> list[dict[str, 
     reports = await collect(gateway, chosen[:1] if version else chosen)
     if not reports:
         raise Unavailable(f"the statistics of model '{name}' are not available now")
-    return reports
+    return _as_tritons(reports)
 
 
-def _statistics_reply(reports: list[dict[str, Any]]) -> Reply:
-    shown = [{k: v for k, v in report.items() if k != "shmserve"} for report in reports]
-    return json_reply({"model_stats": shown})
+def _as_tritons(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: report[key] for key in report if key != "shmserve"} for report in reports]
 
 
 async def collect(gateway: Gateway, models: list[Model]) -> list[dict[str, Any]]:
     """What the schedulers of `models` report, in order; who does not answer in time is left out."""
-    futures = [gateway.dispatcher.report(model.peer) for model in models]
+    futures = [gateway.dispatcher.report(model.scheduler) for model in models]
     if not futures:
         return []
     try:

@@ -9,21 +9,21 @@ room is made among its own. On loopback all clients have one address, and are on
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Callable, Collection
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from aiohttp import web
 
+from shmserve.descriptors import share_of
 from shmserve.gateway.callers import Caller, Door, DoorKind
 from shmserve.gateway.connections import Answer, Connection
+from shmserve.gateway.peers import network
 from shmserve.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-SHARE = 0.75  # of all, the most that are of one peer
 _COMPLAINTS = 10  # about too many connections
 
 
@@ -36,7 +36,7 @@ class Server(web.Server):
         self._settings = settings
         self._door = door
         self._most = most
-        self._most_of_one = max(1, int(most * SHARE))
+        self._most_of_one = share_of(most)
         self._of: dict[object, set[Connection]] = {}  # by peer
         self._crowded = 0
 
@@ -82,8 +82,8 @@ class Server(web.Server):
         if len(others) < most or not newcomer.open:
             return  # the rest is on its way out
         # Several at a time, so that a flood of newcomers costs little each.
-        ended = _longest(others, attrgetter("idle_since"), max(1, most // 64))
-        ended = ended or _longest(others, attrgetter("sending_since"), 1)
+        ended = _longest(others, lambda one: one.idle_since, max(1, most // 64))
+        ended = ended or _longest(others, lambda one: one.sending_since, 1)
         logger.log(
             logging.WARNING if self._crowded < _COMPLAINTS else logging.DEBUG,
             "more than %d connections%s: %s",
@@ -94,19 +94,6 @@ class Server(web.Server):
         self._crowded += 1
         for connection in ended or [newcomer]:
             connection.force_close()
-
-
-def network(address: str) -> str:
-    """Whose address this is: of the newer protocol, whoever has one has the 2**64 around it."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
-    return str(found)
 
 
 def _longest(

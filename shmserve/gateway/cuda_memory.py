@@ -6,14 +6,11 @@ opens it. On a host without a CUDA device nothing can be registered.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
-import os
 import re
-import socket
-import struct
 
+from shmserve.cuda_regions import INVALID, not_supported
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.state import Gateway
 from shmserve.ipc.cuda_ipc import HANDLE_SIZE
@@ -21,17 +18,14 @@ from shmserve.ipc.messages import RegisterCudaRegion
 from shmserve.ipc.ranges import LARGEST, whole
 from shmserve.trust import Peer
 
-INVALID = "failed to register shared memory region: invalid args"
 _NO_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
 _UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12})")
 
 
 def require_cuda(gateway: Gateway, name: str) -> None:
-    """Raise InvalidArgument, as a Triton that was built without GPUs does, where there is none."""
+    """Raise InvalidArgument where the server has no CUDA device."""
     if not gateway.settings.cuda_devices:
-        raise InvalidArgument(
-            f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
-        )
+        raise not_supported(name)
 
 
 def decode_handle(text: str) -> bytes:
@@ -86,16 +80,3 @@ async def register(
             *(peer.uid, list(peer.groups), exporter_pid),
         )
     )
-
-
-def peer_pid(transport: asyncio.BaseTransport | None) -> int:
-    """The process at the other end of a unix socket; 0 for any other connection."""
-    sock = None if transport is None else transport.get_extra_info("socket")
-    if sock is None or sock.family != socket.AF_UNIX:
-        return 0
-    credentials = struct.Struct("iII")
-    # What event loops hand out is no real socket.
-    with socket.socket(fileno=os.dup(sock.fileno())) as own:
-        raw = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    pid: int = credentials.unpack(raw)[0]
-    return pid

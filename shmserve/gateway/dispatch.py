@@ -38,39 +38,39 @@ _UNLOADED = "the model was unloaded, and its scheduler ended before it could ans
 class Pending:
     """A request that is not answered yet. `release` gives its holds back."""
 
-    __slots__ = ("future", "peer", "release", "submit")
+    __slots__ = ("future", "release", "scheduler", "submit")
 
     def __init__(
         self,
-        peer: Peer,
+        scheduler: Scheduler,
         submit: m.Submit,
         release: Callable[[], None],
         future: asyncio.Future[m.Finished | m.Failed],
     ) -> None:
-        self.peer = peer
+        self.scheduler = scheduler
         self.submit = submit
         self.release = release
         self.future = future
 
 
-class Peer:
+class Scheduler:
     """A scheduler, as the gateway sees it: a link, and what waits for its answer.
 
     `users` counts the models that send to it and the answers that are being read; an unused, idle
-    peer is dropped.
+    scheduler is dropped.
     """
 
     def __init__(
         self,
         endpoint: str,
-        on_idle: Callable[[Peer], None],
+        on_idle: Callable[[Scheduler], None],
     ) -> None:
         self.endpoint = endpoint
         self.pending: dict[int, Pending] = {}
         self.settling: dict[int, Pending] = {}
         self.reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.users = 0
-        self.successor: Peer | None = None
+        self.successor: Scheduler | None = None
         self._on_idle = on_idle
         # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
@@ -147,45 +147,47 @@ class Dispatcher:
     """All schedulers this gateway talks to."""
 
     def __init__(self) -> None:
-        self._peers: dict[str, Peer] = {}
+        self._schedulers: dict[str, Scheduler] = {}
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
 
-    def peer(self, endpoint: str) -> Peer:
+    def scheduler(self, endpoint: str) -> Scheduler:
         """The scheduler at `endpoint`; it lasts while it has users or owes answers."""
-        peer = self._peers.get(endpoint)
-        if peer is None:
-            peer = self._peers[endpoint] = Peer(endpoint, self._drop)
-        return peer
+        scheduler = self._schedulers.get(endpoint)
+        if scheduler is None:
+            scheduler = self._schedulers[endpoint] = Scheduler(endpoint, self._drop)
+        return scheduler
 
-    def _drop(self, peer: Peer) -> None:
-        if self._peers.get(peer.endpoint) is peer:
-            del self._peers[peer.endpoint]
-        peer.link.retire()
-        if peer.successor is not None:
-            peer.successor.leave()
+    def _drop(self, scheduler: Scheduler) -> None:
+        if self._schedulers.get(scheduler.endpoint) is scheduler:
+            del self._schedulers[scheduler.endpoint]
+        scheduler.link.retire()
+        if scheduler.successor is not None:
+            scheduler.successor.leave()
 
     def close(self) -> None:
         """Drop every link; nothing is answered any more."""
-        for peer in self._peers.values():
-            peer.link.close()
+        for scheduler in self._schedulers.values():
+            scheduler.link.close()
 
     def next_number(self) -> int:
         """A number for a request."""
         return next(self._numbers)
 
-    def submit(self, peer: Peer, submit: m.Submit, release: Callable[[], None]) -> Pending:
+    def submit(
+        self, scheduler: Scheduler, submit: m.Submit, release: Callable[[], None]
+    ) -> Pending:
         """Hand a request over; `pending.future` resolves to `Finished` or `Failed`, once.
 
         `release` runs when no worker can touch the request's memory any more.
         """
-        while peer.successor is not None:
-            peer = peer.successor
-        pending = Pending(peer, submit, release, self._loop.create_future())
-        peer.pending[submit.id] = pending
-        peer.link.post(submit)
-        if len(peer.pending) == 1:
-            peer.link.hurry()
+        while scheduler.successor is not None:
+            scheduler = scheduler.successor
+        pending = Pending(scheduler, submit, release, self._loop.create_future())
+        scheduler.pending[submit.id] = pending
+        scheduler.link.post(submit)
+        if len(scheduler.pending) == 1:
+            scheduler.link.hurry()
         return pending
 
     def cancel(self, pending: Pending) -> None:
@@ -193,15 +195,15 @@ class Dispatcher:
         holds last until the scheduler answers."""
         future = pending.future
         if future.done() and not future.cancelled():
-            pending.peer.discard(future.result())
+            pending.scheduler.discard(future.result())
         future.cancel()
-        if pending.submit.id in pending.peer.pending:
-            pending.peer.link.post(m.Cancel(pending.submit.id))
+        if pending.submit.id in pending.scheduler.pending:
+            pending.scheduler.link.post(m.Cancel(pending.submit.id))
 
     def lost(self, endpoint: str, successor: str) -> None:
         """The scheduler at `endpoint` is gone: what it had not answered goes to `successor`, or, if
         that is "", is refused."""
-        old = self._peers.get(endpoint)
+        old = self._schedulers.get(endpoint)
         if old is None or old.successor is not None:
             return
         old.use()
@@ -209,9 +211,9 @@ class Dispatcher:
         waiting, over = list(old.pending.values()), list(old.settling.values())
         old.pending.clear()
         old.settling.clear()
-        new: Peer | None = None
+        new: Scheduler | None = None
         if successor:
-            new = old.successor = self.peer(successor)
+            new = old.successor = self.scheduler(successor)
             new.use()  # models send there through the old one until they are published anew
         for pending in waiting:
             if pending.future.done():
@@ -222,7 +224,7 @@ class Dispatcher:
                 pending.future.set_result(failed)
                 over.append(pending)
             else:
-                pending.peer = new
+                pending.scheduler = new
                 new.pending[pending.submit.id] = pending
                 new.link.post(pending.submit)
         # Nobody waits for these, and whoever could have said that their workers are done is gone.
@@ -234,13 +236,13 @@ class Dispatcher:
                 report.set_exception(Unavailable("statistics are not available now"))
         old.leave()
 
-    def report(self, peer: Peer) -> asyncio.Future[dict[str, Any]]:
+    def report(self, scheduler: Scheduler) -> asyncio.Future[dict[str, Any]]:
         """Ask a scheduler for its statistics; the caller sets the limit on time."""
-        while peer.successor is not None:
-            peer = peer.successor
+        while scheduler.successor is not None:
+            scheduler = scheduler.successor
         number = self.next_number()
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        peer.reports[number] = future
-        future.add_done_callback(lambda _: peer.reports.pop(number, None))
-        peer.link.post(m.ReportStatistics(number))
+        scheduler.reports[number] = future
+        future.add_done_callback(lambda _: scheduler.reports.pop(number, None))
+        scheduler.link.post(m.ReportStatistics(number))
         return future

@@ -74,11 +74,11 @@ async def _run(
         if taken.regions:
             admit(taken.regions, request.connection.caller.peer())
         submit = submission(gateway, taken, dispatcher.next_number(), arrived_ns)
-        peer = gateway.models.current(model).peer
+        scheduler = gateway.models.current(model).scheduler
     except BaseException:
         taken.release()
         raise
-    pending = dispatcher.submit(peer, submit, taken.release)
+    pending = dispatcher.submit(scheduler, submit, taken.release)
     try:
         message = await pending.future
     except asyncio.CancelledError:
@@ -100,12 +100,12 @@ async def _run(
         if forms is not None and form.whole:
             forms.learn(body, answer, form)
         return await _reply(request, form, _views(gateway, form.datas(answer)))
-    peer = pending.peer
-    peer.use()
+    scheduler = pending.scheduler
+    scheduler.use()
 
     def sent() -> None:
-        peer.release_outputs(answer)
-        peer.leave()
+        scheduler.release_outputs(answer)
+        scheduler.leave()
 
     try:
         form = Form(wire, model.name, model.version, answer)

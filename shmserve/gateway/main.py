@@ -28,10 +28,10 @@ def run(args: dict[str, Any]) -> None:
     """Be gateway `args["index"]` until told to stop.
 
     `args["fds"]` are the listening sockets, the first `http_count` for HTTP, the others for
-    metrics; `settings` is decoded by `Settings`, `log` are `LogSettings` by name; `run_dir` is
-    where the supervisor's socket is.
+    metrics; `settings` are `Settings` and `log` are `LogSettings`, by name; `run_dir` is where the
+    supervisor's socket is.
     """
-    settings = Settings.decode(args["settings"])
+    settings = Settings(**args["settings"])
     index = args["index"]
     process.prepare(f"gateway {index}", f"gateway http {index}", args["log"])
     sockets = [socket.socket(fileno=fd) for fd in args["fds"]]

@@ -10,6 +10,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument
 from shmserve.gateway import cuda_memory
 from shmserve.gateway.callers import Caller
+from shmserve.gateway.peers import unix_pid
 from shmserve.gateway.regions import Region
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.repository import read_json
@@ -166,7 +167,7 @@ async def register_cuda(gateway: Gateway, request: Request, name: str | None) ->
         byte_size,
         offset=offset,
         device_uuid=cuda_memory.decode_uuid(uuid) if uuid else b"",
-        exporter_pid=cuda_memory.peer_pid(request.connection.transport),
+        exporter_pid=unix_pid(request.connection.transport),
     )
     return Reply()
 

@@ -20,7 +20,7 @@ from shmserve import counters, model_metrics
 from shmserve.errors import Unauthenticated
 from shmserve.gateway import control
 from shmserve.gateway.authorisation import METRICS
-from shmserve.gateway.host import cpu_utilization, memory_bytes, processes
+from shmserve.gateway.procfs import cpu_utilization, memory_bytes, processes
 from shmserve.gateway.replies import Reply, error_reply
 from shmserve.gateway.requests import Request
 from shmserve.gateway.state import Gateway

@@ -9,7 +9,7 @@ from typing import Any, Never
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.dispatch import Dispatcher, Peer
+from shmserve.gateway.dispatch import Dispatcher, Scheduler
 from shmserve.gateway.plans import Plans
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.ranges import LARGEST
@@ -33,22 +33,22 @@ class Model:
         "load_seconds",
         "metadata",
         "name",
-        "peer",
         "plans",
         "ready",
+        "scheduler",
         "signature",
         "tags",
         "version",
     )
 
-    def __init__(self, published: ModelPublished, peer: Peer) -> None:
+    def __init__(self, published: ModelPublished, scheduler: Scheduler) -> None:
         self.name = published.name
         self.version = published.version
         self.config: bytes = orjson.dumps(published.config)
         self.metadata = published.metadata
         self.ready = published.ready
         self.load_seconds = published.load_seconds
-        self.peer = peer
+        self.scheduler = scheduler
         self.plans = Plans()
         self.signature = Signature(published.config, published.version)
         self.tags = _tags(published.config)
@@ -73,16 +73,16 @@ class ModelTable:
 
     def publish(self, message: ModelPublished) -> None:
         """A version may be called, or changed."""
-        peer = self._dispatcher.peer(message.endpoint)
-        peer.use()
+        scheduler = self._dispatcher.scheduler(message.endpoint)
+        scheduler.use()
         versions = self._models.setdefault(message.name, {})
         old = versions.get(message.version)
-        model = versions[message.version] = Model(message, peer)
+        model = versions[message.version] = Model(message, scheduler)
         self._withdrawn.get(message.name, set()).discard(message.version)
         if message.latest or (old is not None and self._latest.get(message.name) is old):
             self._latest[message.name] = model
         if old is not None:
-            old.peer.leave()
+            old.scheduler.leave()
 
     def withdraw(self, name: str, version: str) -> None:
         """A version must not be called any more; what is in flight on it finishes."""
@@ -94,7 +94,7 @@ class ModelTable:
         if model is not None:
             if self._latest.get(name) is model:
                 del self._latest[name]
-            model.peer.leave()
+            model.scheduler.leave()
 
     def resolve(self, name: str, version: str) -> Model:
         """The model for a request; version "" means the latest. Raises NotFound or Unavailable."""

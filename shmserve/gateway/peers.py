@@ -9,6 +9,7 @@ A program that passes on what others send (a proxy on this host) is the user it 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import os
@@ -22,18 +23,34 @@ from shmserve.trust import Peer
 
 _SO_PEERGROUPS = 59
 _MOST_GROUPS = 256
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_CREDENTIALS = struct.Struct("iII")
 
 Address = tuple[str, int]
 
 
+def credentials(sock: Any) -> tuple[int, int, int]:
+    """The pid (0: it cannot be seen from here), uid and gid of who connected to a unix socket;
+    raises OSError."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
+
+
 def unix_peer(sock: Any) -> Peer:
     """The user at the other end of a unix socket; raises OSError."""
-    _, uid, gid = _CREDENTIALS.unpack(
-        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
+    _, uid, gid = credentials(sock)
     raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
     return Peer(uid, (gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
+
+
+def unix_pid(transport: asyncio.BaseTransport | None) -> int:
+    """The process at the other end of a unix socket; 0 for any other connection."""
+    sock = None if transport is None else transport.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX:
+        return 0
+    # What event loops hand out is no real socket.
+    with socket.socket(fileno=os.dup(sock.fileno())) as own:
+        return credentials(own)[0]
 
 
 def loopback_peer(ours: Address, theirs: Address) -> Peer | None:
@@ -84,3 +101,16 @@ def groups_of(uid: int) -> tuple[int, ...]:
 def is_loopback(address: str) -> bool:
     """Whether only this host can reach this numeric address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def network(address: str) -> str:
+    """Whose address this is: of the newer protocol, whoever has one has the 2**64 around it."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
+    return str(found)

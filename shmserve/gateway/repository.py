@@ -17,6 +17,7 @@ from shmserve.gateway.requests import Request
 from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import JsonFault, loads
 from shmserve.ipc.messages import IndexRepository, LoadModel, UnloadModel
+from shmserve.model_names import check_model_name
 
 
 async def read_json(gateway: Gateway, request: Request, *, required: bool = False) -> Any:
@@ -44,7 +45,7 @@ async def index(gateway: Gateway, request: Request, repository: str | None) -> R
 
 async def load(gateway: Gateway, request: Request, repository: str | None, name: str) -> Reply:
     """POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
-    _check_repository(repository)
+    check_repository(repository)
     check_model_name(name)
     config, files = _load_parameters(_parameters(await read_json(gateway, request)))
     if config or files:
@@ -67,7 +68,7 @@ def check_may_send(caller: Caller) -> None:
 
 async def unload(gateway: Gateway, request: Request, repository: str | None, name: str) -> Reply:
     """POST /v2/repository/models/NAME/unload."""
-    _check_repository(repository)
+    check_repository(repository)
     check_model_name(name)
     parameters = _parameters(await read_json(gateway, request))
     dependents = parameters.get("unload_dependents", False)
@@ -79,15 +80,8 @@ async def unload(gateway: Gateway, request: Request, repository: str | None, nam
     return Reply()
 
 
-def check_model_name(name: str) -> None:
-    """Raise InvalidArgument for a model name that could name another folder."""
-    if name in (".", "..") or any(char in name for char in "/\\\0"):
-        raise InvalidArgument(
-            f"invalid model name '{name}', model name must not contain path traversal characters"
-        )
-
-
-def _check_repository(repository: str | None) -> None:
+def check_repository(repository: str | None) -> None:
+    """Raise Unsupported for a name: as in Triton, no repository can be chosen."""
     if repository:
         raise Unsupported("'repository_name' specification is not supported")
 

@@ -1,8 +1,8 @@
-"""What a gateway is told when it starts: frozen, decoded once from the entry point's arguments."""
+"""What a gateway is told when it starts: frozen, made once of the entry point's arguments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -33,9 +33,3 @@ class Settings:
     allow_client_shm: bool | None = None
     shm_overlap: str = "warn"
     cuda_devices: int = 0
-
-    @classmethod
-    def decode(cls, raw: dict[str, Any]) -> Settings:
-        """From the supervisor's dict; keys that are for others are left alone."""
-        known = {known.name for known in fields(cls)}
-        return cls(**{key: value for key, value in raw.items() if key in known})

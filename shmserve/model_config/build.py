@@ -12,7 +12,8 @@ from typing import Any, cast
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from shmserve.model_config.tree import Block, Entry, Scalar, clip
+from shmserve.errors import clip
+from shmserve.model_config.tree import Block, Entry, Scalar
 
 _INT_RANGES: dict[int, tuple[int, int]] = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),

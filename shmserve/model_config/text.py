@@ -12,7 +12,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
-from shmserve.model_config.tree import MAX_DEPTH, Block, Entry, Malformed, Scalar, clip
+from shmserve.errors import clip
+from shmserve.model_config.tree import MAX_DEPTH, Block, Entry, Malformed, Scalar
 
 _TOKEN = re.compile(
     r"""

@@ -47,9 +47,3 @@ class Malformed(Exception):
         super().__init__(message)
         self.at = at
         self.message = message
-
-
-def clip(text: str, limit: int = 60) -> str:
-    """`text` short enough for an error line, with control characters escaped."""
-    shown = text if text.isprintable() else ascii(text)[1:-1]
-    return shown if len(shown) <= limit else shown[:limit] + "..."

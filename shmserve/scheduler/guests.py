@@ -13,7 +13,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.channels import Router
 from shmserve.ipc.forms import Forms
-from shmserve.ipc.guests import Seals
+from shmserve.ipc.guests import LARGEST_WORK, MOST_LINKS, Seals
 from shmserve.ipc.messages import Failed, Submit
 from shmserve.ipc.signature import Admission, Signature
 from shmserve.ipc.tensors import (
@@ -25,8 +25,6 @@ from shmserve.ipc.tensors import (
 )
 from shmserve.ipc.wary import WaryRouter
 
-_MOST_LINKS = 16  # of one guest
-_LARGEST_WORK = 1 << 20
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096
 _MOST_KNOWN = 1024
@@ -59,7 +57,7 @@ class GuestDoor:
         number = self._seals.guest(peer)
         if not number or number in self._gone:
             return False
-        return sum(_number(other) == number for other in self.link.peers()) < _MOST_LINKS
+        return sum(_number(other) == number for other in self.link.peers()) < MOST_LINKS
 
     def forget(self, number: int) -> None:
         """A guest is gone: what it left connected is of no use to anybody."""
@@ -95,9 +93,9 @@ class GuestRules:
 
         Raises InvalidArgument when it cannot be, MalformedMessage when it is no request at all.
         """
-        if len(submit.work) > _LARGEST_WORK:
+        if len(submit.work) > LARGEST_WORK:
             raise InvalidArgument(
-                f"a request of {len(submit.work)} bytes is larger than {_LARGEST_WORK}: large "
+                f"a request of {len(submit.work)} bytes is larger than {LARGEST_WORK}: large "
                 "tensors go through shared memory"
             )
         admission = self._admission(number, submit)

@@ -69,10 +69,10 @@ class Loop:
         control: Dealer,
         workers: Router,
         clients: Router,
-        guests: GuestDoor | None = None,
+        guests: GuestDoor,
     ) -> None:
         self._scheduler = scheduler
-        self._links: list[Dealer | Router] = [control, workers, clients]
+        self._links: list[Dealer | Router] = [control, workers, clients, guests.link]
         self._guests = guests
         self._late_ns = 0
         self._spin = Spin(len(os.sched_getaffinity(0)))
@@ -81,12 +81,9 @@ class Loop:
             control.fd: lambda: self._from_control(control),
             workers.fd: lambda: self._from_workers(workers),
             clients.fd: lambda: self._from_clients(clients),
+            guests.link.fd: lambda: self._from_guests(guests),
         }
-        self._fronts = [clients.fd]
-        if guests is not None:
-            self._links.append(guests.link)
-            self._inboxes[guests.link.fd] = lambda: self._from_guests(guests)
-            self._fronts.append(guests.link.fd)
+        self._fronts = [clients.fd, guests.link.fd]
 
     def run(self) -> None:
         """Return after `Stop`."""
@@ -141,7 +138,7 @@ class Loop:
         for message in control.receive():
             if type(message) is Drain:
                 self._catch_up()
-            if type(message) is ProcessExited and self._guests is not None:
+            if type(message) is ProcessExited:
                 self._guests.forget(message.pid)
             if type(message) in _FROM_CONTROL:
                 scheduler.from_control(message, now_ns)

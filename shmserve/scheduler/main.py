@@ -11,7 +11,7 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.channels import Dealer, Router
+from shmserve.ipc.channels import Dealer
 from shmserve.ipc.guests import Seals
 from shmserve.ipc.kin import KinRouter, first_number, last_number
 from shmserve.ipc.messages import SchedulerReady
@@ -32,7 +32,7 @@ def run(args: dict[str, Any]) -> None:
     `args`: number (of this scheduler), version, config (normalised), run_dir, settings
     (execution_timeout_s, max_queue_size, delay_scheduler), log (`LogSettings` by name), kept and
     alive (what `Scheduler.go_on` takes, of a predecessor that died; empty for the first), and
-    guests (key, group: -1 for none) unless it has no socket for them.
+    guests (key, group: -1 for none).
     """
     server = args["settings"]
     settings = Settings.read(args["config"], args["version"], server)
@@ -47,18 +47,16 @@ def run(args: dict[str, Any]) -> None:
     clients = KinRouter(endpoints.scheduler(run_dir, number), first_number)
     workers = KinRouter(endpoints.instances(run_dir, number), last_number)
     control = Dealer(endpoints.control(run_dir), f"scheduler.{number}.{os.getpid()}")
-    door = _open_door(args, run_dir) if "guests" in args else None
-    fronts = clients if door is None else Fronts(clients, door)
+    door = _open_door(args, run_dir)
     control.send(SchedulerReady(os.getpid()))
-    scheduler = Scheduler(settings, fronts, workers, control, time.time_ns)
+    scheduler = Scheduler(settings, Fronts(clients, door), workers, control, time.time_ns)
     if args["kept"]:
         scheduler.go_on(args["kept"], args["alive"], time.monotonic_ns())
     gc.freeze()  # what is here now stays: no collection needs to look at it
     try:
         Loop(scheduler, control, workers, clients, door).run()
     finally:
-        links: list[Router | Dealer] = [clients, workers, control]
-        for link in [*links, door.link] if door is not None else links:
+        for link in (clients, workers, control, door.link):
             link.close(_PARTING_S)
 
 

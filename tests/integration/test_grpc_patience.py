@@ -19,7 +19,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from shmserve.gateway.crowds import SHARE
+from shmserve.descriptors import share_of
 from shmserve.grpc_config import environment
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
@@ -208,7 +208,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
         for sock in crowd:
             with contextlib.suppress(OSError):
                 sock.sendall(OPENED + frame(SETTINGS, ACK, 0))
-        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= most * SHARE, 20)
+        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(most), 20)
         assert is_served(port)
         assert is_open(held)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -20,16 +19,21 @@ import pytest
 from shmserve.ipc import endpoints, frames, zmtp
 from shmserve.ipc import messages as m
 from shmserve.ipc.channels import Dealer, Router
+from shmserve.ipc.guests import KEY_SIZE
 from tests.arrivals import arrived, send_raw
 from tests.waiting import until
 
 PATIENCE_MS = 10_000
 NUMBER = 3
-BOOT = "import json, sys; from shmserve.scheduler.main import run; run(json.loads(sys.argv[1]))"
+BOOT = (
+    "import ast, sys; from shmserve.scheduler.main import run; run(ast.literal_eval(sys.argv[1]))"
+)
 MODEL = {
     "name": "m",
     "max_batch_size": 8,
     "dynamic_batching": {"max_queue_delay_microseconds": 100},
+    "input": [],
+    "output": [],
 }
 
 FLOOD = """
@@ -54,9 +58,9 @@ class Stage:
         self.run_dir = run_dir
         self.links: list[Dealer] = []
         self.control = Router(endpoints.control(run_dir))
+        endpoints.guest_folder(run_dir).mkdir()
         args = {
             "number": NUMBER,
-            "model_name": "m",
             "version": "1",
             "config": MODEL,
             "run_dir": str(run_dir),
@@ -64,10 +68,11 @@ class Stage:
             "log": {},
             "kept": [],
             "alive": [],
+            "guests": {"key": bytes(KEY_SIZE), "group": -1},
         }
         # Else numpy's threads spin for a moment after they start.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-c", BOOT, json.dumps(args)], env=env)
+        self.process = subprocess.Popen([sys.executable, "-c", BOOT, repr(args)], env=env)
         self.numbers = itertools.count(1)
         self.address, ready = self.next(self.control)
         assert ready == m.SchedulerReady(self.process.pid)

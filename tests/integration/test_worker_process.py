@@ -88,7 +88,6 @@ class Worker:
             "backend_config": {},
             "arena_byte_size": 64 << 20,
             "log": {},
-            "auto_complete": True,
             "threads": 1,
             "fds": [],
             **changes,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from shmserve import client_cli
-from shmserve.client_tensors import ModelTensor, WrongInput, decode, encode, load
+from shmserve.client_cli_tensors import ModelTensor, WrongInput, decode, encode, load
 from shmserve.ipc.tensors import ITEM_SIZE, NUMPY
 
 METADATA = {

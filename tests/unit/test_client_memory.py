@@ -18,13 +18,13 @@ from shmserve.client.errors import Released
 from shmserve.client.memory import AnySegment, Memories, Segment
 from shmserve.client.models import Model, Models
 from shmserve.client.options import PLAIN, options_of
-from shmserve.client.plans import Form, Plan, Reader, cut
+from shmserve.client.plans import Form, Plan, Reader
 from shmserve.client.requests import prepare
 from shmserve.client.views import Lease, View
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.guests import FIRST, Seals
-from shmserve.ipc.signature import TensorSpec
+from shmserve.ipc.signature import Signature, TensorSpec
 from shmserve.ipc.tensors import (
     Inferred,
     Memory,
@@ -231,11 +231,6 @@ def test_options_as_they_travel() -> None:
     assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
 
-def test_marks_that_are_too_short_are_not_looked_for() -> None:
-    assert cut(b"head" + b"m" * 8 + b"tail", [b"m" * 8]) == [b"head", b"tail"]
-    assert cut(b"headmtail", [b"m"]) == []
-
-
 def test_a_reader_takes_only_answers_like_the_last() -> None:
     def answer(data: bytes, name: str = "y") -> bytes:
         return pack_inferred(Inferred((TensorRef(name, "INT32", (2,), data),)))
@@ -336,6 +331,16 @@ def test_models_follow_the_news() -> None:
 def test_a_plan_for_inputs_without_bytes(memories: Memories) -> None:
     plan = Plan(Model(published()).signature, [Form("x", "FP32", (1, 0), 0)], (), memories)
     assert plan.slotted and plan.batch_size == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 200])
+def test_a_plan_joins_small_inputs_to_what_packing_gives(memories: Memories, size: int) -> None:
+    config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
+    form = Form("x", "FP32", (1, size), 4 * size)
+    plan = Plan(Signature(config, "1"), [form], (), memories)
+    array = np.arange(size, dtype=np.float32).reshape(1, size)
+    assert not plan.slotted
+    assert plan.joined([array]) == plan.packed([array], None, PLAIN)
 
 
 def test_guests_cannot_make_up_who_they_are_or_what_is_theirs() -> None:

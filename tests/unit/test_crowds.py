@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.gateway.crowds import network
+from shmserve.gateway.peers import network
 from tests.gateway_rig import Rig, rig
 from tests.raw_http import read_reply
 from tests.users import ALICE, BOB, as_user, needs_users

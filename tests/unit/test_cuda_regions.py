@@ -23,8 +23,9 @@ from shmserve.cuda_regions import HandleCheck
 from shmserve.devices import cuda_devices
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.codec import RegionRange
-from shmserve.gateway.cuda_memory import decode_uuid, peer_pid
+from shmserve.gateway.cuda_memory import decode_uuid
 from shmserve.gateway.grpc import memory
+from shmserve.gateway.peers import unix_pid
 from shmserve.gateway.regions import RegionTable, Uses
 from shmserve.gateway.settings import Settings
 from shmserve.ipc import messages as m
@@ -630,7 +631,7 @@ def test_the_peer_of_a_unix_socket_is_known(
 
         class Protocol(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                found.set_result(peer_pid(transport))
+                found.set_result(unix_pid(transport))
                 transport.close()
 
         server = await asyncio.get_running_loop().create_unix_server(Protocol, path)
@@ -645,14 +646,14 @@ def test_the_peer_of_a_unix_socket_is_known(
 
 
 def test_other_connections_have_no_known_peer() -> None:
-    assert peer_pid(None) == 0
+    assert unix_pid(None) == 0
 
     class Transport(asyncio.Transport):
         def get_extra_info(self, name: str, default: Any = None) -> Any:
             return sock
 
     with socket.socket() as sock:
-        assert peer_pid(Transport()) == 0
+        assert unix_pid(Transport()) == 0
 
 
 def test_devices_of_this_host() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.dispatch import Dispatcher, Peer, Pending
+from shmserve.gateway.dispatch import Dispatcher, Pending, Scheduler
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors import Inferred, Memory, Place, TensorRef, pack_inferred
 from tests.scheduler_rig import work_in_place
@@ -55,16 +55,18 @@ def test_an_answer_that_is_not_read_is_given_back(
     monkeypatch.setattr("shmserve.gateway.dispatch.Link", Link)
 
     async def give_up() -> list[Any]:
-        peer = Peer("ipc://nowhere", lambda peer: None)
+        scheduler = Scheduler("ipc://nowhere", lambda scheduler: None)
         submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
-        pending = Pending(peer, submit, lambda: None, asyncio.get_running_loop().create_future())
-        peer.pending[1] = pending
+        pending = Pending(
+            scheduler, submit, lambda: None, asyncio.get_running_loop().create_future()
+        )
+        scheduler.pending[1] = pending
         if answered == "before":
-            peer._take(answer())
+            scheduler._take(answer())
         Dispatcher().cancel(pending)
         if answered == "after":
-            peer._take(answer())
-        link: Any = peer.link
+            scheduler._take(answer())
+        link: Any = scheduler.link
         return list(link.posted)
 
     posted = asyncio.run(give_up())
@@ -90,25 +92,25 @@ def test_what_a_lost_scheduler_had_is_dealt_with(
 
     async def lose() -> tuple[Dispatcher, list[Pending]]:
         dispatcher = Dispatcher()
-        peer = dispatcher.peer("ipc://old")
+        scheduler = dispatcher.scheduler("ipc://old")
         asked = [
             dispatcher.submit(
-                peer,
+                scheduler,
                 m.Submit(number, 1, b"", 0, 0, 0, 0, work, "mine"),
                 partial(released.append, number),
             )
             for number, work in ((1, b""), (2, b""), (3, work_in_place()))
         ]
-        link: Any = peer.link
+        link: Any = scheduler.link
         link.last_words = [m.Finished(1, pack_inferred(Inferred(())))]
         dispatcher.lost("ipc://old", successor)
         return dispatcher, asked
 
     dispatcher, (answered, other, in_place) = asyncio.run(lose())
     assert isinstance(answered.future.result(), m.Finished)
-    assert list(dispatcher._peers) == ([successor] if successor else [])
+    assert list(dispatcher._schedulers) == ([successor] if successor else [])
     if successor:
-        link: Any = dispatcher.peer(successor).link
+        link: Any = dispatcher.scheduler(successor).link
         assert link.posted == [other.submit]
         assert not other.future.done()
         assert "may be changed" in failure(in_place)

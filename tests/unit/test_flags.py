@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve import cli, config, flags
 from shmserve.errors import InvalidArgument
+from shmserve.flag import Flag
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 
@@ -31,7 +32,7 @@ def refusal(*arguments: str, **environment: str) -> str:
     return caught.value.message
 
 
-def a_value(flag: flags.Flag) -> str:
+def a_value(flag: Flag) -> str:
     """A value that the flag takes."""
     if flag.choices:
         return flag.choices[-1]

@@ -250,7 +250,7 @@ def test_the_index_is_the_supervisors(gateway: Rig, http: Http) -> None:
 
 
 def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Http) -> None:
-    path = "/v2/repository/models/a%20model"
+    path = "/v2/repository/models/a%2Emodel"
     contents = bytes(range(256)) * 10
     http.post(f"{path}/load").ok()
     files = {"file:1/model.py": base64.b64encode(contents).decode()}
@@ -258,9 +258,9 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
     http.post(f"{path}/unload").ok()
     http.post(f"{path}/unload", {"parameters": {"unload_dependents": True}}).ok()
     loads = [(x.name, x.config, x.files) for x in gateway.heard_of(m.LoadModel)]
-    assert loads == [("a model", "", {}), ("a model", "{}", {"1/model.py": contents})]
+    assert loads == [("a.model", "", {}), ("a.model", "{}", {"1/model.py": contents})]
     unloads = [(x.name, x.unload_dependents) for x in gateway.heard_of(m.UnloadModel)]
-    assert unloads == [("a model", False), ("a model", True)]
+    assert unloads == [("a.model", False), ("a.model", True)]
 
 
 @pytest.mark.parametrize(

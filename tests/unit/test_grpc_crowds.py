@@ -7,7 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.gateway.grpc.crowds import Seen, leaving, share_of
+from shmserve.descriptors import share_of
+from shmserve.gateway.grpc.crowds import Seen, leaving
 from shmserve.gateway.grpc.sockets import Connection
 
 

@@ -1,30 +1,18 @@
-"""The state tables: every state is reachable, an illegal event raises and changes nothing."""
+"""The state table: every state is reachable, an illegal event raises and changes nothing."""
 
 from __future__ import annotations
 
 import pytest
 
-from shmserve.lifecycle import (
-    INSTANCE,
-    MODEL,
-    IllegalTransition,
-    InstanceState,
-    ModelState,
-    after,
-    instance_after,
-)
+from shmserve.lifecycle import INSTANCE, IllegalTransition, InstanceState, instance_after
 
 
 def test_every_state_has_a_row_and_every_event_leads_somewhere() -> None:
-    assert set(MODEL) == set(ModelState)
     assert set(INSTANCE) == set(InstanceState)
-    assert all(target in MODEL for row in MODEL.values() for target in row.values())
     assert all(target in INSTANCE for row in INSTANCE.values() for target in row.values())
 
 
 def test_illegal_events_raise() -> None:
-    with pytest.raises(IllegalTransition):
-        after(MODEL, ModelState.UNAVAILABLE, "loaded")
     with pytest.raises(IllegalTransition):
         instance_after(InstanceState.FAILED, "restart")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shmserve.doors import hold, listen
 from shmserve.errors import InvalidArgument
+from shmserve.listening import hold, listen
 
 NOBODYS = "192.0.2.1"  # RFC 5737: for documentation only
 

@@ -79,6 +79,11 @@ def test_the_user_and_the_groups_of_a_unix_socket() -> None:
         assert set(peer.groups) == {ALICE, FRIENDS, 77}
 
 
+def test_a_large_uid_is_nobody_elses() -> None:
+    """Read as a signed number it would be one of those that stand for all users, or for none."""
+    assert unix_peer(Unix(2**32 - 2)).uid == 2**32 - 2
+
+
 # --- doors
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import to_dict
+from shmserve.model_names import check_model_name
 from shmserve.repository import (
     ModelFolder,
-    check_model_name,
     discard_override,
     find,
     fingerprint,

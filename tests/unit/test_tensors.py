@@ -111,6 +111,11 @@ def test_a_request_that_fits() -> None:
         ),
         ([A, tensor("B", "BYTES", 1, 1)], [], "input 'B' batch size does not match other inputs"),
         ([TensorRef("A", "FP32", (2, 3, 2), b"123"), B], [], "Expected 48, got 3"),
+        (
+            [TensorRef("A", "FP32", (2, 2**60, 2), b""), tensor("B", "BYTES", 2, 1)],
+            [],
+            "byte size overflow for input 'A': element count (4611686018427387904) *",
+        ),
         # No array can have such a shape, though it would be empty.
         (
             [TensorRef("A", "FP32", (0, 2**60, 2), b""), TensorRef("B", "BYTES", (0, 1), b"")],

@@ -12,13 +12,14 @@ import orjson
 from google.protobuf.json_format import ParseDict
 
 import shmserve
-from shmserve.errors import InvalidArgument, Unavailable, Unsupported
+from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.callers import Caller
 from shmserve.gateway.control import EXTENSIONS, is_ready, reported
 from shmserve.gateway.models import checked_version, describe
-from shmserve.gateway.repository import check_may_send, check_model_name
+from shmserve.gateway.repository import check_may_send, check_repository
 from shmserve.gateway.state import Gateway
 from shmserve.ipc.messages import IndexRepository, LoadModel, UnloadModel
+from shmserve.model_names import check_model_name
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
@@ -99,15 +100,14 @@ async def model_statistics(
 ) -> pb.ModelStatisticsResponse:
     """ModelStatistics, of all models without a name."""
     reports = await reported(gateway, request.name, checked_version(request.version))
-    shown = [{k: v for k, v in report.items() if k != "shmserve"} for report in reports]
-    return ParseDict({"model_stats": shown}, pb.ModelStatisticsResponse())
+    return ParseDict({"model_stats": reports}, pb.ModelStatisticsResponse())
 
 
 async def repository_index(
     gateway: Gateway, caller: Caller, request: pb.RepositoryIndexRequest
 ) -> pb.RepositoryIndexResponse:
     """RepositoryIndex."""
-    _check_repository(request.repository_name)
+    check_repository(request.repository_name)
     payload = await gateway.supervisor.ask(lambda number: IndexRepository(number, request.ready))
     return ParseDict({"models": payload.get("models", [])}, pb.RepositoryIndexResponse())
 
@@ -116,7 +116,7 @@ async def repository_model_load(
     gateway: Gateway, caller: Caller, request: pb.RepositoryModelLoadRequest
 ) -> pb.RepositoryModelLoadResponse:
     """RepositoryModelLoad, optionally with a configuration and files."""
-    _check_repository(request.repository_name)
+    check_repository(request.repository_name)
     check_model_name(request.model_name)
     config = ""
     files: dict[str, Any] = {}
@@ -142,7 +142,7 @@ async def repository_model_unload(
     gateway: Gateway, caller: Caller, request: pb.RepositoryModelUnloadRequest
 ) -> pb.RepositoryModelUnloadResponse:
     """RepositoryModelUnload."""
-    _check_repository(request.repository_name)
+    check_repository(request.repository_name)
     check_model_name(request.model_name)
     dependents = False
     for key, parameter in request.parameters.items():
@@ -151,11 +151,6 @@ async def repository_model_unload(
             dependents = parameter.bool_param
     await gateway.supervisor.ask(lambda number: UnloadModel(number, request.model_name, dependents))
     return pb.RepositoryModelUnloadResponse()
-
-
-def _check_repository(name: str) -> None:
-    if name:
-        raise Unsupported("'repository_name' specification is not supported")
 
 
 def _expect(kind: str | None, wanted: str, of: str, key: str) -> None:

@@ -15,10 +15,11 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
+from shmserve.descriptors import share_of
 from shmserve.gateway.callers import DoorKind
-from shmserve.gateway.crowds import SHARE, network
 from shmserve.gateway.grpc import sockets
 from shmserve.gateway.grpc.calls import Calls
+from shmserve.gateway.peers import network
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,6 @@ def leaving(seen: Collection[Seen], most: int) -> list[Seen]:
     if not ended and len(seen) >= most:
         ended = [one for one in order if not one.busy][: max(1, most // 16)]
     return ended
-
-
-def share_of(most: int) -> int:
-    """How many of these one peer may have."""
-    return max(1, int(most * SHARE))
 
 
 class Crowds:

@@ -96,7 +96,7 @@ class Submitted:
             return self._response(answer)
         finally:
             # The response is a copy: the worker's memory is free again.
-            self._pending.peer.release_outputs(answer)
+            self._pending.scheduler.release_outputs(answer)
 
     def _response(self, answer: Inferred) -> bytes:
         placed = {out.name for out in self._taken.wire.outputs if out.place is not None}
@@ -177,7 +177,7 @@ class Inferences:
         except BaseException:
             taken.release()
             raise
-        pending = gateway.dispatcher.submit(model.peer, order, taken.release)
+        pending = gateway.dispatcher.submit(model.scheduler, order, taken.release)
         self.count += 1
         return Submitted(gateway, self, model, taken, pending)
 

@@ -47,10 +47,10 @@ _MOST_QUEUED = 128 * _MOST_CALLS
 def run(args: dict[str, Any]) -> None:
     """Be the gRPC gateway until told to stop.
 
-    `args["addresses"]` are [host, port] pairs, `grpc` is decoded by `GrpcSettings`, `settings` by
-    `Settings`, `log` are `LogSettings` by name; `run_dir` is where the supervisor's socket is.
+    `args["addresses"]` are [host, port] pairs, `grpc` is decoded by `GrpcSettings`, `settings` are
+    `Settings` and `log` are `LogSettings`, by name; `run_dir` is where the supervisor's socket is.
     """
-    settings = Settings.decode(args["settings"])
+    settings = Settings(**args["settings"])
     ours = GrpcSettings.decode(args["addresses"], args["grpc"])
     process.prepare("gateway grpc", "gateway grpc", args["log"])
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)

@@ -1,0 +1,30 @@
+"""What may be a model's name; the gateways and the supervisor ask (pure)."""
+
+from __future__ import annotations
+
+import re
+
+from shmserve.errors import InvalidArgument, clip
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a model can have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_model_name(name: str) -> None:
+    """Raise InvalidArgument unless `name` may be a model's; it becomes part of paths."""
+    if not name:
+        raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
+    shown = clip(name, 128)
+    if name in (".", "..") or any(mark in name for mark in "/\\\0"):
+        raise InvalidArgument(
+            f"invalid model name '{shown}', model name must not contain path traversal characters"
+        )
+    if not is_model_name(name):
+        raise InvalidArgument(
+            f"invalid model name '{shown}', model name must be 1 to 128 letters, digits, '.', '_' "
+            "or '-', the first a letter, digit or '_'"
+        )
