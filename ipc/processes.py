@@ -3,15 +3,19 @@ timers."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
+_MARK = "SHMSERVE_SERVER"
 
 
 def signal_at_parents_death(number: int) -> None:
@@ -30,6 +34,38 @@ def die_with_parent(parent_pid: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent exits."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children(pid: int) -> Iterator[int]:
+    """The children of a process, whichever of its threads started them."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and its descendants."""
+    below = list(children(pid))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in below:
+        kill_tree(child)
+
+
+def marked(environment: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:
+    """The environment of a process whose descendants `kill_marked` finds."""
+    # SPT_NOENV: setproctitle would write over the environment that /proc shows.
+    return {**environment, _MARK: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
+
+
+def kill_marked(supervisor_pid: int, run_dir: object) -> None:
+    """Kill what descends from a marked process, whoever its parent is by now."""
+    mark = os.fsencode(f"{_MARK}={supervisor_pid} {run_dir}")
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        pid = int(environ.parent.name)
+        with contextlib.suppress(OSError):  # another user's, or gone
+            if pid != os.getpid() and mark in environ.read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
 
 
 def renounce_privileges() -> None:

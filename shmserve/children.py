@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class Children:
         self._on_exit = on_exit
         self._known: dict[int, Child] = {}
         self._early: dict[int, str] = {}
-        self.spawning = 0
+        self._spawning = 0
         self._loop = asyncio.get_running_loop()
         processes.adopt_orphans()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
@@ -85,6 +85,16 @@ class Children:
         if pid in self._early:
             self._ended(pid, self._early.pop(pid))
         return child
+
+    @contextlib.contextmanager
+    def spawning(self) -> Iterator[None]:
+        """While a process is started: a child that is not known may be that one."""
+        self._spawning += 1
+        try:
+            yield
+        finally:
+            self._spawning -= 1
+            self._kill_strays()
 
     def _reap(self) -> None:
         while True:
@@ -109,7 +119,7 @@ class Children:
     def _ended(self, pid: int, reason: str) -> None:
         child = self._known.pop(pid, None)
         if child is None:
-            if self.spawning:
+            if self._spawning:
                 self._early[pid] = reason
             return
         if child.stop_timer:
@@ -127,17 +137,12 @@ class Children:
     def _kill_strays(self) -> None:
         """What a worker's model started and left behind when it died is ours now, and must not
         outlive it."""
-        if self.spawning:
+        if self._spawning:
             return
         self._early.clear()
-        try:
-            text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-        except OSError:
-            return
-        for pid in map(int, text.split()):
+        for pid in processes.children(os.getpid()):
             if pid not in self._known:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                processes.kill_tree(pid)
 
     def close(self) -> None:
         """Stop watching."""
@@ -267,20 +272,17 @@ class Zygote:
         When the zygote dies meanwhile, the next one does it. Raises Unavailable when there is none,
         and when the host has no room for one process more.
         """
-        self._children.spawning += 1
-        try:
-            while not self._stopping:
-                await asyncio.shield(self._ready)
-                zygote = self._child
-                assert zygote is not None
+        while not self._stopping:
+            await asyncio.shield(self._ready)
+            zygote = self._child
+            assert zygote is not None
+            with self._children.spawning():
                 pid = await self._forked(entry, args, fds)
                 if pid:
                     return self._children.adopt(pid, title)
-                await asyncio.shield(zygote.exited)
-                await asyncio.sleep(0)  # `_died` runs first
-            raise Unavailable("the server is stopping")
-        finally:
-            self._children.spawning -= 1
+            await asyncio.shield(zygote.exited)
+            await asyncio.sleep(0)  # `_died` runs first
+        raise Unavailable("the server is stopping")
 
     async def _forked(self, entry: str, args: dict[str, Any], fds: Sequence[int]) -> int:
         """The pid of a new process; 0 when the zygote has ended, noticed or not."""

@@ -33,7 +33,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.guests import KEY_SIZE, Seals
 from shmserve.ipc.large_copies import past_the_caches
-from shmserve.ipc.processes import name_process
+from shmserve.ipc.processes import marked, name_process
 from shmserve.ipc.tensors import CudaHandle
 from shmserve.listening import hold, listen, listen_unix, remove_unix
 from shmserve.log_file import written_to
@@ -175,7 +175,8 @@ class Supervisor:
         # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
         single = {**grpc_config.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
         front = Zygote(children, self._run_dir, "front zygote", _FRONT_PRELOADS, single)
-        copying = past_the_caches(os.environ)
+        # Models start processes, too; front's own zygote has no mark, and clears up after them.
+        copying = marked(past_the_caches(os.environ), os.getpid(), self._run_dir.path)
         workers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), copying)
         seals = Seals(secrets.token_bytes(KEY_SIZE))
         folder, log = self._run_dir.path, self.config.log

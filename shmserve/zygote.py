@@ -11,7 +11,7 @@ instead of a second.
 The double fork makes the supervisor the true parent: it reaps B, sees it stop, and B dies with it,
 whatever becomes of the zygote. A zygote has started no thread and touched no device. It outlives
 the supervisor for a moment: the end of its socket tells it that the supervisor is gone, and it
-removes the run directory that nobody else could.
+ends what models have started, which nobody's death ends, and removes the run directory.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import msgpack
 
 from shmserve.ipc.processes import (
     die_with_parent,
+    kill_marked,
     name_process,
     renounce_privileges,
     signal_at_parents_death,
@@ -61,6 +62,7 @@ def main(argv: list[str]) -> int:
     lock_fd, supervisor_pid, run_dir, title = int(argv[1]), int(argv[2]), Path(argv[3]), argv[4]
 
     def supervisor_ended() -> None:
+        kill_marked(supervisor_pid, run_dir)
         clear(run_dir, lock_fd)
         os._exit(0)
 

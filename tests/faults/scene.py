@@ -38,6 +38,17 @@ def crime(command: str) -> dict:
     return {"inputs": [given, json_input("INPUT0", VALUES)]}
 
 
+def start_processes(server: Server) -> tuple[psutil.Process, list[psutil.Process]]:
+    """Have the model "crimes" start processes of its own: a fork, a shell, and what that starts in
+    another session. Its worker, and they.
+    """
+    worker = server.one("worker crimes.0")
+    with server.http() as http:
+        http.infer("crimes", crime("start")).ok()
+    until("they run", lambda: len(worker.children(recursive=True)) == 3)
+    return worker, worker.children(recursive=True)
+
+
 def is_right(reply: Reply) -> bool:
     """Whether the model "crimes" answered as if nothing had happened."""
     return reply.status == 200 and bool((reply.tensors()["OUTPUT0"] == VALUES).all())

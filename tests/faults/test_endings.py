@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.crowd import crowd
-from tests.faults.scene import RECOVERY_S, wait_replaced
+from tests.faults.scene import RECOVERY_S, start_processes, wait_replaced
 from tests.leaks import made_since, unix_sockets
 from tests.load import Load
 from tests.servers import Server, running
@@ -30,8 +30,11 @@ def assert_nothing_is_left(server: Server, members: list[psutil.Process]) -> Non
 
 
 def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
+    """Neither its own processes nor those that a model started are left."""
     server = serve("--gateways=2")
+    _, started = start_processes(server)
     members = server.tree()
+    assert set(started) < set(members)
     before = set(os.listdir("/dev/shm"))
     with Load(server, simple=2, memory=0) as load:
         server.kill()

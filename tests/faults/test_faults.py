@@ -24,6 +24,7 @@ from tests.faults.scene import (
     crime,
     is_right,
     scene,
+    start_processes,
     wait_replaced,
 )
 from tests.raw_http import Reply, in_region, raw_connection, shm_input
@@ -409,6 +410,14 @@ def unregister_while_used(stage: Scene) -> None:
         stage.http.unregister("r").ok()
 
 
+def leave_processes_behind(stage: Scene) -> None:
+    """What a model started ends with the model's worker, at once, also what it started itself."""
+    worker, started = start_processes(stage.server)
+    worker.kill()
+    _, alive = psutil.wait_procs(started, timeout=RECOVERY_S)
+    assert not alive
+
+
 CRIMES: dict[str, Crime] = {
     "kill a worker": Crime(kill("worker simple.0")),
     "kill a worker again and again": Crime(kill_repeatedly),
@@ -457,6 +466,7 @@ CRIMES: dict[str, Crime] = {
     "os._exit": Crime(model_does("exit")),
     "a segmentation fault": Crime(model_does("segfault")),
     "a model that stops itself": Crime(model_does("stop")),
+    "a model that leaves processes behind": Crime(leave_processes_behind),
     "clients that hang up while they ask": Crime(hang_up_at_every_byte),
     "a client that hangs up in a batch": Crime(hang_up_in_a_batch),
     "clients that hang up instead of reading": Crime(

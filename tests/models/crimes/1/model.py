@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 
 import triton_python_backend_utils as pb_utils
@@ -20,7 +21,7 @@ class Speechless(Exception):
 
 class TritonPythonModel:
     """Commands: ok, gate, error, raise, speechless, wrong_count, not_a_list, not_a_response,
-    hang, exit, segfault, stop, fork.
+    hang, exit, segfault, stop, fork, start.
     """
 
     def execute(self, requests):
@@ -67,6 +68,10 @@ class TritonPythonModel:
             if not child:
                 raise ValueError("nobody asked this process")
             os.waitpid(child, 0)
+        if command == "start":
+            subprocess.Popen(["sh", "-c", "setsid sleep 600 & wait"])
+            if not os.fork():
+                threading.Event().wait()
         if command == "gate":
             self.wait()
         if command == "hang":
