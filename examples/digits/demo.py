@@ -1,8 +1,7 @@
 """Trains a small network on handwritten digits, serves it, and measures it.
 
 Run it from anywhere: `python examples/digits/demo.py`. It measures with and without dynamic
-batching
-and shared memory, ends by itself, leaves nothing behind and needs no network.
+batching and shared memory, ends by itself, leaves nothing behind and needs no network.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ def server(scratch: Path) -> Iterator[int]:
     http_port, metrics_port = free_ports(2)
     command = [
         *(sys.executable, "-m", "shmserve", "serve", f"--model-repository={scratch / 'models'}"),
-        *("--http-address=127.0.0.1", f"--http-port={http_port}", "--allow-grpc=false"),
+        *("--http-address=127.0.0.1", f"--http-port={http_port}"),
         *("--metrics-address=127.0.0.1", f"--metrics-port={metrics_port}"),
         "--allow-grpc=false",
         f"--run-dir={scratch / 'run'}",
