@@ -28,7 +28,7 @@ _PATIENCE_S = 60.0
 
 def check(config: ServerConfig) -> int:
     """Check the repositories of `config`; prints a line a model; 0 when all is well, 2
-    otherwise."""
+    otherwise, 128 + N when signal N came first."""
     with written_to(config.log.log_file):
         return _checked(config)
 
@@ -48,28 +48,37 @@ def _checked(config: ServerConfig) -> int:
 
 async def _check(supervisor: Supervisor) -> int:
     supervisor.open()
-    try:
-        with Progress() as progress:
-            await supervisor.models.start(progress)
-        bad = 0
-        rows = supervisor.models.index(ready=False)
-        for row in rows:
-            failure = row.get("reason", "")
-            seconds = 0.0
-            if not failure:
-                try:
-                    where = await supervisor.models.find(row["name"], row["version"])
-                    failure, seconds = await asyncio.to_thread(_run_one_batch, where)
-                except ShmserveError as error:
-                    failure = error.message
-            bad += bool(failure)
-            name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
-            print(f"{name:<32} {_verdict(failure, seconds)}", flush=True)
-        if not rows:
-            print("no model found", flush=True)
-        return 2 if bad or not rows else 0
-    finally:
-        await supervisor.end(0)
+    work = asyncio.ensure_future(_report(supervisor))
+    stop = asyncio.ensure_future(supervisor.signalled())
+    await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+    interrupted = not work.done()
+    for task in (work, stop):
+        task.cancel()
+    await supervisor.end(int(interrupted))
+    return 128 + stop.result() if interrupted else work.result()
+
+
+async def _report(supervisor: Supervisor) -> int:
+    """Load all, try all, print a line each; the exit status."""
+    with Progress() as progress:
+        await supervisor.models.start(progress)
+    bad = 0
+    rows = supervisor.models.index(ready=False)
+    for row in rows:
+        failure = row.get("reason", "")
+        seconds = 0.0
+        if not failure:
+            try:
+                where = await supervisor.models.find(row["name"], row["version"])
+                failure, seconds = await asyncio.to_thread(_run_one_batch, where)
+            except ShmserveError as error:
+                failure = error.message
+        bad += bool(failure)
+        name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
+        print(f"{name:<32} {_verdict(failure, seconds)}", flush=True)
+    if not rows:
+        print("no model found", flush=True)
+    return 2 if bad or not rows else 0
 
 
 def _verdict(failure: str, seconds: float) -> str:
@@ -109,6 +118,8 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
                         return "", time.monotonic() - began
                     case Failed(message=text):
                         return text, 0.0
+            if not dealer.connected:
+                return "its scheduler ended", 0.0
         return f"no answer within {_PATIENCE_S:.0f} s", 0.0
     finally:
         dealer.close()

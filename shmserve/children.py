@@ -201,6 +201,7 @@ class Zygote:
             ],
             self._environment,
             file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+            setsigmask=[signal.SIGINT, signal.SIGTERM],  # until it ignores them: Ctrl-C is for us
         )
         os.set_inheritable(self._run_dir.lock_fd, False)
         theirs.close()

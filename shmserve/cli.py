@@ -23,29 +23,42 @@ shmserve VERB --help tells more; shmserve --version prints the version.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0 done, 1 failed, 2 the command line is wrong."""
+    """Run a command; returns its exit status: 0 done, 1 failed, 2 the command line is wrong, 130
+    interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    verb = arguments.pop(0) if arguments else ""
     descriptors.fill_standard_streams()
     try:
-        match verb:
-            case "serve":
-                return _serve(arguments)
-            case "check":
-                return _check(arguments)
-            case "client":
-                return _client(arguments)
-            case "--version":
-                print(f"shmserve {__version__}")
-                return 0
-            case "--help" | "-h":
-                print(_USAGE, end="")
-                return 0
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
     except InvalidArgument as error:
         # One line, whatever the arguments that it quotes hold.
         line = "".join(char if char.isprintable() else "?" for char in error.message)
         print(f"shmserve: {line}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Who read our output has what it wanted (`| head`); Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    verb = arguments.pop(0) if arguments else ""
+    match verb:
+        case "serve":
+            return _serve(arguments)
+        case "check":
+            return _check(arguments)
+        case "client":
+            return _client(arguments)
+        case "--version":
+            print(f"shmserve {__version__}")
+            return 0
+        case "--help" | "-h":
+            print(_USAGE, end="")
+            return 0
     if verb:
         print(f"shmserve: unknown verb '{verb}'", file=sys.stderr)
     print(_USAGE, end="", file=sys.stderr)

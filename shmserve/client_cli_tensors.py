@@ -48,7 +48,8 @@ def load(name: str, text: str) -> Any:
     except RecursionError as error:
         raise WrongInput(f"input '{name}': the lists are nested too deeply") from error
     except ValueError as error:
-        raise WrongInput(f"input '{name}': not JSON: {error}") from error
+        hint = "" if text[:1] in tuple('[{"') else f" (a text has quotes: --input '{name}=\"...\"')"
+        raise WrongInput(f"input '{name}': not JSON: {error}{hint}") from error
 
 
 def _load_array(name: str, path: Path) -> _Array:

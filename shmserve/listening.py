@@ -74,8 +74,9 @@ def _bound(
     if missing is not None and (not made or missing.errno not in _NOT_HERE):
         for opened in made:
             opened.close()
+        named = flag if missing.errno in _NOT_HERE else flag.replace("-address", "-port")
         raise InvalidArgument(
-            f"{flag}: cannot listen on {address}:{port}: {missing.strerror}"
+            f"{named}: cannot listen on {address}:{port}: {missing.strerror}"
         ) from None
     return made
 

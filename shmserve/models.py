@@ -120,6 +120,9 @@ class Models:
     async def start(self, progress: Progress) -> bool:
         """Load what the control mode says; whether all of it could be loaded."""
         config = self._host.config
+        for root in config.model_repositories:
+            if (root / repository.CONFIG_FILE).is_file():
+                logger.warning("'%s' is a model's folder: a repository is what holds it", root)
         found = self._planner.scan()
         wanted = list(found)
         if config.model_control_mode == "explicit":

@@ -28,12 +28,12 @@ class Planner:
         self._config = config
         self._overrides = run_dir / "overrides"
         self._accelerators = accelerators
-        self._inline = {
-            folder.name: folder
-            for folder in (
-                repository.inline_model(spec, run_dir / "models") for spec in config.model_files
-            )
-        }
+        self._inline: dict[str, ModelFolder] = {}
+        for spec in config.model_files:
+            folder = repository.inline_model(spec, run_dir / "models")
+            if folder.name in self._inline:
+                raise InvalidArgument(f"'{spec}': there is a model '{folder.name}' already")
+            self._inline[folder.name] = folder
 
     def scan(self) -> dict[str, ModelFolder]:
         """Every model that the repositories hold now, by name."""

@@ -38,6 +38,7 @@ class Progress:
 
     def phase(self, model: str, phase: str) -> None:
         """`model` enters a phase ("loading", "ready", "failed: ...")."""
+        phase = phase.rstrip("; \n")  # how Triton's texts of several reasons end
         began = self._began.setdefault(model, time.monotonic())
         self._phase[model] = phase
         self._done = sum(not value.startswith("loading") for value in self._phase.values())

@@ -71,8 +71,10 @@ class RunDirectory:
         try:
             return cls(endpoints.usual_run_directory(os.environ), group, _USUAL_PATIENCE_S)
         except (InvalidArgument, OSError) as error:
-            logger.warning("clients must be told where the server is: %s", error)
-            return cls(None, group)
+            fresh = cls(None, group)
+            reason = str(error).removeprefix("--run-dir: ")
+            logger.warning("%s; shmserve.client must be told %s", reason, fresh.path)
+            return fresh
 
     def _check(self, through: int) -> None:
         status = self.path.lstat()

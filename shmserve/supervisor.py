@@ -133,7 +133,7 @@ class Supervisor:
         began = time.monotonic()
         self.open()
         work = asyncio.ensure_future(self._start(began))
-        stop = asyncio.ensure_future(self._signals.get())
+        stop = asyncio.ensure_future(self.signalled())
         await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
         status = 0
         if work.done():
@@ -147,6 +147,10 @@ class Supervisor:
         stop.cancel()
         await self.end(status)
         return status
+
+    async def signalled(self) -> int:
+        """Wait for SIGTERM or SIGINT; its number."""
+        return await self._signals.get()
 
     @staticmethod
     def _outcome(work: asyncio.Future[int]) -> int:
@@ -248,6 +252,7 @@ class Supervisor:
                 host, port = sock.getsockname()[:2]
                 shown = f"[{host}]" if ":" in host else host
                 logger.info("%s service at %s%s:%d%s", name, start, shown, port, path)
+        logger.info("shmserve.client service at %s", self._run_dir.path)
         logger.info("the server is ready after %.2f s", seconds)
 
     # --- events
@@ -356,7 +361,7 @@ class Supervisor:
         self._update_health()
         if status == 0:
             drained = asyncio.ensure_future(self._drain())
-            again = asyncio.ensure_future(self._signals.get())
+            again = asyncio.ensure_future(self.signalled())
             limit_s = self.config.exit_timeout_s
             await asyncio.wait(
                 {drained, again},

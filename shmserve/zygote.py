@@ -74,6 +74,7 @@ def main(argv: list[str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # Reading the link tells it too, but not in the middle of the imports.
     signal.signal(signal.SIGHUP, hung_up)
     signal_at_parents_death(signal.SIGHUP)

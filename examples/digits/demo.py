@@ -186,7 +186,7 @@ def server(scratch: Path) -> Iterator[int]:
     http_port, metrics_port = free_ports(2)
     command = [
         *(sys.executable, "-m", "shmserve", "serve", f"--model-repository={scratch / 'models'}"),
-        *("--http-address=127.0.0.1", f"--http-port={http_port}", "--allow-grpc=false"),
+        *("--http-address=127.0.0.1", f"--http-port={http_port}"),
         *("--metrics-address=127.0.0.1", f"--metrics-port={metrics_port}"),
         f"--run-dir={scratch / 'run'}",
     ]

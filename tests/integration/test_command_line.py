@@ -95,8 +95,10 @@ def test_check(repository: Path) -> None:
     (repository / "constant" / "1" / "model.py").write_text(
         "raise RuntimeError('broken on purpose\\nand twice')\n"
     )
+    (repository / "config.pbtxt").touch()
     bad = run_command("check", str(repository))
     assert bad.returncode == 2
+    assert f"'{repository}' is a model's folder" in bad.stderr
     told = bad.stdout + bad.stderr
     assert "nonsense" in told
     assert "broken on purpose" in told

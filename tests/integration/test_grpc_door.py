@@ -193,7 +193,7 @@ def test_a_port_that_is_taken(models: Path) -> None:
         found = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
     assert found.returncode == 2
     assert found.stderr == (
-        f"shmserve: --grpc-address: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+        f"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
     )
 
 

@@ -26,6 +26,8 @@ async def main():
     children = Children(lambda child: None)
     zygote = Zygote(children, folder, "zygote", (), os.environ)
     zygote.start()
+    for process in children.all():  # Ctrl-C is for the supervisor, also this early
+        os.kill(process.pid, signal.SIGINT)
     first = await zygote.spawn("one", "builtins:len", {})
     process, = [child for child in children.all() if child.title == "zygote"]
     os.kill(process.pid, signal.SIGSTOP)

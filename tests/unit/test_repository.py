@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.config import from_flags
+from shmserve.devices import Accelerators
 from shmserve.errors import InvalidArgument
+from shmserve.flags import parse
 from shmserve.model_config import to_dict
 from shmserve.model_names import check_model_name
+from shmserve.planning import Planner
 from shmserve.repository import (
     ModelFolder,
     discard_override,
@@ -406,6 +410,17 @@ def test_a_class_in_a_file_is_a_model(
     (tmp_path / file).write_text("class Model: pass  # changed\n")
     assert fingerprint(folder) != before
     assert inline_model(spec, base) == folder
+
+
+def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
+    specs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.py").touch()
+        specs.append(f"{tmp_path}/{name}/model.py:Model")
+    config = from_flags(parse(specs), {})
+    with pytest.raises(InvalidArgument, match="there is a model 'model' already"):
+        Planner(config, tmp_path / "run", Accelerators("", 0))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shmserve import run_directory
 from shmserve.errors import InvalidArgument
 from shmserve.run_directory import RunDirectory
 
@@ -83,6 +84,21 @@ def test_one_server_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="in use by another server"):
         RunDirectory(tmp_path / "run", patience_s=0.0)
     os.close(first.lock_fd)
+
+
+def test_a_second_server_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(run_directory, "_USUAL_PATIENCE_S", 0.0)
+    first, second = RunDirectory.usual(), RunDirectory.usual()
+    (told,) = caplog.messages
+    assert told == (
+        f"'{first.path}' is in use by another server; shmserve.client must be told {second.path}"
+    )
+    for made in (first, second):
+        made.remove()
+        os.close(made.lock_fd)
 
 
 def test_folders_that_are_not_private(tmp_path: Path) -> None:
