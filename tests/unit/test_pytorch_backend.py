@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.tensors import ITEM_SIZE, RequestedOutput, TensorRef
 from shmserve.workers import backends
 from shmserve.workers.backends.pytorch import PytorchBackend
@@ -530,11 +530,13 @@ def test_one_request_the_model_cannot_take_fails_alone(worker: Rig) -> None:
 # --- memory
 
 
-def test_the_clients_region_is_never_written(worker: Rig) -> None:
+@pytest.mark.parametrize("write", ["x.add_(1)", "x.data.add_(1)", "np.add(a := x.numpy(), 1, a)"])
+def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
     """Torch has no read-only tensors: a model that works in place gets copies."""
     write_class(
         worker,
-        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x.add_(1)\n",
+        "import numpy as np\nimport torch\nclass Net(torch.nn.Module):\n"
+        f"    def forward(self, x):\n        {write}\n        return x\n",
     )
     serve(worker, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
@@ -544,6 +546,23 @@ def test_the_clients_region_is_never_written(worker: Rig) -> None:
         (reply,) = worker.batch(inference(tensor("x", data, place)))
         assert reply.array("y").tolist() == [[1, 1, 1, 1]]
         assert region.read(0, 16) == bytes(16)
+    region.close()
+
+
+def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        assert x[0, 0] >= 0 or x.add_(1) is None\n        return x\n",
+    )
+    serve(worker, vectors({"x": 1}, {"y": 1}))
+    region = Region(4096)
+    changed = []
+    for value in (0, -9, -9):
+        place = region.write(0, data := np.full((1, 1), value, F32))
+        worker.batch(inference(tensor("x", data, place)))
+        changed.append(region.read(0, 4) != data.tobytes())
+    assert changed == [False, True, False]  # once, and no more
     region.close()
 
 
@@ -594,6 +613,8 @@ def test_result_plan_takes_named_tuples_by_field() -> None:
 
     assert ResultPlan("m", ["high", "low"]).name(Pair(1, 2)) == {"high": 2, "low": 1}
     assert ResultPlan("m", ["Y__1"]).name(Pair(1, 2)) == {"Y__1": 2}
+    with pytest.raises(Internal, match="'low', 'high', but its configuration names 'middle'"):
+        ResultPlan("m", ["high", "middle"]).name(Pair(1, 2))
 
 
 def test_backends_are_found_by_name_and_by_platform() -> None:
