@@ -221,9 +221,33 @@ def test_weights_lie_beside_the_class_and_cannot_run_code(worker: Rig) -> None:
     serve(worker, config)
     (reply,) = worker.batch(inference(tensor("x", np.array([[2]], F32))))
     assert reply.array("y").tolist() == [[6]]
-    torch.save({"w": contextlib.suppress}, weights)
-    with pytest.raises(Exception, match="Weights only load failed"):
-        PytorchBackend(worker.context).load(config)
+    for wrong, text in (
+        ({"w": contextlib.suppress}, r"'model\.pt' holds objects that are no tensors"),
+        ({"v": torch.ones(1)}, r"'model\.pt' does not fit the class 'Net': (?s:.*)Missing key"),
+        ([1], r"'model\.pt' does not fit the class 'Net': Expected state_dict to be dict-like"),
+    ):
+        torch.save(wrong, weights)
+        with pytest.raises(InvalidArgument, match=text):
+            PytorchBackend(worker.context).load(config)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.pth"])
+@pytest.mark.parametrize("contents", [b"", b"junk"])
+def test_a_file_that_cannot_be_read_is_named(worker: Rig, name: str, contents: bytes) -> None:
+    if name == "model.pth":
+        write_class(
+            worker,
+            "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x\n",
+        )
+    (worker.context.version_dir / name).write_bytes(contents)
+    with pytest.raises(InvalidArgument, match=f"'{name}' cannot be read: "):
+        PytorchBackend(worker.context).load(vectors({"x": 1}, {"y": 1}))
+
+
+def test_a_class_without_forward(worker: Rig) -> None:
+    write_class(worker, "import torch\nclass Net(torch.nn.Module): pass\n")
+    with pytest.raises(InvalidArgument, match=r"class 'Net' in 'model\.py' has no method 'forward'"):
+        PytorchBackend(worker.context).load(vectors({"x": 1}, {"y": 1}))
 
 
 class Trap:
@@ -253,7 +277,7 @@ def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) ->
         torch.save(((Trap(sprung),), {}), trap)
         spoil(path, "model.pt", trap.getvalue())
     config = vectors({"image": 4}, {"y": 1}, default_model_filename=name)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - torch has many kinds
+    with pytest.raises(InvalidArgument, match=f"'{name}' "):
         PytorchBackend(worker.context).load(config)
     assert not sprung.exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
