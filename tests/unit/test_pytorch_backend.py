@@ -246,7 +246,7 @@ def test_a_file_that_cannot_be_read_is_named(worker: Rig, name: str, contents: b
 
 def test_a_class_without_forward(worker: Rig) -> None:
     write_class(worker, "import torch\nclass Net(torch.nn.Module): pass\n")
-    with pytest.raises(InvalidArgument, match=r"class 'Net' in 'model\.py' has no method 'forward'"):
+    with pytest.raises(InvalidArgument, match=r"'Net' in 'model\.py' has no method 'forward'"):
         PytorchBackend(worker.context).load(vectors({"x": 1}, {"y": 1}))
 
 
