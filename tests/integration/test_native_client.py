@@ -296,6 +296,13 @@ def test_strided_and_empty_inputs(client) -> None:
     assert client.infer("identity", INPUT0=np.empty(0, np.float32))["OUTPUT0"].shape == (0,)
 
 
+def test_a_signals_handler_asks_while_its_thread_waits(client) -> None:
+    assert client.infer("simple", INPUT0=A, INPUT1=B)
+    with client._waiter().lock:  # as in a wait
+        result = client.infer("simple", INPUT0=A, INPUT1=B, timeout=30)
+    assert (result["OUTPUT0"] == A + B).all()
+
+
 def test_many_in_flight_in_order(client) -> None:
     given = [{"INPUT0": frames(seed=seed)} for seed in range(40)]
     answers = client.map("rows", given, in_flight=8)
