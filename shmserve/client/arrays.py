@@ -42,7 +42,7 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
         if datatype:
             return value, datatype
     array: Array = value
-    if array.dtype.kind in "OSU":
+    if array.dtype.kind in "OSUT":
         return array, "BYTES"
     if wanted == "BF16" and array.dtype == BF16:
         return _contiguous(array), "BF16"
@@ -72,6 +72,10 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
             return value.numpy(), ""
         except (RuntimeError, TypeError) as error:  # sparse, quantized, or of a type of its own
             raise InvalidArgument(f"input '{name}' cannot be taken from torch: {error}") from error
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidArgument(
+            f"input '{name}' is a masked array, and no tensor has a mask: fill it, or take its data"
+        )
     if isinstance(value, np.ndarray):
         plain = getattr(value, "plain", None)  # a view that may be released
         return (value.view(np.ndarray) if plain is None else plain()), ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
-from shmserve.errors import NotFound, Unavailable
+from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import Inferred
@@ -95,10 +95,13 @@ class Models:
         return self._models.get((name, version))
 
     def resolve(self, name: str, version: str) -> Model:
-        """A model. Raises NotFound, with Triton's texts, or Unavailable when it may come yet."""
+        """A model. Raises NotFound, with Triton's texts, Unavailable when it may come yet, or
+        InvalidArgument for a version that is no string."""
         return self._models.get((name, version)) or self._absent(name, version)
 
     def _absent(self, name: str, version: str) -> Never:
+        if not isinstance(version, str):
+            raise InvalidArgument(f"version must be a string, got {version!r:.80}")
         unknown = f"Request for unknown model: '{name}'"
         versions = [key for key in list(self._models) if key[0] == name]
         if not versions and not self.ready:

@@ -39,7 +39,7 @@ class Region(Mapping[str, Any]):
 
         >>> Region(memories, {"image": ((8, 1, 8, 8), "FP32")})  # doctest: +SKIP
         """
-        self._forms = {name: _form(name, *spec) for name, spec in tensors.items()}
+        self._forms = _forms(tensors)
         total = sum(aligned(max(1, form.byte_size)) for form in self._forms.values())
         if make is None:
             self._block = block = memories.allocate(max(1, total), alone=True)
@@ -121,6 +121,19 @@ class Region(Mapping[str, Any]):
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _forms(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Form]:
+    if not isinstance(tensors, Mapping):
+        raise InvalidArgument(
+            f"what to allocate is a mapping of names to (shape, datatype), got {tensors!r:.80}"
+        )
+    forms: dict[str, Form] = {}
+    for name, spec in tensors.items():
+        if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
+            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is no (shape, datatype) by name")
+        forms[name] = _form(name, *spec)
+    return forms
 
 
 def _form(name: str, shape: Sequence[int], datatype: str) -> Form:

@@ -7,7 +7,7 @@ strings, and mixtures      packed as they come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +68,8 @@ def prepare(
     key: list[Any] = []
     as_torch = False
     plannable = not isinstance(outputs, Mapping)
+    if plannable and outputs is not None and type(outputs) not in (list, tuple):
+        outputs = _names(outputs)
     large = 0
     specs = model.signature.inputs
     for name, value in inputs.items():
@@ -94,6 +96,14 @@ def prepare(
         return loose.prepare(outputs)
     plan = loose.plan(tuple(key), tuple(outputs or ()))
     return _planned(model, plan, arrays, options, as_torch)
+
+
+def _names(outputs: Any) -> tuple[str, ...]:
+    if isinstance(outputs, str) or not isinstance(outputs, Iterable):
+        raise InvalidArgument(
+            f"outputs must be names, a region, or arrays of one by name, got {outputs!r:.80}"
+        )
+    return tuple(outputs)
 
 
 def _planned(

@@ -67,6 +67,12 @@ class _Released(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise Released("this result was released")
 
+    def __iter__(self) -> Iterator[str]:
+        raise Released("this result was released")
+
+    def __len__(self) -> int:
+        raise Released("this result was released")
+
 
 def read(
     prepared: Prepared,

@@ -101,8 +101,8 @@ class _Waiter:
 
 
 class _Borrower:
-    """A thread that has no exchange, since others have all that there may be: the connection's own
-    thread sends, and waits, for it."""
+    """A thread that has no exchange, since others have all that there may be, or it waits in its
+    own: the connection's own thread sends, and waits, for it."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -247,6 +247,8 @@ class Server:
         waiter = self._waiters.get(thread)
         if waiter is None or waiter.connection is not connection:
             return self._new_waiter(thread, connection)
+        if waiter.lock.locked():
+            return _Borrower(connection)  # a signal's handler, which this thread's wait runs
         return waiter
 
     def _new_waiter(self, thread: threading.Thread, connection: Connection) -> _Way:

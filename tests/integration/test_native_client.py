@@ -74,7 +74,11 @@ def test_the_same_form_with_other_numbers(client) -> None:
 
 
 def test_only_the_outputs_that_are_asked_for(client) -> None:
-    assert list(client.infer("simple", INPUT0=A, INPUT1=B, outputs=["OUTPUT1"])) == ["OUTPUT1"]
+    for outputs in (["OUTPUT1"], {"OUTPUT1"}, (name for name in ["OUTPUT1"])):
+        assert list(client.infer("simple", INPUT0=A, INPUT1=B, outputs=outputs)) == ["OUTPUT1"]
+    for wrong in ("OUTPUT1", 1):
+        with pytest.raises(shmserve.client.InvalidArgument, match="outputs must be names"):
+            client.infer("simple", INPUT0=A, INPUT1=B, outputs=wrong)
 
 
 def test_strings_in_and_out(client) -> None:
@@ -128,6 +132,8 @@ def test_a_version_that_is_not_there(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B, version="1")
     with pytest.raises(shmserve.client.NotFound, match="version 9 is not found"):
         client.infer("simple", INPUT0=A, INPUT1=B, version="9")
+    with pytest.raises(shmserve.client.InvalidArgument, match="version must be a string, got 1"):
+        client.infer("simple", INPUT0=A, INPUT1=B, version=1)
 
 
 def test_large_tensors_are_views_of_shared_memory(client) -> None:
@@ -144,6 +150,8 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
         lambda: y.tobytes(),
         lambda: repr(y),
         lambda: result["OUTPUT0"],
+        lambda: dict(result),
+        lambda: len(result),
         lambda: np.from_dlpack(y),
     ):
         with pytest.raises(shmserve.client.Released):
@@ -223,6 +231,9 @@ def test_regions_are_checked(client) -> None:
     for shape in ((1, -1), (1.5,), 3):
         with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
             client.allocate({"x": (shape, "FP32")})
+    for tensors in ([1], {"x": (3,)}, {"x": 3}, {5: ((3,), "FP32")}):
+        with pytest.raises(shmserve.client.InvalidArgument, match=r"\(shape, datatype\)"):
+            client.allocate(tensors)
     client.allocate({"x": ((np.int64(2), 3), "FP32")}).release()
     with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
         wrong = "output 'OUTPUT0' of model 'rows' is FP32, and the region's tensor INT32"
@@ -283,6 +294,13 @@ def test_strided_and_empty_inputs(client) -> None:
     x = np.asfortranarray(frames(4))[::2]
     assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
     assert client.infer("identity", INPUT0=np.empty(0, np.float32))["OUTPUT0"].shape == (0,)
+
+
+def test_a_signals_handler_asks_while_its_thread_waits(client) -> None:
+    assert client.infer("simple", INPUT0=A, INPUT1=B)
+    with client._waiter().lock:  # as in a wait
+        result = client.infer("simple", INPUT0=A, INPUT1=B, timeout=30)
+    assert (result["OUTPUT0"] == A + B).all()
 
 
 def test_many_in_flight_in_order(client) -> None:

@@ -251,6 +251,9 @@ def test_what_programs_pass() -> None:
     array, datatype = from_program(torch.ones(3, dtype=torch.bfloat16), None, "x")
     assert datatype == "BF16" and array.dtype == np.uint16
     assert from_program(np.array(["a"]), None, "x")[1] == "BYTES"
+    assert from_program(np.array(["a"], np.dtypes.StringDType()), None, "x")[1] == "BYTES"
+    with pytest.raises(InvalidArgument, match="'x' is a masked array"):
+        from_program(np.ma.masked_equal([1, 2], 2), None, "x")
     assert from_program(True, None, "x")[1] == "BOOL"
     with pytest.raises(InvalidArgument, match="takes host memory"):
         from_program(torch.empty(1, device="meta"), None, "x")

@@ -124,6 +124,7 @@ def test_the_result_is_the_same(worker: Rig, region: Region) -> None:
         ("self.last = x * 2; return self.last", ""),  # kept
         ("self.last = self.last or [x * 2]; return self.last[0]", ""),  # made once
         ("return torch.relu(x)", ""),  # an operation without the other form
+        ("return (x.to_sparse() * 2).to_dense()", ""),  # by way of a tensor without a storage
         ("return " + "(x * 2)" * 1 + " + 0" * 20, ""),  # many operations, for one small output
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.tensors import ITEM_SIZE, RequestedOutput, TensorRef
 from shmserve.workers import backends
 from shmserve.workers.backends.pytorch import PytorchBackend
@@ -221,9 +221,33 @@ def test_weights_lie_beside_the_class_and_cannot_run_code(worker: Rig) -> None:
     serve(worker, config)
     (reply,) = worker.batch(inference(tensor("x", np.array([[2]], F32))))
     assert reply.array("y").tolist() == [[6]]
-    torch.save({"w": contextlib.suppress}, weights)
-    with pytest.raises(Exception, match="Weights only load failed"):
-        PytorchBackend(worker.context).load(config)
+    for wrong, text in (
+        ({"w": contextlib.suppress}, r"'model\.pt' holds objects that are no tensors"),
+        ({"v": torch.ones(1)}, r"'model\.pt' does not fit the class 'Net': (?s:.*)Missing key"),
+        ([1], r"'model\.pt' does not fit the class 'Net': Expected state_dict to be dict-like"),
+    ):
+        torch.save(wrong, weights)
+        with pytest.raises(InvalidArgument, match=text):
+            PytorchBackend(worker.context).load(config)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.pth"])
+@pytest.mark.parametrize("contents", [b"", b"junk"])
+def test_a_file_that_cannot_be_read_is_named(worker: Rig, name: str, contents: bytes) -> None:
+    if name == "model.pth":
+        write_class(
+            worker,
+            "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x\n",
+        )
+    (worker.context.version_dir / name).write_bytes(contents)
+    with pytest.raises(InvalidArgument, match=f"'{name}' cannot be read: "):
+        PytorchBackend(worker.context).load(vectors({"x": 1}, {"y": 1}))
+
+
+def test_a_class_without_forward(worker: Rig) -> None:
+    write_class(worker, "import torch\nclass Net(torch.nn.Module): pass\n")
+    with pytest.raises(InvalidArgument, match=r"'Net' in 'model\.py' has no method 'forward'"):
+        PytorchBackend(worker.context).load(vectors({"x": 1}, {"y": 1}))
 
 
 class Trap:
@@ -253,7 +277,7 @@ def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) ->
         torch.save(((Trap(sprung),), {}), trap)
         spoil(path, "model.pt", trap.getvalue())
     config = vectors({"image": 4}, {"y": 1}, default_model_filename=name)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - torch has many kinds
+    with pytest.raises(InvalidArgument, match=f"'{name}' "):
         PytorchBackend(worker.context).load(config)
     assert not sprung.exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
@@ -530,11 +554,13 @@ def test_one_request_the_model_cannot_take_fails_alone(worker: Rig) -> None:
 # --- memory
 
 
-def test_the_clients_region_is_never_written(worker: Rig) -> None:
+@pytest.mark.parametrize("write", ["x.add_(1)", "x.data.add_(1)", "np.add(a := x.numpy(), 1, a)"])
+def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
     """Torch has no read-only tensors: a model that works in place gets copies."""
     write_class(
         worker,
-        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x.add_(1)\n",
+        "import numpy as np\nimport torch\nclass Net(torch.nn.Module):\n"
+        f"    def forward(self, x):\n        {write}\n        return x\n",
     )
     serve(worker, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
@@ -544,6 +570,23 @@ def test_the_clients_region_is_never_written(worker: Rig) -> None:
         (reply,) = worker.batch(inference(tensor("x", data, place)))
         assert reply.array("y").tolist() == [[1, 1, 1, 1]]
         assert region.read(0, 16) == bytes(16)
+    region.close()
+
+
+def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        assert x[0, 0] >= 0 or x.add_(1) is None\n        return x\n",
+    )
+    serve(worker, vectors({"x": 1}, {"y": 1}))
+    region = Region(4096)
+    changed = []
+    for value in (0, -9, -9):
+        place = region.write(0, data := np.full((1, 1), value, F32))
+        worker.batch(inference(tensor("x", data, place)))
+        changed.append(region.read(0, 4) != data.tobytes())
+    assert changed == [False, True, False]  # once, and no more
     region.close()
 
 
@@ -594,6 +637,8 @@ def test_result_plan_takes_named_tuples_by_field() -> None:
 
     assert ResultPlan("m", ["high", "low"]).name(Pair(1, 2)) == {"high": 2, "low": 1}
     assert ResultPlan("m", ["Y__1"]).name(Pair(1, 2)) == {"Y__1": 2}
+    with pytest.raises(Internal, match="'low', 'high', but its configuration names 'middle'"):
+        ResultPlan("m", ["high", "middle"]).name(Pair(1, 2))
 
 
 def test_backends_are_found_by_name_and_by_platform() -> None:

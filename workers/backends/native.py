@@ -85,7 +85,6 @@ class NativeBackend(Backend):
         with torch.inference_mode():
             with self._runner.calling(requests):
                 result = self._model.predict(**inputs)
-            self._runner.watch()
             return self._runner.answers(requests, self._take(result))
 
     def unload(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.tensors import TO_CONFIG
 from shmserve.model import TensorType
+from shmserve.workers.user_code import in_words
 
 _HOW = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
 
@@ -46,7 +47,12 @@ def read(model: type) -> PredictSignature:
     or an annotation is not a tensor's.
     """
     predict = _method(model)
-    hints = typing.get_type_hints(predict, include_extras=True)
+    try:
+        hints = typing.get_type_hints(predict, include_extras=True)
+    except Exception as error:
+        raise InvalidArgument(
+            f"an annotation of '{model.__name__}.predict' cannot be read: {in_words(error)}"
+        ) from error
     parameters = tuple(
         _parameter(model.__name__, parameter, hints.get(name))
         for name, parameter in list(inspect.signature(predict).parameters.items())[1:]
@@ -114,15 +120,18 @@ def _outputs(
         kinds = [_tensor(what, part)[1] for part in typing.get_args(hint)]
         names = [f"output_{at}" for at in range(len(kinds))]
         return dict(zip(names, kinds, strict=True)), lambda result: _zip(owner, names, result)
-    keyed = typing.is_typeddict(hint)
-    if keyed or hasattr(hint, "_fields") or dataclasses.is_dataclass(hint):
+    record = typing.get_origin(hint) or hint  # of a generic class: the class
+    keyed = typing.is_typeddict(record)
+    if keyed or hasattr(record, "_fields") or dataclasses.is_dataclass(record):
+        kinds_by_name = typing.get_type_hints(record, include_extras=True)
+        if dataclasses.is_dataclass(record):  # not what is no field, as a ClassVar
+            fields = dataclasses.fields(record)
+            kinds_by_name = {field.name: kinds_by_name[field.name] for field in fields}
         outputs = {
-            name: _tensor(f"'{name}' of {what}", kind)[1]
-            for name, kind in typing.get_type_hints(hint, include_extras=True).items()
+            name: _tensor(f"'{name}' of {what}", kind)[1] for name, kind in kinds_by_name.items()
         }
-        if keyed:
-            return outputs, lambda result: _keys(owner, outputs, result)
-        return outputs, lambda result: {name: getattr(result, name) for name in outputs}
+        needed = record.__required_keys__ if keyed else frozenset(outputs)
+        return outputs, lambda result: _record(owner, outputs, needed, result)
     return {"output": _tensor(what, hint)[1]}, lambda result: {"output": result}
 
 
@@ -132,14 +141,23 @@ def _zip(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
     return dict(zip(names, result, strict=True))
 
 
-def _keys(owner: str, outputs: Mapping[str, TensorType], result: Any) -> Mapping[str, Any]:
-    lost = [name for name in outputs if name not in result]
-    if lost:
-        raise Internal(f"'{owner}.predict' did not return '{lost[0]}', as it says it does")
-    return {name: result[name] for name in outputs}
+def _record(
+    owner: str, outputs: Mapping[str, TensorType], needed: frozenset[str], result: Any
+) -> Mapping[str, Any]:
+    """The outputs among the keys of a mapping, or among the attributes of another object."""
+    if isinstance(result, Mapping):
+        found = {name: result[name] for name in outputs if name in result}
+    else:
+        found = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
+    for name in outputs:
+        if name in needed and name not in found:
+            raise Internal(f"'{owner}.predict' did not return '{name}', as it says it does")
+    return found
 
 
 def _tensor(what: str, hint: Any) -> tuple[Any, TensorType]:
+    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):  # keys of a TypedDict
+        (hint,) = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
         array, *notes = typing.get_args(hint)
         for note in notes:

@@ -96,9 +96,8 @@ class PytorchBackend(Backend):
         program = self._serving
         args, kwargs = ([inputs], {}) if program.single_dict else self._call_plan.bind(inputs)
         with self._grad_free():
-            with self._runner.calling(requests) if program.eager else contextlib.nullcontext():
+            with self._runner.calling(requests, placed=program.eager):
                 result = program.call(*args, **kwargs)
-            self._runner.watch()
             return self._runner.answers(requests, self._result_plan.name(result))
 
     def _program(self, config: dict[str, Any]) -> tuple[Program, torch_export.Description | None]:

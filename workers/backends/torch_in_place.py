@@ -69,7 +69,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         at, self.count = self.count, self.count + 1
-        if isinstance(result, torch.Tensor) and not _aliases(func):
+        if _has_address(result) and not _aliases(func):
             step = None
             form = _out_form(func, result.device.type)
             if form is not None and _whole(result) and result.dtype.is_floating_point:
@@ -80,7 +80,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def plan(self, outputs: Mapping[str, Any], wanted: Sequence[str]) -> _Plan:
         """The outputs that can be computed elsewhere."""
-        tensors = {k: v for k, v in outputs.items() if isinstance(v, torch.Tensor)}
+        tensors = {k: v for k, v in outputs.items() if _has_address(v)}
         addresses = [value.untyped_storage().data_ptr() for value in tensors.values()]
         found: _Plan = {}
         for name in wanted:
@@ -169,7 +169,7 @@ class InPlace:
             self._given = [
                 value.untyped_storage()._weak_ref()
                 for value in outputs.values()
-                if isinstance(value, torch.Tensor)
+                if _has_address(value)
             ]
 
     def _kept(self) -> bool:
@@ -214,6 +214,11 @@ def _places(request: Request) -> dict[str, Place]:
         for name, place in found.items()
         if sum(place.overlaps(other) for other in others) == 1  # itself
     }
+
+
+def _has_address(value: Any) -> bool:
+    """Whether it is a tensor with one storage: a sparse one has none."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _whole(tensor: torch.Tensor) -> bool:

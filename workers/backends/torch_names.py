@@ -128,8 +128,9 @@ class ResultPlan:
         if fields is None and dataclasses.is_dataclass(result):
             fields = [field.name for field in dataclasses.fields(result)]
             result = [getattr(result, field) for field in fields]
-        if fields and all(name in fields for name in self._outputs):
-            return {name: result[list(fields).index(name)] for name in self._outputs}
+        if fields and any(name in fields for name in self._outputs):
+            # By field, then all of them: another order would be other numbers.
+            return self._by_key(dict(zip(fields, result, strict=True)))
         values = result if isinstance(result, (tuple, list)) else (result,)
         lost = [
             name

@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.workers.backends.torch_names import Argument
 from shmserve.workers.device import Device
-from shmserve.workers.user_code import import_file
+from shmserve.workers.user_code import import_file, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,27 @@ class Program:
     eager: bool = True
 
 
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What goes wrong in it, in words that name the file; that memory is short is not its fault."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        what = f"cannot be read: {in_words(error)}"
+        if type(error).__name__ == "UnpicklingError":  # which is torch's to import
+            what = "holds objects that are no tensors"
+        raise InvalidArgument(f"'{path.name}' {what}") from error
+
+
 def load_script(path: Path, device: Device) -> Program:
     """A TorchScript archive; raises InvalidArgument for what `torch.save` wrote."""
     try:
-        with warnings.catch_warnings():
+        with _reading(path), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
+    except InvalidArgument as error:
         if "locating file constants.pkl" not in str(error):
             raise
         raise InvalidArgument(
@@ -116,13 +131,8 @@ def _tensors_only() -> Iterator[None]:
 
 
 def _load_archive(path: Path) -> torch.export.ExportedProgram:
-    with _tensors_only():
-        try:
-            return torch.export.load(path)
-        except Exception as error:
-            if type(error).__name__ != "UnpicklingError":  # which is torch's to import
-                raise
-            raise InvalidArgument(f"'{path.name}' holds objects that are no tensors") from error
+    with _tensors_only(), _reading(path):
+        return torch.export.load(path)
 
 
 def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:
@@ -132,15 +142,27 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
     """
     kind = _module_class(import_file(path, f"shmserve_model_{name}"), path)
     module: torch.nn.Module = kind()
+    if kind.forward is torch.nn.Module.forward:
+        raise InvalidArgument(f"class '{kind.__name__}' in '{path.name}' has no method 'forward'")
     weights = _find_weights(path)
     if weights is not None:
-        module.load_state_dict(_read_weights(weights))
+        state = _read_weights(weights)
+        try:
+            module.load_state_dict(state)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidArgument(
+                f"'{weights.name}' does not fit the class '{kind.__name__}': {error}"
+            ) from error
     module.to(device.torch).eval()
     arguments = _arguments(module.forward)
     options = _compile_options(parameters)
     if options is None:
         return Program(module, arguments, None)
-    return Program(torch.compile(module, **options), arguments, None, eager=False)
+    try:
+        compiled = torch.compile(module, **options)
+    except Exception as error:
+        raise InvalidArgument(f"parameter '{COMPILE_KEY}': {in_words(error)}") from error
+    return Program(compiled, arguments, None, eager=False)
 
 
 def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
@@ -181,9 +203,11 @@ def _read_weights(path: Path) -> dict[str, Any]:
             raise Unavailable(
                 f"'{path.name}' cannot be read: the package safetensors is not installed"
             ) from error
-        tensors: dict[str, Any] = load_file(path)
-        return tensors
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        read = load_file
+    else:
+        read = partial(torch.load, map_location="cpu", weights_only=True)
+    with _reading(path):
+        state: dict[str, Any] = read(path)
     return state
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +28,9 @@ class Runner:
     """Moves the tensors of one instance. `as_numpy`: the inputs that are wanted as numpy arrays.
 
     torch knows no read-only tensors, and an input that is a view may be a client's own memory. So
-    the first batch is a copy, and views are handed out only to a model that left it as it was; a
-    model that later writes into one is noticed, and gets copies from then on.
+    the first batch is a copy, and views are handed out only to a model that left it as it was,
+    byte by byte; a model that later writes into one by operations of torch is noticed, and gets
+    copies from then on.
     """
 
     def __init__(
@@ -48,18 +50,28 @@ class Runner:
         self._views = False
         self._learning = True
         self._watched: list[tuple[torch.Tensor, int]] = []
+        self._first: list[tuple[memoryview, bytes]] = []  # what is learnt from, and as it was
         self._in_place = InPlace(signature.name, context.mappings, device.torch)
 
-    def calling(self, requests: Sequence[Request]) -> Any:
-        """A context for the model's call, in which outputs may be computed in clients' memory."""
-        return self._in_place.around(requests)
+    @contextlib.contextmanager
+    def calling(self, requests: Sequence[Request], placed: bool = True) -> Iterator[None]:
+        """A context for the model's call, in which (if `placed`) outputs may be computed in
+        clients' memory; sees in the end whether the model wrote into its inputs."""
+        try:
+            if placed:
+                with self._in_place.around(requests):
+                    yield
+            else:
+                yield
+        finally:
+            self._watch()
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Each input that the requests have (all have the same), whole batch, on the device.
 
         Call it outside `inference_mode`: tensors made in that do not tell when they are written.
         """
-        self._watched.clear()
+        self._forget()
         made: dict[str, Any] = {}
         for name, first in requests[0].inputs.items():
             if first.datatype == "BYTES":
@@ -89,6 +101,8 @@ class Runner:
         raw, shape, view = self._gatherer.gather(name, requests, aliased and not self._views)
         tensor = as_torch(datatype, shape, raw)
         if isinstance(raw, memoryview):
+            if self._learning and aliased:
+                self._first.append((raw, bytes(raw)))
             if self._device.remote:
                 self._copied.inputs += tensor.nbytes
                 return self._device.put(tensor)
@@ -100,9 +114,10 @@ class Runner:
             self._watched.append((tensor, tensor._version))
         return tensor
 
-    def watch(self) -> None:
-        """After the model ran: see whether it wrote into its inputs."""
+    def _watch(self) -> None:
         wrote = any(tensor._version != version for tensor, version in self._watched)
+        # What writes past torch, as through `x.numpy()`, counts nothing up.
+        wrote = wrote or any(raw.tobytes() != before for raw, before in self._first)
         if self._watched:
             if wrote and (self._views or self._learning):
                 logger.warning(
@@ -111,7 +126,11 @@ class Runner:
                 )
             self._views = not wrote
             self._learning = False
+        self._forget()
+
+    def _forget(self) -> None:
         self._watched.clear()
+        self._first.clear()
 
     def answers(self, requests: Sequence[Request], outputs: Mapping[str, Any]) -> list[Answer]:
         """One answer a request, with its rows of each output that it wants.
