@@ -27,6 +27,7 @@ from shmserve.lifecycle import ModelState
 from shmserve.model_names import check_model_name
 from shmserve.planning import Planner
 from shmserve.progress import Progress
+from shmserve.repository import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Models:
         """Load what the control mode says; whether all of it could be loaded."""
         config = self._host.config
         for root in config.model_repositories:
-            if (root / repository.CONFIG_FILE).is_file():
+            if (root / CONFIG_FILE).is_file():
                 logger.warning("'%s' is a model's folder: a repository is what holds it", root)
         found = self._planner.scan()
         wanted = list(found)
