@@ -226,8 +226,10 @@ class Zygote:
                 continue
             waiter = self._waiting.pop(number, None)
             if waiter is None or waiter.done():
-                continue
-            if pid > 0:
+                if pid > 0:  # whoever asked for it has been cancelled: nobody else knows of it
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            elif pid > 0:
                 waiter.set_result(pid)
             else:
                 waiter.set_exception(_no_process(-pid))

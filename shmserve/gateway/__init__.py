@@ -12,6 +12,7 @@ infer.py                           the hot path: submit, wait, encode
   answers.py                       the response
 control.py, repository.py, memory.py, cuda_memory.py, log_settings.py, metrics.py
                                    the other APIs
+absent.py                          and those that Triton has and this server does not
 state.py                           what one gateway holds, for every door:
   models.py, regions.py            what may be called, and where tensors may lie
   dispatch.py, supervisor.py, links.py                    schedulers, the supervisor, sockets

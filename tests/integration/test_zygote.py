@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import msgpack
 import pytest
@@ -19,6 +21,7 @@ _CROWD = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from shmserve.children import Children, Zygote
+from shmserve.ipc import processes
 from shmserve.run_directory import RunDirectory
 
 async def main():
@@ -36,6 +39,14 @@ async def main():
     os.kill(process.pid, signal.SIGCONT)
     ends = [await child.exited for child in await asyncio.gather(*spawned)]
     print(len(ends), set(ends))
+    os.kill(process.pid, signal.SIGSTOP)
+    unwanted = asyncio.ensure_future(zygote.spawn("it", "tests.integration.test_zygote:stay", {}))
+    while not zygote._waiting:
+        await asyncio.sleep(0)
+    unwanted.cancel()
+    os.kill(process.pid, signal.SIGCONT)
+    while zygote._waiting or set(processes.children(os.getpid())) != {process.pid}:
+        await asyncio.sleep(0.01)
     zygote.stop()
     await process.exited
 
@@ -43,8 +54,14 @@ asyncio.run(main())
 """
 
 
+def stay(args: dict[str, Any]) -> None:
+    """What a process may do that ends by a signal only."""
+    signal.pause()
+
+
 def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
-    """A host with some hundred instances asks for them all at once."""
+    """A host with some hundred instances asks for them all at once; and what nobody waits for any
+    more when it comes, since another instance could not be loaded, does not stay."""
     command = [sys.executable, "-c", _CROWD, f"{tmp_path}/run"]
     found = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
