@@ -155,8 +155,9 @@ def clear(path: Path, lock_fd: int) -> None:
             if os.path.samestat(os.stat(path / "lock"), os.fstat(lock_fd)):
                 _empty(path)
                 # Last, because nobody starts in a folder that has files and no lock.
-                (path / "lock").unlink()
-                path.rmdir()
+                if os.listdir(path) == ["lock"]:
+                    (path / "lock").unlink()
+                    path.rmdir()
         finally:
             fcntl.lockf(lock_fd, fcntl.LOCK_UN)
 
@@ -164,8 +165,11 @@ def clear(path: Path, lock_fd: int) -> None:
 def _empty(path: Path) -> None:
     for entry in path.iterdir():
         if entry.name != "lock":
-            with contextlib.suppress(FileNotFoundError):  # whose process is ending too
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            # What is not there any more was removed by its own process, which is ending too.
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
 
 
 def admit_group(path: Path, group: int) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,28 @@ def test_who_removes_it_late_leaves_it_to_the_next_server(tmp_path: Path) -> Non
     assert not second.path.exists()
     for made in (first, second):
         os.close(made.lock_fd)
+
+
+def test_processes_that_end_remove_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same time, so that what was just listed is gone."""
+    made = RunDirectory(tmp_path / "run")
+    (made.path / "guests").mkdir()
+    for number in range(3):
+        (made.path / "guests" / f"{number}").touch()
+        (made.path / f"{number}").touch()
+    unlink = os.unlink
+
+    def unlinked_by_another(*name: Any, **folder: Any) -> None:
+        unlink(*name, **folder)
+        if "lock" not in str(name[0]):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(os, "unlink", unlinked_by_another)
+    made.remove()
+    assert not made.path.exists()
+    os.close(made.lock_fd)
 
 
 def test_what_is_not_a_servers_is_not_touched(tmp_path: Path) -> None:
