@@ -11,6 +11,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from shmserve.errors import InvalidArgument
@@ -141,9 +142,10 @@ class RunDirectory:
         clear(self.path, self.lock_fd)
 
 
-def clear(path: Path, lock_fd: int) -> None:
+def clear(path: Path, lock_fd: int, first: Callable[[], object] = lambda: None) -> None:
     """Delete a server's folder and all in it; called by each process that outlives the server, with
-    the lock that it has inherited.
+    the lock that it has inherited. Before that `first()` is called, when nobody else clears: what
+    it ends is not in the middle of this.
 
     Who comes second finds nothing, or another server that has the same folder by now: its files
     are not touched.
@@ -152,6 +154,7 @@ def clear(path: Path, lock_fd: int) -> None:
         # One after the other: those who have inherited the server's own lock all hold it.
         fcntl.lockf(lock_fd, fcntl.LOCK_EX)
         try:
+            first()
             if os.path.samestat(os.stat(path / "lock"), os.fstat(lock_fd)):
                 _empty(path)
                 # Last, because nobody starts in a folder that has files and no lock.

@@ -62,8 +62,7 @@ def main(argv: list[str]) -> int:
     lock_fd, supervisor_pid, run_dir, title = int(argv[1]), int(argv[2]), Path(argv[3]), argv[4]
 
     def supervisor_ended() -> None:
-        kill_marked(supervisor_pid, run_dir)
-        clear(run_dir, lock_fd)
+        clear(run_dir, lock_fd, first=lambda: kill_marked(supervisor_pid, run_dir))
         os._exit(0)
 
     def hung_up(*_: object) -> None:
