@@ -245,12 +245,13 @@ class Connection:
                 events = dict(self._poll.poll(timeout_s))
                 if door in events:
                     self._informed(self._receive())
+                # First, because it forgets that we were woken: a task that comes while it does is
+                # run below, and one that comes later wakes us again.
+                own.take(events)
                 while self._tasks:
                     self._tasks.popleft()()
                 if own.waker in events:
                     self.on_nudge()
-                own.flush()
-                own.take(events)
         except (OSError, MalformedMessage):
             pass  # the server has ended, or it is none that we understand
         finally:

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from shmserve.client.errors import Disconnected, TimedOut
@@ -195,8 +195,10 @@ class Exchange:
 
     # --- in
 
-    def take(self, readable: Iterable[int]) -> None:
+    def take(self, readable: Collection[int]) -> None:
         """Handle what is at these descriptors, and send what that asks for."""
+        if self.waker in readable:
+            self._slept()  # first: what happens after we have looked around wakes us again
         if self._losses != self.connection.losses or not self.connection.alive:
             self._look_around()
         for fd in readable:
@@ -206,8 +208,6 @@ class Exchange:
                     self._handle(message)
                 if not link.connected:
                     self._cut_off(link)
-            elif fd == self.waker:
-                self._slept()
         if self._busy:
             self.flush()
 
