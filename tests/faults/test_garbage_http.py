@@ -225,17 +225,18 @@ def test_a_client_that_sends_slowly_holds_up_nobody(server: Server) -> None:
 def test_a_large_json_body_holds_up_nobody(server: Server) -> None:
     """20 MB of JSON: while it is read, health and small requests are answered."""
     values = np.arange(3_000_000, dtype=np.float32)
-    body = json.dumps({"inputs": [json_input("INPUT0", values)], "outputs": []}).encode()
+    wanted = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
+    body = json.dumps({"inputs": [json_input("INPUT0", values)], "outputs": wanted}).encode()
     with scene(server) as stage:
         asked = stage.people.infer("identity", body)
-        slowest = 0.0
+        waits = []
         with server.http() as another:
             while not asked.done():
                 began = time.monotonic()
                 assert another.get("/v2/health/live").status == 200
-                slowest = max(slowest, time.monotonic() - began)
-        assert asked.result().status in (200, 400)
-        assert slowest < 0.5
+                waits.append(time.monotonic() - began)
+        assert asked.result().status == 200
+        assert max(waits) < sum(waits) / 3  # not one for the whole of it
         fine(stage)
 
 
