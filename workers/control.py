@@ -72,6 +72,8 @@ class Control:
 
         Only for the loop's thread.
         """
+        if self.inbox:
+            timeout_s = 0.0  # a model that asked for something, in this thread, has taken it
         others = False
         for fd, _ in self._poll.poll(timeout_s):
             if fd == self.dealer.fd:

@@ -78,3 +78,31 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[Control, Router]
     assert heard == [news]
     control.wait()
     assert list(control.inbox) == [m.MemoryDropped(7), m.Stop()]
+
+
+def test_what_the_loop_s_own_thread_took_is_not_waited_for(ends: tuple[Control, Router]) -> None:
+    """A model asks in its `execute`, and with the answer comes what the loop must do after that."""
+    control, router = ends
+
+    def supervise() -> None:
+        number = asked(router).id
+        for message in (m.Attach("ipc://successor"), m.Answered(number, {})):
+            router.post(NAME, message)
+        router.flush()
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    control.ask(question)
+    thread.join()
+    slept = threading.Event()
+
+    def rescue() -> None:
+        slept.set()
+        control.wake()
+
+    timer = threading.Timer(10.0, rescue)
+    timer.start()
+    control.wait()
+    timer.cancel()
+    assert not slept.is_set()
+    assert list(control.inbox) == [m.Attach("ipc://successor")]
