@@ -159,8 +159,9 @@ class Dispatcher:
         return scheduler
 
     def _drop(self, scheduler: Scheduler) -> None:
-        if self._schedulers.get(scheduler.endpoint) is scheduler:
-            del self._schedulers[scheduler.endpoint]
+        if self._schedulers.get(scheduler.endpoint) is not scheduler:
+            return  # dropped before: an answer that it had given was read only now
+        del self._schedulers[scheduler.endpoint]
         scheduler.link.retire()
         if scheduler.successor is not None:
             scheduler.successor.leave()

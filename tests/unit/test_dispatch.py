@@ -118,3 +118,29 @@ def test_what_a_lost_scheduler_had_is_dealt_with(
     else:
         assert failure(other) == failure(in_place)
         assert released == [1, 2, 3]
+
+
+def test_the_last_answer_of_a_lost_scheduler_takes_nothing_from_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gateway that was stopped meanwhile hears of both at once, and reads the answer after."""
+    monkeypatch.setattr("shmserve.gateway.dispatch.Link", Link)
+
+    async def lose() -> None:
+        dispatcher = Dispatcher()
+        old = dispatcher.scheduler("ipc://old")
+        old.use()
+        submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
+        pending = dispatcher.submit(old, submit, lambda: None)
+        new = dispatcher.scheduler("ipc://new")
+        new.use()  # the model's, which is published anew
+        old.leave()
+        link: Any = old.link
+        link.last_words = [answer()]
+        dispatcher.lost("ipc://old", "ipc://new")
+        assert pending.scheduler is old and pending.future.done()
+        old.use()  # whoever sends its outputs
+        old.leave()
+        assert new.users == 1 and dispatcher.scheduler("ipc://new") is new
+
+    asyncio.run(lose())
