@@ -211,6 +211,8 @@ class Guests:
                 self._leave(guest)
                 return
             for message in frames.unpack(data):
+                if guest.number not in self._guests:
+                    return  # it left before it was answered: what it shares now, nobody gives back
                 self._take(guest, message, fds)
         except MalformedMessage as error:
             logger.warning("a client program sent what is no message: %s", error)
