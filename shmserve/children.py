@@ -83,7 +83,8 @@ class Children:
         child = Child(pid, title, self._loop.create_future())
         self._known[pid] = child
         if pid in self._early:
-            self._ended(pid, self._early.pop(pid))
+            # Whoever started it enters it first, and hears of its end then.
+            self._loop.call_soon(self._ended, pid, self._early.pop(pid))
         return child
 
     @contextlib.contextmanager

@@ -53,6 +53,25 @@ async def main():
 asyncio.run(main())
 """
 
+# Its parent hears of its end before it hears of its start, as when both come at once.
+_SHORT_LIVED = """
+import asyncio, os
+from shmserve.children import Children
+
+async def main():
+    entered = []
+    children = Children(lambda child: print(child in entered, child.exited.result()))
+    with children.spawning():
+        pid = os.posix_spawn("/bin/true", ["true"], {})
+        while pid not in children._early:
+            await asyncio.sleep(0.01)
+        child = children.adopt(pid, "one")
+    entered.append(child)
+    await child.exited
+
+asyncio.run(main())
+"""
+
 
 def stay(args: dict[str, Any]) -> None:
     """What a process may do that ends by a signal only."""
@@ -62,11 +81,21 @@ def stay(args: dict[str, Any]) -> None:
 def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
     """A host with some hundred instances asks for them all at once; and what nobody waits for any
     more when it comes, since another instance could not be loaded, does not stay."""
-    command = [sys.executable, "-c", _CROWD, f"{tmp_path}/run"]
+    assert output(_CROWD, f"{tmp_path}/run") == "500 {'exit status 0'}\n"
+
+
+def test_a_process_that_ends_at_once() -> None:
+    """Who started it has it by the time of its end, and can start another one."""
+    assert output(_SHORT_LIVED) == "True exit status 0\n"
+
+
+def output(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", script, *arguments]
     found = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
-    assert (found.stdout, found.stderr) == ("500 {'exit status 0'}\n", "")
+    assert found.stderr == ""
+    return found.stdout
 
 
 @pytest.mark.parametrize("at", ["the first fork", "the second fork"])
