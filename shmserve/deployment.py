@@ -172,9 +172,7 @@ class Deployment:
         message = await self._reply(instance)
         if not isinstance(message, m.InstanceLoaded):
             raise self._failure_of(message)
-        self._refuse_if_stopping()
-        if instance.child is None or not instance.child.alive:  # it died as soon as it was ready
-            raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
+        self._refuse_if_over(instance)
         instance.event("loaded")
         instance.ready_at = time.monotonic()
         instance.failed_loads = 0
@@ -210,8 +208,14 @@ class Deployment:
         started = await self._reply(instance)
         if not isinstance(started, m.WorkerStarted):
             raise self._failure_of(started)
-        self._refuse_if_stopping()
+        self._refuse_if_over(instance)
         instance.event("started")
+
+    def _refuse_if_over(self, instance: Instance) -> None:
+        """Raise Unavailable: it is to stop, or its process died as soon as it had said that."""
+        self._refuse_if_stopping()
+        if instance.child is None or not instance.child.alive:
+            raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
 
     def _refuse_if_stopping(self) -> None:
         """Raise Unavailable: `stop` may not have seen a process that was only just started."""
