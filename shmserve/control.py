@@ -99,11 +99,13 @@ class Acknowledgements:
         self._open: dict[int, tuple[set[int], asyncio.Future[None]]] = {}
 
     def begin(self, pids: set[int]) -> tuple[int, asyncio.Future[None]]:
-        """A number to send, and a future that resolves when all `pids` acknowledged it."""
+        """A number to send, and a future that resolves when all `pids` acknowledged it. Nothing is
+        kept of one that nobody waits for any more, and has cancelled."""
         number = next(self._numbers)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if pids:
             self._open[number] = (set(pids), future)
+            future.add_done_callback(lambda _: self._open.pop(number))
         else:
             future.set_result(None)
         return number, future
@@ -113,11 +115,10 @@ class Acknowledgements:
         entry = self._open.get(number)
         if entry is None:
             return
-        entry[0].discard(pid)
-        if not entry[0]:
-            del self._open[number]
-            if not entry[1].done():
-                entry[1].set_result(None)
+        missing, future = entry
+        missing.discard(pid)
+        if not (missing or future.done()):
+            future.set_result(None)
 
     def exited(self, pid: int) -> None:
         """Nothing is to be waited for from `pid` any more."""
