@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from shmserve.errors import InvalidArgument
@@ -139,30 +139,33 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete the folder and all in it."""
-        clear(self.path, self.lock_fd)
+        with contextlib.suppress(OSError), alone(self.lock_fd):
+            clear(self.path, self.lock_fd)
 
 
-def clear(path: Path, lock_fd: int, first: Callable[[], object] = lambda: None) -> None:
-    """Delete a server's folder and all in it; called by each process that outlives the server, with
-    the lock that it has inherited. Before that `first()` is called, when nobody else clears: what
-    it ends is not in the middle of this.
+@contextlib.contextmanager
+def alone(lock_fd: int) -> Iterator[None]:
+    """One after the other: those who have inherited a server's own lock, `lock_fd`, all hold it."""
+    fcntl.lockf(lock_fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(lock_fd, fcntl.LOCK_UN)
+
+
+def clear(path: Path, lock_fd: int) -> None:
+    """Delete a server's folder and all in it; called, while it is `alone`, by each process that
+    outlives the server, with the lock that it has inherited. Raises OSError.
 
     Who comes second finds nothing, or another server that has the same folder by now: its files
     are not touched.
     """
-    with contextlib.suppress(OSError):
-        # One after the other: those who have inherited the server's own lock all hold it.
-        fcntl.lockf(lock_fd, fcntl.LOCK_EX)
-        try:
-            first()
-            if os.path.samestat(os.stat(path / "lock"), os.fstat(lock_fd)):
-                _empty(path)
-                # Last, because nobody starts in a folder that has files and no lock.
-                if os.listdir(path) == ["lock"]:
-                    (path / "lock").unlink()
-                    path.rmdir()
-        finally:
-            fcntl.lockf(lock_fd, fcntl.LOCK_UN)
+    if os.path.samestat(os.stat(path / "lock"), os.fstat(lock_fd)):
+        _empty(path)
+        # Last, because nobody starts in a folder that has files and no lock.
+        if os.listdir(path) == ["lock"]:
+            (path / "lock").unlink()
+            path.rmdir()
 
 
 def _empty(path: Path) -> None:

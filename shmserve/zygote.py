@@ -38,7 +38,7 @@ from shmserve.ipc.processes import (
     renounce_privileges,
     signal_at_parents_death,
 )
-from shmserve.run_directory import clear
+from shmserve.run_directory import alone, clear
 
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
 
@@ -62,7 +62,10 @@ def main(argv: list[str]) -> int:
     lock_fd, supervisor_pid, run_dir, title = int(argv[1]), int(argv[2]), Path(argv[3]), argv[4]
 
     def supervisor_ended() -> None:
-        clear(run_dir, lock_fd, first=lambda: kill_marked(supervisor_pid, run_dir))
+        # What clears too is not killed in the middle of that.
+        with contextlib.suppress(OSError), alone(lock_fd):
+            kill_marked(supervisor_pid, run_dir)
+            clear(run_dir, lock_fd)
         os._exit(0)
 
     def hung_up(*_: object) -> None:
