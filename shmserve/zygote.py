@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
     for fd in map(int, argv[:2]):
         os.set_inheritable(fd, False)
     lock_fd, supervisor_pid, run_dir, title = int(argv[1]), int(argv[2]), Path(argv[3]), argv[4]
+    zygote_pid = os.getpid()
 
     def supervisor_ended() -> None:
         # What clears too is not killed in the middle of that.
@@ -70,8 +71,9 @@ def main(argv: list[str]) -> int:
 
     def hung_up(*_: object) -> None:
         # A terminal that is closed sends it too, to all in the group, and `nohup` has the
-        # supervisor live on. Those that are forked from here inherit this.
-        if os.getppid() != supervisor_pid:
+        # supervisor live on. Those that are forked from here inherit this, and have another parent
+        # at first.
+        if os.getpid() == zygote_pid and os.getppid() != supervisor_pid:
             supervisor_ended()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 
 from shmserve import zygote
+from shmserve.run_directory import RunDirectory
 from tests.servers import ROOT
 
 # In a process of its own: the process table adopts orphans, and kills what it does not know.
@@ -72,6 +74,23 @@ async def main():
 asyncio.run(main())
 """
 
+# A terminal is closed just when a process is being forked: it has another parent for a moment.
+_HUNG_UP = """
+import os, signal, sys
+from shmserve import zygote
+
+fork = os.fork
+
+def forked():
+    child = fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGHUP)
+    return child
+
+os.fork = forked
+sys.exit(zygote.main(sys.argv[1:]))
+"""
+
 
 def stay(args: dict[str, Any]) -> None:
     """What a process may do that ends by a signal only."""
@@ -87,6 +106,27 @@ def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
 def test_a_process_that_ends_at_once() -> None:
     """Who started it has it by the time of its end, and can start another one."""
     assert output(_SHORT_LIVED) == "True exit status 0\n"
+
+
+def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> None:
+    """`nohup` has the server live on, and its run directory stays."""
+    folder = RunDirectory(tmp_path / "run")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(10)
+    fds = (theirs.fileno(), folder.lock_fd)
+    command = [sys.executable, "-c", _HUNG_UP, *map(str, (*fds, os.getpid(), folder.path)), "it"]
+    with subprocess.Popen(command, cwd=ROOT, pass_fds=fds) as process:
+        theirs.close()
+        with ours:
+            assert msgpack.unpackb(ours.recv(64)) == [0, process.pid]
+            request = zygote.encode_request(1, "builtins:len", {})
+            socket.send_fds(ours, [b"fork"], [request])
+            os.close(request)
+            assert msgpack.unpackb(ours.recv(64))[0] == 1
+            assert (folder.path / "lock").exists()
+        assert process.wait(10) == 0
+    assert not folder.path.exists()
+    os.close(folder.lock_fd)
 
 
 def output(script: str, *arguments: str) -> str:
