@@ -30,10 +30,15 @@ _GRPC_BYTES = 64 << 20
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that sees one crime after the other."""
-    folder: Path = tmp_path_factory.mktemp("grpc-garbage") / "models"
-    folder.mkdir()
+    with serving(tmp_path_factory.mktemp("grpc-garbage")) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[Server]:
+    """A server of two models that has answered already."""
     repositories.add(folder, "simple", "identity")
-    with running(folder, grpc=True) as started:
+    with running(folder, *flags, grpc=True) as started:
         with Load(started), stub(started) as call:
             assert is_right(call.ModelInfer(simple_request()))
         yield started
@@ -248,8 +253,9 @@ def test_bombs(server: Server) -> None:
         fine(stage)
 
 
-def test_streams_that_are_not_read(server: Server) -> None:
-    """A bounded number of requests is taken from who does not read the responses."""
+def test_streams_that_are_not_read(tmp_path: Path) -> None:
+    """A bounded number of requests is taken from who does not read the responses, until the server
+    has had enough of that."""
     large = request_of("identity", np.zeros(250_000, np.float32), "FP32")
     options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
     taken = 0
@@ -260,19 +266,19 @@ def test_streams_that_are_not_read(server: Server) -> None:
             taken += 1
             yield large
 
-    with scene(server, 4 * _GRPC_BYTES) as stage:
+    with (
+        serving(tmp_path, "--http-body-timeout-secs=2") as server,
+        scene(server, 4 * _GRPC_BYTES) as stage,
+    ):
         with grpc.insecure_channel(server.grpc_url, options) as channel:
             stream = channel.stream_stream(
                 f"{SERVICE}ModelStreamInfer",
                 request_serializer=pb.ModelInferRequest.SerializeToString,
-            )(ask())
-            seen = -1
-            while seen != taken:
-                seen = taken
-                time.sleep(1.0)
-            assert taken < 5000
-            fine(stage)
-            stream.cancel()
+            )(ask(), timeout=60)
+            while stream.is_active():
+                fine(stage)
+                assert taken < 5000
+            assert stream.code() is grpc.StatusCode.UNAVAILABLE
         fine(stage)
 
 
