@@ -41,7 +41,8 @@ class RunDirectory:
         seconds to leave it.
 
         Raises InvalidArgument when the folder cannot be made, is a link, somebody else's, open to
-        others, too long a name, in use, or holds anything that no server left there.
+        others, too long a name, in use, or holds anything that no server left there, and for a
+        group that is not this user's to let in.
         """
         if wanted is None:
             self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
@@ -63,7 +64,13 @@ class RunDirectory:
                 f"--run-dir: cannot use '{self.path}': {error.strerror}"
             ) from None
         if group >= 0:
-            admit_group(self.path, group)
+            try:
+                admit_group(self.path, group)
+            except OSError as error:
+                self.remove()
+                raise InvalidArgument(
+                    f"--shm-group: group {group} cannot be let into '{self.path}': {error.strerror}"
+                ) from None
         _empty(self.path)
 
     @classmethod

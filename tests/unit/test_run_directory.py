@@ -102,6 +102,16 @@ def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         RunDirectory(tmp_path / "run", patience_s=0)
 
 
+def test_a_group_that_this_user_is_not_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chown", refuse)
+    with pytest.raises(InvalidArgument, match=r"--shm-group: group 4321 .* not permitted"):
+        RunDirectory(tmp_path / "run", 4321)
+    assert not (tmp_path / "run").exists()
+
+
 def test_one_server_at_a_time(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run")
     with pytest.raises(InvalidArgument, match="in use by another server"):
