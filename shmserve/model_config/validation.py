@@ -17,6 +17,9 @@ from shmserve.proto.model_config_pb2 import (
     ModelQueuePolicy,
 )
 
+# Of one group: each is a process, and the supervisor keeps a place for it before it is started.
+_MOST_INSTANCES = 4096
+
 
 class LoadProblem(InvalidArgument):
     """Broken rules that Triton looks at only when it loads a version; the file is in order."""
@@ -143,6 +146,8 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[str]:
 
 
 def _group_problems(group: ModelInstanceGroup, gpu_count: int) -> Iterator[str]:
+    if group.count > _MOST_INSTANCES:
+        yield f"has count {group.count}, more than {_MOST_INSTANCES}"
     if group.kind != ModelInstanceGroup.KIND_GPU:
         if group.gpus:
             kind = ModelInstanceGroup.Kind.Name(group.kind)

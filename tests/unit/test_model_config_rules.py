@@ -96,6 +96,10 @@ RULES = [
         "are: ",
     ),
     (
+        IO + "instance_group { count: 2000000000 }",
+        "instance group m_0 of model m has count 2000000000, more than 4096",
+    ),
+    (
         IO + "instance_group { kind: KIND_CPU gpus: 0 }",
         "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs",
     ),
