@@ -12,6 +12,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import gevent
+import hypothesis
 import pytest
 
 # The tests' own helpers are imported as tests.NAME from wherever pytest is started.
@@ -19,6 +20,12 @@ if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
 
 from tests import leaks, servers
+
+# How long an example takes is the machine's affair, and who else is busy on it.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
 
 _LOG_END = 12_000
 _LONGEST_SHOWN = 24

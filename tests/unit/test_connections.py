@@ -124,7 +124,7 @@ def replies(written: bytes) -> list[Any]:
     return found
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     requests,
     st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12)), max_size=12),

@@ -71,7 +71,7 @@ def is_doubled(value: Any) -> bool:
     return isinstance(value, list) and any(map(is_doubled, value))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(trees, st.data())
 def test_all_doubled_names_and_no_others_are_refused(tree: Any, data: st.DataObject) -> None:
     raw = spelled(tree, data).encode()
@@ -106,7 +106,7 @@ PLACES = [(at, name) for at, held in enumerate(holders(Members(request))) for na
 
 
 @pytest.mark.parametrize(("at", "name"), PLACES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     value=st.sampled_from([1, "a:b", [], Members([]), Members([("x", 1)])]),
     data=st.data(),
