@@ -73,9 +73,7 @@ class Connection:
                 pass
         except (OSError, MalformedMessage) as error:
             self._door.close()
-            denied = isinstance(error, PermissionError)
-            why = "this user may not connect to the server" if denied else "no server answers"
-            raise Disconnected(f"{why} in {run_dir}") from error
+            raise Disconnected(f"{_why_not(error)} in {run_dir}") from error
         self._door.settimeout(None)
         self._poll = select.epoll()
         self._poll.register(self._door, select.EPOLLIN)
@@ -293,6 +291,16 @@ def _connect(door: socket.socket, path: str, timeout_s: float) -> None:
     door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     door.connect(path)
     door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
+
+
+def _why_not(error: Exception) -> str:
+    if isinstance(error, PermissionError):
+        return "this user may not connect to the server"
+    if isinstance(error, ConnectionResetError | BrokenPipeError | MalformedMessage):
+        return (
+            "this client, perhaps of another version or one too many, was not let in by the server"
+        )
+    return "no server answers"
 
 
 class _Answer:

@@ -139,8 +139,10 @@ class Memories:
                     if offset is not None:
                         return Block(segment, offset, byte_size)
             used = self._used()
-            size = byte_size if alone else max(byte_size, _SMALLEST, min(used, _LARGEST_SHARED))
-            self._check_limit(used, size, byte_size)
+            # Room for others too, as far as there is any.
+            roomy = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
+            size = byte_size if alone else max(byte_size, roomy)
+            self._check_limit(used, size)
             made = Segment(size)
             block = self._first_block(made, made.size if alone else byte_size)
         self._tell(made)
@@ -152,7 +154,7 @@ class Memories:
             self.settle()
             if type(segment) is Segment:
                 try:
-                    self._check_limit(self._used(), segment.size, segment.size)
+                    self._check_limit(self._used(), segment.size)
                 except Unavailable:
                     segment.close()
                     raise
@@ -163,11 +165,11 @@ class Memories:
     def _used(self) -> int:
         return sum(segment.size for segment in self._segments if type(segment) is Segment)
 
-    def _check_limit(self, used: int, size: int, wanted: int) -> None:
+    def _check_limit(self, used: int, size: int) -> None:
         if used + size > self._limit:
             raise Unavailable(
                 f"this client may use {self._limit} bytes of shared memory: {used} are in use, "
-                f"{wanted} more are needed (release results and regions, or connect with a "
+                f"{size} more are needed (release results and regions, or connect with a "
                 "larger memory_limit)"
             )
 

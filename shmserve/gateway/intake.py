@@ -22,9 +22,11 @@ from shmserve.gateway.assembly import (
 )
 from shmserve.gateway.bigjson import LARGE, Numbers, loads_large
 from shmserve.gateway.bodies import JSON_TOO_LARGE, Body
+from shmserve.gateway.callers import Caller
 from shmserve.gateway.codec import TOO_LARGE, WireRequest, parse_request
 from shmserve.gateway.models import Model
 from shmserve.gateway.plans import split
+from shmserve.gateway.regions import admit as admit_user
 from shmserve.gateway.requests import CONTENT_ENCODING, HEADER_LENGTH, Request, WholeBody
 from shmserve.gateway.state import Gateway
 from shmserve.gateway.values import loads
@@ -65,7 +67,7 @@ async def take(gateway: Gateway, model: Model, request: Request) -> Taken:
         size = header_size(said, body.declared)
         tail_size = body.declared - size if size else 0
         if tail_size > INLINE_LIMIT:
-            return await _take_streamed(gateway, model, body, size)
+            return await _take_streamed(gateway, model, body, size, request.connection.caller)
         whole = await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
     return await _take_whole(gateway, model, whole, said)
 
@@ -135,7 +137,9 @@ async def _read_numbers(numbers: Numbers, datatype: str, count: int, name: str) 
     return b"".join(pieces)
 
 
-async def _take_streamed(gateway: Gateway, model: Model, body: Body, size: int) -> Taken:
+async def _take_streamed(
+    gateway: Gateway, model: Model, body: Body, size: int, caller: Caller
+) -> Taken:
     """Read the header, make room, and fill it from the socket."""
     limit = gateway.settings.max_input_size
     if size > limit:
@@ -149,15 +153,22 @@ async def _take_streamed(gateway: Gateway, model: Model, body: Body, size: int) 
     wire = await _parse(bytes(start[:size]), body.declared - size, model, limit)
     holds = Holds(gateway.arena)
     try:
-        return await _fill(gateway, model, wire, body, bytes(start[size:]), holds)
+        taken, views = _room(gateway, model, wire, holds)
+        if holds.regions:
+            # Nobody waits for the body with another's region in use.
+            admit_user(holds.regions, caller.peer())
+        if not await body.read_into(views, bytes(start[size:])):
+            raise InvalidArgument(_CUT_SHORT)
     except BaseException:
         holds.release()
         raise
+    return taken
 
 
-async def _fill(
-    gateway: Gateway, model: Model, wire: WireRequest, body: Body, start: bytes, holds: Holds
-) -> Taken:
+def _room(
+    gateway: Gateway, model: Model, wire: WireRequest, holds: Holds
+) -> tuple[Taken, list[memoryview]]:
+    """The request, and where its binary tensors are to be read to."""
     jsons = [None if tensor.data is None else from_json(tensor) for tensor in wire.inputs]
     sizes = [
         len(data) if data is not None else max(tensor.binary_size, 0)
@@ -176,6 +187,4 @@ async def _fill(
             gateway.arena.view(place)[:] = data
         elif tensor.binary_size > 0:
             views.append(gateway.arena.view(place))
-    if not await body.read_into(views, start):
-        raise InvalidArgument(_CUT_SHORT)
-    return taken
+    return taken, views

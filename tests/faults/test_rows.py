@@ -226,9 +226,12 @@ def offsets_that_no_page_begins_at(stage: Stage) -> None:
 def truncated(stage: Stage) -> None:
     """Before it is read, and before the output is written: an error to its client alone."""
     with stage.region("r") as made:
+        assert stage.through("r") == 200
+        worker = stage.server.one("worker identity.0")
         made.truncate(SIZE)
         assert stage.through("r") == 400
         made.truncate(2 * SIZE)
+        assert stage.server.one("worker identity.0") == worker
     with stage.region("s") as made:
         asked = stage.people.infer("gated", gated(5, "s", SIZE))
         visit = stage.server.gate.next()

@@ -102,6 +102,19 @@ def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
         assert "version 9 is not found" in caught.value.details()
 
 
+def test_strict_mode_ends_with_the_first_error_of_a_model(server: Server) -> None:
+    with stub(server) as call:
+        asked = [crime("ok", "a"), crime("error", "b"), crime("ok", "c")]
+        stream = call.ModelStreamInfer(iter(asked), timeout=30, metadata=STRICT)
+        assert next(stream).infer_response.id == "a"
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream)
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.INTERNAL,
+        "as you wished",
+    )
+
+
 def test_malformed_requests(server: Server) -> None:
     path = "/inference.GRPCInferenceService/ModelStreamInfer"
     with grpc.insecure_channel(server.grpc_url) as channel:

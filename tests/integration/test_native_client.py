@@ -10,7 +10,6 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -493,11 +492,3 @@ def test_any_patience_with_the_door(rows: Server, seconds: float) -> None:
         if seconds < 1:
             stack.enter_context(contextlib.suppress(shmserve.client.Disconnected))
         stack.enter_context(shmserve.client.connect(rows.run_dir, timeout=seconds))
-
-
-def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(shmserve.client.Disconnected, match="no run directory"):
-        shmserve.client.connect(tmp_path / "nothing")
-    monkeypatch.setenv("SHMSERVE_RUN_DIR", str(tmp_path))
-    with pytest.raises(shmserve.client.Disconnected, match="no server answers"):
-        shmserve.client.connect()

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.client import parse_headers
+from http.client import HTTPConnection, parse_headers
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,31 @@ def test_users_and_doors(server: Server, folder: Path, door: str) -> None:
         assert (his.read(np.float32, 1024, SIZE) == 0).all()
         bob.ask(lambda http: http.unregister("his")).ok()
         me.ask(lambda http: http.unregister()).ok()
+
+
+@needs_users
+def test_nobody_holds_what_is_anothers_while_its_body_comes(server: Server, http: Http) -> None:
+    """A large tensor is waited for only once it is clear that the request may use its regions: else
+    its client would keep others' in use, and their outputs taken, for as long as it likes."""
+    outputs = [{"name": "OUTPUT0", "parameters": in_region("ours", SIZE)}]
+    sent = {"binary_data_size": 4 * 65536}
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [65536], "parameters": sent}
+    header = json.dumps({"inputs": [tensor], "outputs": outputs}).encode()
+
+    def ask_and_send_nothing() -> tuple[int, bytes]:
+        connection = HTTPConnection("127.0.0.1", server.http_port, timeout=20)
+        with contextlib.closing(connection):
+            connection.putrequest("POST", "/v2/models/identity/infer")
+            connection.putheader("Inference-Header-Content-Length", str(len(header)))
+            connection.putheader("Content-Length", str(len(header) + 4 * 65536))
+            connection.endheaders(header)
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+
+    with SharedObject(SIZE) as made:
+        http.register("ours", made.key, SIZE).ok()
+        status, body = as_user(ALICE, ask_and_send_nothing)
+        assert (status, b"registered by another user" in body) == (404, True)
 
 
 @needs_users

@@ -75,6 +75,20 @@ def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
     assert memories.find(blocks[0].segment.address, 1) is None
 
 
+def test_all_that_a_client_may_use_can_be_used() -> None:
+    """A segment has room for more than was asked for, but not at the cost of what still fits."""
+
+    def share(segment: AnySegment) -> None:
+        segment.shared([1, 0, 0, 0, segment.size, True, False, False])
+
+    memories = Memories(6 << 20, share, lambda segment: None)
+    blocks = [memories.allocate(1 << 20) for _ in range(6)]
+    assert sorted(segment.size >> 20 for segment in {block.segment for block in blocks}) == [2, 4]
+    with pytest.raises(Unavailable, match="6291456 are in use, 64 more are needed"):
+        memories.allocate(64)
+    memories.close()
+
+
 class Pair(NamedTuple):
     a: View
     b: View

@@ -1,11 +1,20 @@
-"""Programs at the door that do not stay."""
+"""The door for programs: who has a place there, and what is left of who does not stay."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import shutil
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from shmserve import descriptors
 from shmserve.guests import Guests
 from shmserve.ipc import endpoints, frames
 from shmserve.ipc import messages as m
@@ -14,10 +23,43 @@ from shmserve.regions import Registrar
 from shmserve.trust import NO_GROUP, ShmPolicy
 from tests.guests import memfd
 
+PLACES = 8
 POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 30, 1 << 30, 1 << 20, "warn")
 
 
-def test_what_a_program_shares_that_is_gone_before_its_welcome(tmp_path: Path) -> None:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short, for there is a socket in it."""
+    made = Path(tempfile.mkdtemp(prefix="sd-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R15: three quarters are for one user, however many come; and again once one has left."""
+    monkeypatch.setattr(descriptors, "for_guests", lambda: PLACES)
+    nobody: Any = None
+
+    async def let_in() -> None:
+        left = asyncio.Event()
+        seals = Seals(os.urandom(32))
+        guests = Guests(folder, NO_GROUP, seals, nobody, lambda: (), lambda _: left.set())
+        with contextlib.ExitStack() as stack:
+            stack.callback(guests.close)
+            inside = []
+            for _ in range(PLACES):
+                link = stack.enter_context(come(folder))
+                if await welcome(link):
+                    inside.append(link)
+            assert len(inside) == descriptors.share_of(PLACES) < PLACES
+            inside.pop().close()
+            await left.wait()
+            assert await welcome(stack.enter_context(come(folder)))
+
+    asyncio.run(let_in())
+
+
+def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> None:
     """It said hello and shared memory in one message: all of it goes with the program."""
 
     async def serve() -> None:
@@ -28,9 +70,9 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(tmp_path: Path) -
             registrar.give_back(number)
             left.set()
 
-        guests = Guests(tmp_path, NO_GROUP, Seals(bytes(32)), registrar, list, gone)
+        guests = Guests(folder, NO_GROUP, Seals(bytes(32)), registrar, list, gone)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
-            program.connect(str(endpoints.door(tmp_path)))
+            program.connect(str(endpoints.door(folder)))
             words = frames.pack([m.Hello(frames.VERSION), m.ShareMemory(1, 4096, False)])
             socket.send_fds(program, [words], [fd])
         async with asyncio.timeout(10):
@@ -44,3 +86,18 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(tmp_path: Path) -
 
 async def _nobody(make: object) -> None:
     raise AssertionError("no gateway hears of guests' memory")
+
+
+def come(folder: Path) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.connect(str(endpoints.door(folder)))
+    link.setblocking(False)
+    return link
+
+
+async def welcome(link: socket.socket) -> bool:
+    """Whether who says hello is welcomed."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # shown out before that
+        link.send(frames.pack([m.Hello(frames.VERSION)]))
+        return await asyncio.get_running_loop().sock_recv(link, 1024) != b""
+    return False
