@@ -241,6 +241,7 @@ class Deployment:
         await asyncio.sleep(0)
         if not instance.inbox.empty():
             return instance.inbox.get_nowait()
+        self._refuse_if_stopping()
         raise Unavailable(
             f"the process of instance '{instance.name}' ended while loading "
             f"({child.exited.result()})"

@@ -3,7 +3,7 @@ time for each name.
 
 load:    plan every version -> deploy all (or none) -> publish to the gateways until all know that
          all are ready -> drain and stop what was there before
-unload:  withdraw from the gateways -> drain -> stop
+unload:  give up what is loading -> withdraw from the gateways -> drain -> stop
 """
 
 from __future__ import annotations
@@ -327,6 +327,9 @@ class Models:
     async def _unload(self, name: str) -> None:
         if name not in self._models:
             return
+        # A model that hangs while it loads would keep its turn for ever.
+        loading = [d for d in self._live if d.plan.name == name and not d.loaded]
+        await asyncio.gather(*(d.kill() for d in loading))
         async with self._turn(name) as model:
             old, model.serving = model.serving, {}
             model.status.pop("", None)

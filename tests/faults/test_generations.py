@@ -124,6 +124,30 @@ def test_an_instance_that_dies_while_another_loads(server: Server) -> None:
         change(people, "twin", "unload").result().ok()
 
 
+@pytest.mark.parametrize("served", [False, True])
+def test_an_unload_gives_up_a_load_that_hangs(server: Server, served: bool) -> None:
+    """It does not wait for it, nor does what comes next."""
+    with crowd(server) as people:
+        if served:
+            first = change(people, "slow")
+            server.gate.next().release()
+            first.result().ok()
+        asked = change(people, "slow")
+        hanging = server.gate.next()
+        change(people, "slow", "unload").result().ok()
+        reply = asked.result()
+        assert reply.status == 400
+        assert "Unavailable: the model is unloaded" in reply.json()["error"]
+        until("it is unloaded", lambda: state(server, "slow") == "UNAVAILABLE")
+        assert not server.find("worker slow")
+        again = change(people, "slow")
+        loading = server.gate.next()
+        assert loading.pid != hanging.pid
+        loading.release()
+        again.result().ok()
+        change(people, "slow", "unload").result().ok()
+
+
 def test_a_load_while_the_last_generation_drains(server: Server) -> None:
     """What ends does not make what begins look unloaded."""
     with crowd(server) as people:

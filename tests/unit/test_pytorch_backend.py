@@ -374,7 +374,10 @@ def test_torch_compile_is_asked_for_by_its_parameters(
     )
 
 
-@pytest.mark.parametrize(("value", "inference_mode"), [(None, True), ("false", False)])
+@pytest.mark.parametrize(
+    ("value", "inference_mode"),
+    [(None, True), ("TRUE", True), ("on", True), ("false", False), ("0", False)],
+)
 def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) -> None:
     write_class(
         worker,
@@ -386,6 +389,13 @@ def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) ->
     serve(worker, vectors({"x": 1}, {"y": 1}, parameters=parameters))
     (reply,) = worker.batch(inference(tensor("x", np.zeros((1, 1), F32))))
     assert reply.array("y").item() == inference_mode
+
+
+@pytest.mark.parametrize("key", ["INFERENCE_MODE", "DISABLE_OPTIMIZED_EXECUTION"])
+def test_a_parameter_that_is_no_boolean(worker: Rig, key: str) -> None:
+    save_script(Three(), worker)
+    config = vectors({"x": 1, "y": 1, "z": 1}, {"a": 1}, parameters={key: {"string_value": "no"}})
+    assert refuses(worker, config) == f"parameter '{key}': failed to convert 'no' to boolean"
 
 
 def test_a_missing_file(worker: Rig) -> None:

@@ -41,6 +41,8 @@ from shmserve.workers.backends.torch_runner import Runner
 from shmserve.workers.device import open_device
 
 _FILES = ("model.pt", "model.pt2", "model.py")
+# As Triton reads them.
+_BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
 class PytorchBackend(Backend):
@@ -85,9 +87,8 @@ class PytorchBackend(Backend):
         if description is not None:
             torch_export.check(signature, description, self._call_plan.by_position)
         self._serving = program
-        self._grad_free: Any = torch.inference_mode
-        if parameters(config).get("INFERENCE_MODE", "true").lower() == "false":
-            self._grad_free = torch.no_grad
+        inference_mode = _boolean(parameters(config), "INFERENCE_MODE", True)
+        self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
         self._runner = Runner(self.context, signature, self._device)
 
     def execute(self, requests: list[Request]) -> list[Answer]:
@@ -129,7 +130,7 @@ class PytorchBackend(Backend):
 
 
 def _set_options(given: dict[str, str]) -> None:
-    if given.get("DISABLE_OPTIMIZED_EXECUTION", "").lower() == "true":
+    if _boolean(given, "DISABLE_OPTIMIZED_EXECUTION", False):
         torch._C._set_graph_executor_optimize(False)
     for key in ("INTRA_OP_THREAD_COUNT", "NUM_THREADS"):
         value = given.get(key)
@@ -154,3 +155,13 @@ def _what_to_write(config: dict[str, Any], program: Program) -> str:
         f"of its inputs and outputs. Write them into config.pbtxt, for example: input [ {inputs} ] "
         'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 1000 ] } ]'
     )
+
+
+def _boolean(given: dict[str, str], key: str, default: bool) -> bool:
+    text = given.get(key)
+    if text is None:
+        return default
+    value = _BOOLEANS.get(text.lower())
+    if value is None:
+        raise InvalidArgument(f"parameter '{key}': failed to convert '{text}' to boolean")
+    return value
