@@ -8,7 +8,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-_PACKAGES = ("shmserve", "torch", "numpy", "msgpack", "aiohttp", "uvloop", "orjson")
+_PACKAGES = ("shmserve", "torch", "numpy", "pyzmq", "msgpack", "aiohttp", "uvloop", "orjson")
 
 
 def describe() -> dict[str, str | float]:
