@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import grpc
 import grpc.aio
 
 from shmserve import descriptors
+from shmserve.errors import InvalidArgument
 from shmserve.gateway import process
 from shmserve.gateway.authorisation import Authorisation, decode_restrictions
 from shmserve.gateway.callers import Door, DoorKind
@@ -30,6 +32,7 @@ from shmserve.gateway.grpc.unary import acceptor
 from shmserve.gateway.peers import is_loopback
 from shmserve.gateway.settings import Settings
 from shmserve.gateway.state import Gateway
+from shmserve.grpc_tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +57,15 @@ def run(args: dict[str, Any]) -> None:
     ours = GrpcSettings.decode(args["addresses"], args["grpc"])
     process.prepare("gateway grpc", "gateway grpc", args["log"])
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
-    loop.run(
-        process.serve(
-            "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcFront(gateway, ours)
+    try:
+        loop.run(
+            process.serve(
+                "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcFront(gateway, ours)
+            )
         )
-    )
+    except InvalidArgument as error:  # the files of TLS are not what they were at the start
+        logger.error("gRPC is not served: %s", error.message)
+        sys.exit(1)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -107,13 +114,12 @@ class GrpcFront(process.Front):
             ),
             compression=grpc.Compression.Gzip if settings.compress else None,
         )
-        credentials = None if settings.tls is None else _credentials(*settings.tls)
         for host, port in settings.addresses:
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            if credentials is None:
+            if settings.tls is None:
                 server.add_insecure_port(address)
             else:
-                server.add_secure_port(address, credentials)
+                _add_secure_port(server, address, settings.tls)
         service = self._service
         frequent = acceptor(server, MODEL_INFER, service.infer_handler, service.infer, self._calls)
         await server.start()
@@ -156,9 +162,16 @@ def _door(gateway: Gateway, settings: GrpcSettings) -> Door:
     )
 
 
-def _credentials(certificate: str, key: str, root: str | None) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials(
-        [(Path(key).read_bytes(), Path(certificate).read_bytes())],
-        None if root is None else Path(root).read_bytes(),
-        require_client_auth=root is not None,
+def _add_secure_port(server: Any, address: str, tls: Tls) -> None:
+    """Raises InvalidArgument in words for the operator when the files are no good: they may have
+    changed since the last gateway read them."""
+    tls.check()
+    credentials = grpc.ssl_server_credentials(
+        [(Path(tls.server_key).read_bytes(), Path(tls.server_cert).read_bytes())],
+        None if tls.root_cert is None else Path(tls.root_cert).read_bytes(),
+        require_client_auth=tls.root_cert is not None,
     )
+    try:
+        server.add_secure_port(address, credentials)
+    except RuntimeError:  # the address itself is held for us
+        raise tls.refused() from None
