@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import grpc
 import grpc.aio
 
 from shmserve import descriptors
-from shmserve.errors import InvalidArgument
 from shmserve.gateway import process
 from shmserve.gateway.authorisation import Authorisation, decode_restrictions
 from shmserve.gateway.callers import Door, DoorKind
@@ -57,15 +55,11 @@ def run(args: dict[str, Any]) -> None:
     ours = GrpcSettings.decode(args["addresses"], args["grpc"])
     process.prepare("gateway grpc", "gateway grpc", args["log"])
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
-    try:
-        loop.run(
-            process.serve(
-                "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcFront(gateway, ours)
-            )
+    loop.run(
+        process.serve(
+            "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcFront(gateway, ours)
         )
-    except InvalidArgument as error:  # the files of TLS are not what they were at the start
-        logger.error("gRPC is not served: %s", error.message)
-        sys.exit(1)
+    )
 
 
 def _is_news(record: logging.LogRecord) -> bool:
