@@ -240,7 +240,9 @@ def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
         spoiled(server, lambda: shutil.copy(keys / "client.key", key), pair)
         missing = f"--grpc-server-key: '{key}' is not a file that can be read"
         spoiled(server, key.unlink, missing)
-        spoiled(server, lambda: cert.write_bytes(b"\xef\xbb\xbf" + cert.read_bytes()), "--grpc-")
+        marked = b"\xef\xbb\xbf"  # which OpenSSL passes over
+        refused = f"--grpc-server-cert, --grpc-server-key: gRPC refuses {cert}"
+        spoiled(server, lambda: cert.write_bytes(marked + cert.read_bytes()), refused)
         assert is_right(ask(server, credentials(keys)))
         assert "Traceback" not in server.log()
 
