@@ -87,14 +87,23 @@ class FreeList:
 
 
 class Arena:
-    """The owner's side. `capacity` is in bytes; nothing is reserved until it is allocated."""
+    """The owner's side. `capacity` is in bytes; nothing is reserved until it is allocated.
+
+    Raises Unavailable when this process may not have an object that large.
+    """
 
     def __init__(self, capacity: int) -> None:
         capacity -= capacity % mmap.PAGESIZE
         self._fd = os.memfd_create("shmserve-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, capacity)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._map = mmap.mmap(self._fd, capacity)
+        try:
+            os.ftruncate(self._fd, capacity)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self._fd, capacity)
+        except OSError as error:  # ulimit -f, ulimit -v
+            os.close(self._fd)
+            raise Unavailable(
+                f"no server memory for tensors ({capacity} bytes): {error.strerror}"
+            ) from None
         self._view = memoryview(self._map)
         self._list = FreeList(capacity)
         self._committed = 0

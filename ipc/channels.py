@@ -23,7 +23,7 @@ from typing import Any
 
 from shmserve.ipc import zmtp
 from shmserve.ipc.frames import pack, unpack
-from shmserve.ipc.listener import Listener
+from shmserve.ipc.listener import Listener, listening, no_room
 from shmserve.ipc.tensors import MalformedMessage
 
 logger = logging.getLogger(__name__)
@@ -216,12 +216,13 @@ class Router:
         self._peers: dict[bytes, Connection] = {}
         self._anonymous = itertools.count(1)
         self._path = endpoint.removeprefix(_PREFIX)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # a server that was killed left it
-        sock.bind(self._path)
-        sock.listen(_BACKLOG)
-        self._listener = Listener(sock)
+        self._listener = Listener(listening(socket.SOCK_STREAM, self._path, _BACKLOG))
+        try:
+            self._made = os.stat(self._path)
+        except OSError as error:  # the folder was removed just now
+            raise no_room(error) from None
         self._poll.register(self._listener, select.EPOLLIN)
 
     def post(self, peer: bytes, message: Any) -> None:
@@ -330,7 +331,9 @@ class Router:
         self._peers.clear()
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+            # Where somebody has removed the folder, another server may have made it again.
+            if os.path.samestat(os.stat(self._path), self._made):
+                os.unlink(self._path)
         self._poll.close()
 
 

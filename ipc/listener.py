@@ -1,4 +1,5 @@
-"""A listening socket that never stays readable: whoever cannot be let in is turned away.
+"""A listening socket in the run directory, that never stays readable: whoever cannot be let in is
+turned away.
 
 A process without a descriptor left cannot accept, so that who waits at its door would wake it up
 again and again, for ever. One descriptor is kept back for that moment.
@@ -11,7 +12,32 @@ import errno
 import os
 import socket
 
+from shmserve.errors import Unavailable
+
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+
+def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket:
+    """A socket of this kind that listens at `path`.
+
+    Raises Unavailable when there is no room for it, or no folder.
+    """
+    try:
+        sock = socket.socket(socket.AF_UNIX, kind)
+        try:
+            sock.bind(path)
+            sock.listen(backlog)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise no_room(error) from None
+    return sock
+
+
+def no_room(error: OSError) -> Unavailable:
+    """What to say when nothing can be made in the run directory."""
+    return Unavailable(f"no socket can be made in the run directory: {error.strerror or error}")
 
 
 class Listener:

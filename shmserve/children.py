@@ -181,9 +181,27 @@ class Zygote:
         self._failed_starts = 0
 
     def start(self) -> None:
-        """Start the process; `spawn` waits until it has imported what it preloads."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Start the process; `spawn` waits until it has imported what it preloads.
+
+        Raises Unavailable when the host has no room for one process more.
+        """
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                try:
+                    pid = self._process(theirs)
+                except OSError:
+                    ours.close()
+                    raise
+        except OSError as error:
+            raise _no_process(error.errno) from None
         ours.setblocking(False)
+        self._link = ours
+        self._child = self._children.adopt(pid, self._title)
+        self._child.exited.add_done_callback(self._died)
+        self._loop.add_reader(ours.fileno(), self._read)
+
+    def _process(self, theirs: socket.socket) -> int:
         root = str(Path(shmserve.__file__).resolve().parent.parent)
         boot = (
             f"import sys; sys.path.append({root!r}); "
@@ -191,25 +209,23 @@ class Zygote:
         )
         os.set_inheritable(theirs.fileno(), True)
         os.set_inheritable(self._run_dir.lock_fd, True)
-        # -P: the current folder is not a place to import from; it may hold a `workers` of its own.
-        pid = os.posix_spawn(
-            sys.executable,
-            [
-                *(sys.executable, "-P", "-c", boot),
-                *(str(theirs.fileno()), str(self._run_dir.lock_fd), str(os.getpid())),
-                *(str(self._run_dir.path), self._title),
-                *self._modules,
-            ],
-            self._environment,
-            file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-            setsigmask=[signal.SIGINT, signal.SIGTERM],  # until it ignores them: Ctrl-C is for us
-        )
-        os.set_inheritable(self._run_dir.lock_fd, False)
-        theirs.close()
-        self._link = ours
-        self._child = self._children.adopt(pid, self._title)
-        self._child.exited.add_done_callback(self._died)
-        self._loop.add_reader(ours.fileno(), self._read)
+        try:
+            # -P: the current folder is not a place to import from; it may hold a `workers`.
+            return os.posix_spawn(
+                sys.executable,
+                [
+                    *(sys.executable, "-P", "-c", boot),
+                    *(str(theirs.fileno()), str(self._run_dir.lock_fd), str(os.getpid())),
+                    *(str(self._run_dir.path), self._title),
+                    *self._modules,
+                ],
+                self._environment,
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+                # Until it ignores them: Ctrl-C is for us.
+                setsigmask=[signal.SIGINT, signal.SIGTERM],
+            )
+        finally:
+            os.set_inheritable(self._run_dir.lock_fd, False)
 
     def _read(self) -> None:
         assert self._link is not None
@@ -263,8 +279,8 @@ class Zygote:
             return
         try:
             self.start()
-        except OSError as error:
-            logger.error("%s: %s", self._title, _no_process(error.errno).message)
+        except Unavailable as error:
+            logger.error("%s: %s", self._title, error.message)
             self._loop.call_later(1.0, self._start_again)
 
     async def spawn(

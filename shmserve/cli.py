@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 from shmserve import __version__, descriptors
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, ShmserveError
 
 _USAGE = """\
 usage: shmserve VERB ...
@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = "".join(char if char.isprintable() else "?" for char in error.message)
         print(f"shmserve: {line}", file=sys.stderr)
         return 2
+    except ShmserveError as error:
+        print(f"shmserve: {error.message}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

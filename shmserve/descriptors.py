@@ -7,8 +7,11 @@ import os
 import resource
 import sys
 
+from shmserve.errors import InvalidArgument
+
 _PLENTY = 1 << 20
 _OWN = 128  # of a gateway: for everything but connections
+_FEWEST = 2 * _OWN
 _SHARE = 0.75
 
 
@@ -28,11 +31,16 @@ def raise_limit() -> None:
     """Let this process and what it starts have as many as they may.
 
     Each region, connection and model takes some; the soft limit of 1024 is for programs that use
-    select on all of them.
+    select on all of them. Raises InvalidArgument when that leaves next to none for connections.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if limit() < _FEWEST:
+        raise InvalidArgument(
+            f"a process may have {limit()} open files here, at least {_FEWEST} are needed "
+            "(ulimit -Hn)"
+        )
 
 
 def limit() -> int:

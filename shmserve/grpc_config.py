@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shmserve.errors import InvalidArgument
+from shmserve.grpc_tls import Tls, check_file
 
 # flag -> gRPC's own name of the setting
 _CHANNEL_OPTIONS = {
@@ -41,15 +40,6 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     if not any(name.removeprefix("-") == _OWN_THREADS for name in named):
         named.append(_OWN_THREADS)
     return {**given, _EXPERIMENTS: ",".join(named)}
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """Files in PEM; with `root_cert` clients must show a certificate that it has signed."""
-
-    server_cert: str
-    server_key: str
-    root_cert: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,36 +89,13 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
         server_key=_file(value, "grpc-server-key"),
         root_cert=_file(value, "grpc-root-cert") if mutual else None,
     )
-    _check(tls)
-    return tls
-
-
-def _check(tls: Tls) -> None:
     # gRPC would say it in the gateway, which would be started again and again.
-    import ssl  # only who uses TLS pays for it
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("ALL:@SECLEVEL=0")  # how strong they must be is gRPC's to say
-    try:
-        context.load_cert_chain(tls.server_cert, tls.server_key, password=str)
-    except OSError:
-        raise InvalidArgument(
-            f"--grpc-server-cert, --grpc-server-key: '{tls.server_cert}' and '{tls.server_key}' "
-            "are not a certificate and its private key in PEM"
-        ) from None
-    try:
-        if tls.root_cert is not None:
-            context.load_verify_locations(tls.root_cert)
-    except OSError:
-        raise InvalidArgument(
-            f"--grpc-root-cert: '{tls.root_cert}' holds no certificate in PEM"
-        ) from None
+    tls.check()
+    tls.ask_grpc()
+    return tls
 
 
 def _file(value: Mapping[str, Any], flag: str) -> str:
     path: str = value[flag] or ""
-    if not path:
-        raise InvalidArgument(f"--{flag}: a file is needed for TLS")
-    if not os.access(path, os.R_OK) or not os.path.isfile(path):
-        raise InvalidArgument(f"--{flag}: '{path}' is not a file that can be read")
+    check_file(flag, path)
     return str(Path(path).absolute())

@@ -38,7 +38,7 @@ from shmserve.ipc import endpoints, frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.guests import FIRST, Seals
-from shmserve.ipc.listener import Listener
+from shmserve.ipc.listener import Listener, listening, no_room
 from shmserve.ipc.posix_shm import SharedObject, described
 from shmserve.ipc.ranges import fits, whole
 from shmserve.ipc.tensors import CudaHandle, MalformedMessage, Memory
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_GUESTS = 1024
 _MOST_STRANGERS = 256  # who have not said hello; who has not for longest makes room
+_BACKLOG = 128
 _AT_ONCE = 64  # so many come in before those who did are listened to
 _MOST_UNREAD = 4096  # messages for a guest that does not read; then it is shown out
 _PATIENCE_S = 1.0  # a guest that is stopped must not hold up a reload for longer
@@ -81,7 +82,10 @@ class Guests:
         snapshot: Callable[[], Iterable[Any]],
         on_left: Callable[[int], None],
     ) -> None:
-        """Open the door: to programs of this user, or also of a group."""
+        """Open the door: to programs of this user, or also of a group.
+
+        Raises Unavailable when the run directory has no room for it.
+        """
         self._seals = seals
         self._regions = regions
         self._snapshot = snapshot
@@ -93,14 +97,15 @@ class Guests:
         self._acknowledgements = Acknowledgements()
         self._loop = asyncio.get_running_loop()
         self._most = min(_MOST_GUESTS, descriptors.for_guests())
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = endpoints.door(run_dir)
-        path.parent.mkdir(mode=0o700)
-        door.bind(str(path))
+        try:
+            path.parent.mkdir(mode=0o700)
+        except OSError as error:
+            raise no_room(error) from None
+        door = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
         if group != NO_GROUP:
             admit_group(path.parent, group)
             admit_group(path, group)
-        door.listen(128)
         self._door = Listener(door)
         self._loop.add_reader(self._door.fileno(), self._accept)
 

@@ -45,7 +45,13 @@ class RunDirectory:
         group that is not this user's to let in.
         """
         if wanted is None:
-            self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
+            try:
+                self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
+            except OSError as error:
+                raise InvalidArgument(
+                    f"--run-dir: is needed, no folder for temporary files can be used: "
+                    f"{error.strerror}"
+                ) from None
         else:
             self.path = Path(os.path.abspath(wanted))
             try:
@@ -129,12 +135,22 @@ class RunDirectory:
                 # the lock.
                 with contextlib.suppress(FileNotFoundError):
                     if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
-                        os.pwrite(fd, _MARK, 0)
+                        self._mark(fd)
                         return fd
             os.close(fd)
             if time.monotonic() > deadline:
                 raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server")
             time.sleep(_LOCK_PAUSE_S)
+
+    def _mark(self, fd: int) -> None:
+        try:
+            os.pwrite(fd, _MARK, 0)
+        except OSError:  # the disk is full
+            os.close(fd)
+            (self.path / "lock").unlink()
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+            raise
 
     def _is_foreign(self) -> bool:
         """Whether something is in the folder that we must not delete."""

@@ -20,6 +20,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import logging
 import os
 import select
 import signal
@@ -31,6 +32,7 @@ from typing import Any, NoReturn
 
 import msgpack
 
+from shmserve.errors import ShmserveError
 from shmserve.ipc.processes import (
     die_with_parent,
     kill_marked,
@@ -39,6 +41,8 @@ from shmserve.ipc.processes import (
     signal_at_parents_death,
 )
 from shmserve.run_directory import alone, clear
+
+logger = logging.getLogger(__name__)
 
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
 
@@ -174,6 +178,9 @@ def _run(entry: str, args: dict[str, Any]) -> int:
         getattr(importlib.import_module(module), function)(args)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 1
+    except ShmserveError as error:  # in words for the operator: of no room, of files that changed
+        logger.error("cannot start: %s", error.message)
+        return BOOT_FAILED
     except BaseException:
         traceback.print_exc()
         return BOOT_FAILED

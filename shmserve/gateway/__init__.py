@@ -17,6 +17,6 @@ state.py                           what one gateway holds, for every door:
   models.py, regions.py            what may be called, and where tensors may lie
   dispatch.py, supervisor.py, links.py                    schedulers, the supervisor, sockets
   settings.py                      what it was told at its start
-callers.py, peers.py, authorisation.py                    who asks, and what it may
+callers.py, peers.py, sock_diag.py, authorisation.py      who asks, and what it may
 trim.py, procfs.py                 memory given back; what /proc says
 """

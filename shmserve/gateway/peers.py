@@ -1,8 +1,8 @@
 """Which user is at the other end of a connection, as the kernel says.
 
     unix socket     SO_PEERCRED, SO_PEERGROUPS: who connected
-    loopback TCP    /proc/net/tcp: who has the other end's socket; read once a connection, and only
-                    when it wants shared memory
+    loopback TCP    sock_diag, or /proc/net/tcp: who has the other end's socket; asked once a
+                    connection, and only when it wants shared memory
 
 A program that passes on what others send (a proxy on this host) is the user it runs as.
 """
@@ -19,6 +19,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from shmserve.gateway import sock_diag
 from shmserve.trust import Peer
 
 _SO_PEERGROUPS = 59
@@ -58,15 +59,25 @@ def loopback_peer(ours: Address, theirs: Address) -> Peer | None:
 
     None when the kernel does not say, as for an end that is closed already.
     """
+    try:
+        found = sock_diag.owner(theirs, ours)
+    except OSError:
+        found = _listed(ours, theirs)
+    # An end that no process has any more (no inode) is shown as root's.
+    if found is None or not found[1]:
+        return None
+    return Peer(found[0], groups_of(found[0]))
+
+
+def _listed(ours: Address, theirs: Address) -> tuple[int, int] | None:
+    """As `sock_diag.owner`, from the kernel's list of all connections."""
     for table, spelled in _tables(ours, theirs):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in lines:
                 # sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode ...
                 fields = line.split(None, 10)
-                # An end that no process has any more (no inode) is shown as root's.
                 if fields[1:3] == spelled and fields[9] != "0":
-                    uid = int(fields[7])
-                    return Peer(uid, groups_of(uid))
+                    return int(fields[7]), int(fields[9])
     return None
 
 

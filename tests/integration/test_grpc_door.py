@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import ssl
@@ -185,6 +186,65 @@ def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
         2,
         f"shmserve: --grpc-root-cert: '{key}' holds no certificate in PEM\n",
     )
+
+
+def test_keys_that_grpc_does_not_take(models: Path, tmp_path: Path) -> None:
+    """Of a curve that OpenSSL knows and gRPC does not: said at the start, too."""
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:secp256k1", "-nodes", "-subj", "/CN=x")
+    openssl(tmp_path, "req", "-x509", *curve, "-keyout", "key", "-out", "cert")
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
+    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert found.returncode == 2
+    assert found.stderr.startswith(
+        f"shmserve: --grpc-server-cert, --grpc-server-key: gRPC refuses {cert}, {key}: "
+    )
+    assert found.stderr.count("\n") == 1
+
+
+def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
+    """The next gateway reads them again. When they are no good it says so in one line, and serves
+    as soon as they are."""
+    cert, key = tmp_path / "cert", tmp_path / "key"
+
+    def install(name: str) -> None:
+        shutil.copy(keys / f"{name}.pem", cert)
+        shutil.copy(keys / f"{name}.key", key)
+
+    tls = ssl.create_default_context(cafile=str(keys / "ca.pem"))
+    tls.set_alpn_protocols(["h2"])
+
+    def shown(server: Server) -> bytes | None:
+        with (
+            socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as plain,
+            tls.wrap_socket(plain, server_hostname="localhost") as sock,
+        ):
+            return sock.getpeercert(binary_form=True)
+
+    def known(name: str) -> bytes:
+        return ssl.PEM_cert_to_DER_cert((keys / f"{name}.pem").read_text())
+
+    def spoiled(server: Server, spoil: Callable[[], object], text: str) -> None:
+        spoil()
+        server.one("gateway grpc").kill()
+        server.wait_log(f"cannot start: {text}")
+        install("client")
+        server.wait_listening()
+        assert shown(server) == known("client")
+
+    install("server")
+    flags = (f"--grpc-server-cert={cert}", f"--grpc-server-key={key}")
+    with running(models, "--grpc-use-ssl", *flags, grpc=True) as server:
+        assert shown(server) == known("server")
+        pair = f"--grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a certificate"
+        spoiled(server, lambda: shutil.copy(keys / "client.key", key), pair)
+        missing = f"--grpc-server-key: '{key}' is not a file that can be read"
+        spoiled(server, key.unlink, missing)
+        marked = b"\xef\xbb\xbf"  # which OpenSSL passes over
+        refused = f"--grpc-server-cert, --grpc-server-key: gRPC refuses {cert}"
+        spoiled(server, lambda: cert.write_bytes(marked + cert.read_bytes()), refused)
+        assert is_right(ask(server, credentials(keys)))
+        assert "Traceback" not in server.log()
 
 
 def test_a_port_that_is_taken(models: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -15,6 +16,8 @@ import msgpack
 import pytest
 
 from shmserve import zygote
+from shmserve.children import Zygote
+from shmserve.errors import Unavailable
 from shmserve.run_directory import RunDirectory
 from tests.servers import ROOT
 
@@ -154,3 +157,19 @@ def test_no_room_for_one_process_more(monkeypatch: pytest.MonkeyPatch, at: str) 
     with ours, theirs:
         zygote._fork(theirs, os.getpid(), [zygote.encode_request(7, "builtins:len", {})])
         assert msgpack.unpackb(ours.recv(64)) == [7, -errno.EAGAIN]
+
+
+def test_no_room_for_the_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where few processes are allowed, the server says so and does not start."""
+
+    def refused(*_: object, **__: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    async def start() -> None:
+        Zygote(None, folder, "zygote", (), {}).start()  # type: ignore[arg-type]
+
+    folder = RunDirectory(tmp_path / "run")
+    monkeypatch.setattr(os, "posix_spawn", refused)
+    with pytest.raises(Unavailable, match="no process can be started: Resource temporarily"):
+        asyncio.run(start())
+    os.close(folder.lock_fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 
 import pytest
@@ -95,3 +96,16 @@ def test_a_place_outside_its_memory_is_refused() -> None:
         reader.view(Place(dataclasses.replace(good.memory, id=2, fd=9999), 0, 1))
     reader.drop(good.memory.id)
     arena.close()
+
+
+def test_an_object_that_large_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -f` counts for memory, too: said in words, and nothing is kept open."""
+
+    def too_large(*_: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", too_large)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Unavailable, match=r"no server memory .*\(65536 bytes\): File too large"):
+        Arena(65536)
+    assert len(os.listdir("/proc/self/fd")) == before

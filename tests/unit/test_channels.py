@@ -30,6 +30,19 @@ def dealer(router: Router) -> Iterator[Dealer]:
     made.close()
 
 
+def test_who_closes_late_leaves_anothers_socket(tmp_path: Path) -> None:
+    """As a server does whose run directory was removed, and is another one's by now."""
+    endpoint = f"ipc://{tmp_path}/both"
+    first, second = Router(endpoint), Router(endpoint)
+    first.close()
+    dealer = Dealer(endpoint, "me")
+    dealer.send(m.Cancel(7))
+    assert arrived(second) == [(b"me", m.Cancel(7))]
+    dealer.close()
+    second.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_messages_both_ways_in_order(router: Router, dealer: Dealer) -> None:
     for number in range(5):
         dealer.post(m.Cancel(number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from multidict import CIMultiDict
 
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
+from shmserve.gateway import peers, sock_diag
 from shmserve.gateway.authorisation import Authorisation
 from shmserve.gateway.callers import Caller, Door, DoorKind, door_kind
 from shmserve.gateway.peers import groups_of, loopback_peer, unix_peer
@@ -48,6 +50,18 @@ def found(ours: socket.socket) -> Peer | None:
     return loopback_peer(ours.getsockname()[:2], ours.getpeername()[:2])
 
 
+@pytest.fixture(params=["asked for", "listed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to the answer; there are kernels without the first."""
+
+    def none(*_: object) -> None:
+        raise OSError
+
+    if request.param == "listed":
+        monkeypatch.setattr(sock_diag, "owner", none)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("listen", "connect"), [("127.0.0.1", ""), ("::1", ""), ("127.0.0.1", "::ffff:127.0.0.1")]
 )
@@ -57,17 +71,43 @@ def test_the_user_of_a_loopback_connection(listen: str, connect: str) -> None:
 
 
 @needs_users
+@pytest.mark.usefixtures("way")
 def test_another_user_of_a_loopback_connection() -> None:
     with tcp_pair(uid=ALICE) as (ours, _):
         assert found(ours) == Peer(ALICE)
 
 
 @needs_users
+@pytest.mark.usefixtures("way")
 def test_an_end_that_nobody_has_any_more_is_nobodys() -> None:
     """The kernel shows a closed end as root's: a client must not become root by hanging up."""
     with tcp_pair(uid=ALICE) as (ours, theirs):
         theirs.close()
         assert found(ours) is None
+
+
+@pytest.mark.usefixtures("way")
+def test_a_connection_that_is_not_there() -> None:
+    """Also where somebody listens at the client's port."""
+    with tcp_pair() as (ours, _), socket.create_server(("127.0.0.1", 0)) as other:
+        here = ours.getsockname()
+        for port in (1, other.getsockname()[1]):
+            assert loopback_peer(here, ("127.0.0.1", port)) is None
+
+
+def test_others_connections_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may have ended ten thousands in the last minute; whoever came next paid for them."""
+    with tcp_pair() as (ours, theirs):
+        try:
+            assert sock_diag.owner(theirs.getsockname(), ours.getsockname()) is not None
+        except OSError:
+            pytest.skip("needs a kernel with sock_diag for TCP")
+        monkeypatch.setattr(peers, "_tables", None)
+        assert found(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        address = ours.getpeername()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()  # at once: the kernel forgets it
+        assert loopback_peer(ours.getsockname(), address) is None
 
 
 @needs_users

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,18 @@ def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(InvalidArgument, match=r"cannot use .*: No space left on device"):
         RunDirectory(tmp_path / "run", patience_s=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are full, or somebody else's."""
+
+    def nowhere(prefix: str) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", nowhere)
+    with pytest.raises(InvalidArgument, match=r"--run-dir: is needed, .*No usable temporary"):
+        RunDirectory(None)
 
 
 def test_a_group_that_this_user_is_not_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

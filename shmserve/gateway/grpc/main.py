@@ -30,6 +30,7 @@ from shmserve.gateway.grpc.unary import acceptor
 from shmserve.gateway.peers import is_loopback
 from shmserve.gateway.settings import Settings
 from shmserve.gateway.state import Gateway
+from shmserve.grpc_tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -107,13 +108,12 @@ class GrpcFront(process.Front):
             ),
             compression=grpc.Compression.Gzip if settings.compress else None,
         )
-        credentials = None if settings.tls is None else _credentials(*settings.tls)
         for host, port in settings.addresses:
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            if credentials is None:
+            if settings.tls is None:
                 server.add_insecure_port(address)
             else:
-                server.add_secure_port(address, credentials)
+                _add_secure_port(server, address, settings.tls)
         service = self._service
         frequent = acceptor(server, MODEL_INFER, service.infer_handler, service.infer, self._calls)
         await server.start()
@@ -156,9 +156,16 @@ def _door(gateway: Gateway, settings: GrpcSettings) -> Door:
     )
 
 
-def _credentials(certificate: str, key: str, root: str | None) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials(
-        [(Path(key).read_bytes(), Path(certificate).read_bytes())],
-        None if root is None else Path(root).read_bytes(),
-        require_client_auth=root is not None,
+def _add_secure_port(server: Any, address: str, tls: Tls) -> None:
+    """Raises InvalidArgument in words for the operator when the files are no good: they may have
+    changed since the last gateway read them."""
+    tls.check()
+    credentials = grpc.ssl_server_credentials(
+        [(Path(tls.server_key).read_bytes(), Path(tls.server_cert).read_bytes())],
+        None if tls.root_cert is None else Path(tls.root_cert).read_bytes(),
+        require_client_auth=tls.root_cert is not None,
     )
+    try:
+        server.add_secure_port(address, credentials)
+    except RuntimeError:  # the address itself is held for us
+        raise tls.refused() from None

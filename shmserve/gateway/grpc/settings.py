@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shmserve.grpc_tls import Tls
+
 
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
     """Where it listens and how.
 
-    `tls` is (server certificate, its key, root certificate of clients or None), all file names;
     `options` are (name, value) pairs for gRPC itself.
     """
 
     addresses: tuple[tuple[str, int], ...]
     compress: bool = False
-    tls: tuple[str, str, str | None] | None = None
+    tls: Tls | None = None
     options: tuple[tuple[str, int], ...] = ()
 
     @classmethod
@@ -25,6 +26,6 @@ class GrpcSettings:
         return cls(
             addresses=tuple((host, port) for host, port in addresses),
             compress=raw["compress"],
-            tls=raw["tls"] and tuple(raw["tls"]),
+            tls=raw["tls"] and Tls(*raw["tls"]),
             options=tuple((name, value) for name, value in raw["options"]),
         )

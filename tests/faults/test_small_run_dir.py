@@ -1,0 +1,93 @@
+"""A run directory on a file system without room, and processes that may open next to nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.faults.scene import assert_recovers, scene
+from tests.faults.small_shm import can_mount
+from tests.raw_http import json_input
+from tests.servers import Server
+from tests.waiting import until
+
+_MOUNT = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the small file system comes; only what runs below `small` sees it."""
+    if not can_mount():
+        pytest.skip("needs the right to mount a small file system (unshare -m)")
+    return tmp_path
+
+
+def small(folder: Path, inodes: int) -> list[str]:
+    return ["unshare", "-m", "sh", "-c", _MOUNT, str(inodes), str(folder)]
+
+
+@pytest.mark.parametrize("inodes", [4, 5])
+def test_no_room_at_the_start(repository: Path, folder: Path, inodes: int) -> None:
+    server = Server([repository], run_dir=folder / "run", prefix=small(folder, inodes))
+    try:
+        assert server.wait_exit(30) == 1
+        assert server.log() == (
+            "shmserve: no socket can be made in the run directory: No space left on device\n"
+        )
+    finally:
+        server.discard()
+
+
+def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
+    """The others are served on; its model says that it is not ready, until there is room again."""
+    server = Server([repository], run_dir=folder / "run", prefix=small(folder, 60))
+    try:
+        server.wait_ready()
+        inside = Path(f"/proc/{server.pid}/root{folder}")
+        full = list(fill(inside))
+        server.one("scheduler identity").kill()
+        server.wait_log("cannot start: no socket can be made in the run directory: No space left")
+        assert not server.answers("/v2/models/identity/ready")
+        with server.http() as http:
+            array = np.arange(16, dtype=np.int32).reshape(1, 16)
+            inputs = [json_input(name, array) for name in ("INPUT0", "INPUT1")]
+            assert http.infer("simple", {"inputs": inputs}).status == 200
+        assert "Traceback" not in server.log()
+        for path in full:
+            path.unlink()
+        until("identity is ready", lambda: server.answers("/v2/models/identity/ready"), 10)
+        with scene(server) as stage:
+            assert_recovers(stage, time.monotonic())
+        server.stop()
+    finally:
+        server.discard()
+
+
+def fill(folder: Path) -> Iterator[Path]:
+    """Files until there is no room for one more."""
+    for number in range(1000):
+        path = folder / f"file-{number}"
+        try:
+            path.touch()
+        except OSError:
+            return
+        yield path
+
+
+def test_too_few_descriptors(repository: Path) -> None:
+    """It would call itself ready, and take one connection."""
+    limited = ["prlimit", "--nofile=100:100"]
+    server = Server([repository], prefix=limited)
+    try:
+        assert server.wait_exit(30) == 2
+        assert server.log() == (
+            "shmserve: a process may have 100 open files here, at least 256 are needed "
+            "(ulimit -Hn)\n"
+        )
+        assert not server.run_dir.exists()
+    finally:
+        server.discard()
