@@ -227,7 +227,7 @@ class Server:
     def assert_gone(self, members: Sequence[psutil.Process], within_s: float = 3.0) -> None:
         """Asserts that these processes end, and that the run directory is gone."""
         _, alive = psutil.wait_procs(members, timeout=within_s)
-        alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        alive = list(filter(runs, alive))
         assert not alive, f"left behind: {list(map(title, alive))}\n{self.log()[-6000:]}"
         until("the run directory is gone", lambda: not self.run_dir.exists(), within_s)
         with open("/proc/net/unix") as table:
@@ -318,6 +318,13 @@ def run_command(
         check=False,
         **options,  # type: ignore[call-overload]
     )
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process is neither gone nor waits only for somebody to hear of its end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def stopped(process: psutil.Process) -> None:

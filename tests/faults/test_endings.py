@@ -13,7 +13,7 @@ import psutil
 
 from tests.crowd import crowd
 from tests.faults.scene import RECOVERY_S, start_processes, wait_replaced
-from tests.leaks import made_since, unix_sockets
+from tests.leaks import made_since
 from tests.load import Load
 from tests.servers import Server, running
 from tests.waiting import until
@@ -23,10 +23,7 @@ _ORPHANS_S = 1.0
 
 def assert_nothing_is_left(server: Server, members: list[psutil.Process]) -> None:
     """The children of a killed supervisor die with it, and clear up."""
-    _, alive = psutil.wait_procs(members, timeout=_ORPHANS_S)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    until("the run directory is gone", lambda: not server.run_dir.exists(), _ORPHANS_S)
-    assert unix_sockets(server.run_dir) == 0
+    server.assert_gone(members, _ORPHANS_S)
 
 
 def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:

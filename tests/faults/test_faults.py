@@ -29,7 +29,7 @@ from tests.faults.scene import (
 )
 from tests.raw_http import Reply, in_region, raw_connection, shm_input
 from tests.regions import SharedObject
-from tests.servers import Server, wait_gone
+from tests.servers import Server, runs, wait_gone
 from tests.waiting import until
 
 # The workers share torch's pages with the zygote they come from: not with the one that follows it.
@@ -90,7 +90,7 @@ def stop_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
         victim = stage.process(child)
         victim.kill()
         wait_replaced(stage.server, victim, child, within_s=15.0)
-        assert not old.is_running() or old.status() == psutil.STATUS_ZOMBIE
+        assert not runs(old)
 
     return commit
 
