@@ -113,24 +113,24 @@ def _reshape(
             "cannot have empty reshape for non-batching model as scalar tensors are not supported",
             (_MAX_BATCH_SIZE,),
         )
-    if wrong := _no_dims(shape):
-        for index in wrong:
-            yield Problem(
-                (*key, index),
-                "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size "
-                "dimension",
-            )
-    elif (-1 in dims) != (-1 in shape):
+    for index in _no_dims(shape):
+        yield Problem(
+            (*key, index),
+            "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension",
+        )
+    if _no_dims(shape) or _no_dims(dims):
+        return
+    if (-1 in dims) != (-1 in shape):
         yield Problem(key, "has different size for dims and reshape", needs)
-    else:
-        # A -1 carries its size across, in order; the stretches between them must hold the same
-        # number of elements on both sides.
-        before, after = _products(dims), _products(shape)
-        if len(before) != len(after):
-            text = "has different number of variable-size dimensions for dims and reshape"
-            yield Problem(key, text, needs)
-        elif before != after:
-            yield Problem(key, "has different size for dims and reshape", needs)
+        return
+    # A -1 carries its size across, in order; the stretches between them must hold the same number
+    # of elements on both sides.
+    before, after = _products(dims), _products(shape)
+    if len(before) != len(after):
+        text = "has different number of variable-size dimensions for dims and reshape"
+        yield Problem(key, text, needs)
+    elif before != after:
+        yield Problem(key, "has different size for dims and reshape", needs)
 
 
 def _no_dims(dims: Sequence[int]) -> list[int]:

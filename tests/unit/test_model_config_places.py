@@ -202,6 +202,11 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
          ["dynamic_batching.preferred_batch_size[1]"]),
         # A rule about two things needs both.
         (
+            "input { name: 'a' data_type: TYPE_FP32 dims: [0, 4] reshape { shape: 4 } }",
+            [],
+            ["input[0].dims[0]"],
+        ),
+        (
             "input { name: 'a' data_type: TYPE_FP32 dims: [x, 4] reshape { shape: 4 } }",
             ["input[0].dims[0]"],
             [],
