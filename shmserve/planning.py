@@ -15,7 +15,7 @@ from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 if TYPE_CHECKING:
     from shmserve.config import ServerConfig
     from shmserve.devices import Accelerators
-    from shmserve.model_config import ModelConfig
+    from shmserve.model_config import ModelConfig, Source
     from shmserve.repository import ModelFolder
 
 logger = logging.getLogger(__name__)
@@ -58,17 +58,25 @@ class Planner:
         `override` is a configuration in JSON that replaces config.pbtxt, `files` ("1/model.py")
         replace the folder. Raises ShmserveError with Triton's texts.
         """
-        problem = ""
         try:
             folder = self._folder(name, override, files)
-            config = self._read(folder, override)
-            self._validate(config, folder, complete=False)
+        except ShmserveError as error:
+            raise _not_polled(name, error) from None
+        try:
+            return self._plans(folder, override)
+        except BaseException:
+            self._remove(folder.path)
+            raise
+
+    def _plans(self, folder: ModelFolder, override: str) -> list[Plan]:
+        name, problem = folder.name, ""
+        try:
+            config, source = self._read(folder, override)
+            self._validate(config, folder, source, complete=False)
         except model_config.LoadProblem as error:
             problem = error.message
         except ShmserveError as error:
-            raise Internal(
-                f"failed to load '{name}', failed to poll from model repository: {error.message}"
-            ) from None
+            raise _not_polled(name, error) from None
         versions = repository.versions_to_load(config, folder.versions)
         for version in repository.missing_versions(config, folder.versions):
             logger.error(
@@ -85,7 +93,7 @@ class Planner:
         if reason is not None:
             raise InvalidArgument(reason)
         as_dict = model_config.to_dict(config)
-        complete = partial(self._complete, config, folder)
+        complete = partial(self._complete, config, folder, source)
         return [
             Plan(
                 name=name,
@@ -100,8 +108,11 @@ class Planner:
 
     def discard(self, plan: Plan) -> None:
         """Nothing of `plan` runs any more: remove what a load request's files were written to."""
-        if plan.model_dir.is_relative_to(self._overrides):
-            repository.discard_override(plan.model_dir)
+        self._remove(plan.model_dir)
+
+    def _remove(self, folder: Path) -> None:
+        if folder.is_relative_to(self._overrides):
+            repository.discard_override(folder)
 
     def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
         if files:
@@ -116,27 +127,33 @@ class Planner:
             raise InvalidArgument(folder.problem)
         return folder
 
-    def _read(self, folder: ModelFolder, override: str) -> ModelConfig:
-        config = repository.read_config(folder, override)
+    def _read(self, folder: ModelFolder, override: str) -> tuple[ModelConfig, Source]:
+        config, source = repository.read_config(folder, override)
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(config, folder.name, files)
-        return model_config.normalise(config, folder.name, self._accelerators.count)
+        return model_config.normalise(config, folder.name, self._accelerators.count), source
 
-    def _validate(self, config: ModelConfig, folder: ModelFolder, *, complete: bool) -> None:
+    def _validate(
+        self, config: ModelConfig, folder: ModelFolder, source: Source, *, complete: bool
+    ) -> None:
         model_config.validate(
-            config, gpu_count=self._accelerators.count, complete=complete, model_dir=folder.path
+            config,
+            gpu_count=self._accelerators.count,
+            complete=complete,
+            model_dir=folder.path,
+            source=source,
         )
 
     def _complete(
-        self, config: ModelConfig, folder: ModelFolder, completed: dict[str, Any]
+        self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
     ) -> dict[str, Any]:
         """The final configuration, after the model said its part; raises InvalidArgument."""
         count = self._accelerators.count
         merged = config
         if self._config.auto_complete or config.backend == "native":
-            merged = model_config.merge_autocomplete(config, completed)
+            merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
-        self._validate(merged, folder, complete=True)
+        self._validate(merged, folder, source, complete=True)
         reason = model_config.unsupported(merged)
         if reason is not None:
             raise InvalidArgument(reason)
@@ -151,6 +168,12 @@ class Planner:
     def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
         """What GET /v2/models/NAME shows."""
         return model_config.metadata(model_config.from_json(config), map(int, versions))
+
+
+def _not_polled(name: str, error: ShmserveError) -> Internal:
+    return Internal(
+        f"failed to load '{name}', failed to poll from model repository: {error.message}"
+    )
 
 
 def _unavailable(versions: list[int], problem: str) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from google.protobuf import text_format
 
 from shmserve.errors import InvalidArgument
-from shmserve.model_config import ModelConfig, from_json, parse_pbtxt
+from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
 from shmserve.model_names import check_model_name, is_model_name
 
 CONFIG_FILE = "config.pbtxt"
@@ -89,28 +89,31 @@ def find(repositories: Sequence[Path], name: str) -> ModelFolder | None:
     return found[0] if found else None
 
 
-def read_config(folder: ModelFolder, override: str = "") -> ModelConfig:
+def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, Source]:
     """The configuration that a folder's config.pbtxt, or the JSON `override` in its place, says.
 
     Nothing is filled in but the name. A folder without config.pbtxt gives what is known without:
-    nothing, or for `inline_model` the native backend and the class. Raises InvalidArgument for what
-    `parse_pbtxt` and `from_json` refuse and for a name that is not the folder's.
+    nothing, or for `inline_model` the native backend and the class. A name that is not the folder's
+    is one more problem of the source. Raises InvalidArgument as `read_pbtxt` and `read_json` do.
     """
+    source = UNWRITTEN
     if override:
-        config = from_json(override)
+        config, source = read_json(override)
     elif folder.file is not None:
         config = _inline_config(folder)
     elif folder.config_path is not None:
-        config = parse_pbtxt(_read_text(folder.config_path), f"{folder.name}/{CONFIG_FILE}")
+        text = _read_text(folder.config_path)
+        config, source = read_pbtxt(text, f"{folder.name}/{CONFIG_FILE}")
     else:
         config = ModelConfig()
     if config.name and config.name != folder.name:
-        raise InvalidArgument(
+        source = source.refusing(
+            ("name",),
             f"unexpected directory name '{folder.name}' for model '{config.name}', directory name "
-            "must equal model name"
+            "must equal model name",
         )
     config.name = folder.name
-    return config
+    return config, source
 
 
 def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]:
@@ -146,10 +149,11 @@ def materialise_override(
     """Write a model's folder from a load request and return it: `base_dir`/<unique>/`name`.
 
     `files` maps "1/model.py" to contents; `config_json` becomes its config.pbtxt. `base_dir` is the
-    server's own. Raises InvalidArgument for a path that is absolute, has a ".." or is used twice.
+    server's own. Raises InvalidArgument for a path that is absolute, has a ".." or is used twice,
+    and as `read_json` does.
     """
     check_model_name(name)
-    config = from_json(config_json)
+    config, _ = read_json(config_json)
     contents = dict(files)
     contents[CONFIG_FILE] = text_format.MessageToString(config).encode()
     base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.errors import InvalidArgument
 from shmserve.model_config.parse import from_json
+from shmserve.model_config.source import UNWRITTEN, Key, Problem, Source
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _COMPLETABLE = (
@@ -17,40 +17,47 @@ _COMPLETABLE = (
 )
 
 
-def merge_autocomplete(config: ModelConfig, completed: dict[str, Any]) -> ModelConfig:
+def merge_autocomplete(
+    config: ModelConfig, completed: dict[str, Any], source: Source = UNWRITTEN
+) -> ModelConfig:
     """`config`, and of `completed` what `config` leaves open.
 
     `completed` is a configuration in JSON form, whole or only what the model adds; of it only
     max_batch_size, input, output, dynamic_batching and model_transaction_policy count. What the
-    author wrote stays, but for a max_batch_size that the model raises. Raises InvalidArgument, one
-    line a conflict, where the model contradicts it.
+    author wrote (in `source`) stays, but for a max_batch_size that the model raises. Raises
+    InvalidArgument, one line a conflict as `Source.check` writes it, where the model contradicts
+    it.
     """
     given = {name: completed[name] for name in _COMPLETABLE if name in completed}
     model = from_json(given, "auto-completed configuration")
     merged = ModelConfig()
     merged.CopyFrom(config)
     conflicts = _merge_batching(merged, model, stated="max_batch_size" in given)
-    for written, derived in ((merged.input, model.input), (merged.output, model.output)):
+    for kind, written, derived in (
+        ("input", merged.input, model.input),
+        ("output", merged.output, model.output),
+    ):
         for tensor in derived:
-            same = next((known for known in written if known.name == tensor.name), None)
-            if same is None:
-                written.add().CopyFrom(tensor)  # type: ignore[arg-type]
+            names = [known.name for known in written]
+            if tensor.name in names:
+                index = names.index(tensor.name)
+                conflicts += _merge_tensor(config.name, (kind, index), written[index], tensor)
             else:
-                conflicts += _merge_tensor(config.name, same, tensor)
-    if conflicts:
-        raise InvalidArgument("\n".join(conflicts))
+                written.add().CopyFrom(tensor)  # type: ignore[arg-type]
+    source.check(merged, conflicts)
     return merged
 
 
-def _merge_batching(merged: ModelConfig, model: ModelConfig, *, stated: bool) -> list[str]:
+def _merge_batching(merged: ModelConfig, model: ModelConfig, *, stated: bool) -> list[Problem]:
     conflicts = []
     name = merged.name
     if stated and merged.max_batch_size > model.max_batch_size:
-        conflicts.append(
+        text = (
             f"configuration specified max_batch_size {merged.max_batch_size}, but in "
             f"auto-complete-config function for model '{name}' specified max_batch_size "
             f"{model.max_batch_size}"
         )
+        conflicts.append(Problem(("max_batch_size",), text))
     elif model.max_batch_size > merged.max_batch_size:
         merged.max_batch_size = model.max_batch_size
     chosen = merged.WhichOneof("scheduling_choice")
@@ -58,38 +65,41 @@ def _merge_batching(merged: ModelConfig, model: ModelConfig, *, stated: bool) ->
         if chosen is None:
             merged.dynamic_batching.CopyFrom(model.dynamic_batching)
         elif chosen != "dynamic_batching":
-            conflicts.append(
+            text = (
                 f"Configuration specified scheduling_choice as '{chosen}', but "
                 f"auto-complete-config function for model '{name}' tries to set "
                 f"scheduling_choice as 'dynamic_batching'"
             )
+            conflicts.append(Problem((chosen,), text))
     if model.HasField("model_transaction_policy"):
         decoupled = merged.model_transaction_policy.decoupled
         if not merged.HasField("model_transaction_policy"):
             merged.model_transaction_policy.CopyFrom(model.model_transaction_policy)
         elif decoupled != model.model_transaction_policy.decoupled:
-            conflicts.append(
+            text = (
                 f"trying to change decoupled property in auto-complete-config for model '{name}', "
                 f"which is already set to '{decoupled}'."
             )
+            conflicts.append(Problem(("model_transaction_policy", "decoupled"), text))
     return conflicts
 
 
 def _merge_tensor(
-    model_name: str, written: ModelInput | ModelOutput, derived: ModelInput | ModelOutput
-) -> list[str]:
-    kind = "input" if isinstance(written, ModelInput) else "output"
+    model_name: str, at: Key, written: ModelInput | ModelOutput, derived: ModelInput | ModelOutput
+) -> list[Problem]:
     if written.data_type and derived.data_type and written.data_type != derived.data_type:
-        return [
+        text = (
             f"unable to load model '{model_name}', configuration expects datatype "
-            f"{DataType.Name(written.data_type)} for {kind} '{written.name}', model provides "
+            f"{DataType.Name(written.data_type)} for {at[0]} '{written.name}', model provides "
             f"{DataType.Name(derived.data_type)}"
-        ]
+        )
+        return [Problem((*at, "data_type"), text)]
     if written.dims and derived.dims and written.dims != derived.dims:
-        return [
+        text = (
             f"model '{model_name}', tensor '{written.name}': the model expects dims "
             f"{list(derived.dims)} but the model configuration specifies dims {list(written.dims)}"
-        ]
+        )
+        return [Problem((*at, "dims"), text)]
     if not written.data_type:
         written.data_type = derived.data_type
     if not written.dims:

@@ -13,6 +13,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from shmserve.errors import clip
+from shmserve.model_config.source import Key, Problem, member
 from shmserve.model_config.tree import Block, Entry, Scalar
 
 _INT_RANGES: dict[int, tuple[int, int]] = {
@@ -56,31 +57,35 @@ class _Wrong(Exception):
 
 @dataclass(slots=True)
 class Builder:
-    """One filling: `origin` names the source in each problem; `json`: values as in proto3 JSON."""
+    """One filling; `json`: values as in proto3 JSON. `places` and `problems` as of a `Source`."""
 
-    origin: str
     json: bool = False
-    problems: list[str] = field(default_factory=list)
+    places: dict[Key, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
 
-    def fill(self, message: Message, block: Block, path: str = "") -> None:
-        """Set every entry of `block` on `message`; add what does not fit to `problems`."""
+    def fill(self, message: Message, block: Block, path: Key = ()) -> None:
+        """Set every entry of `block` on `message`; add what does not fit to `problems`.
+
+        What does not fit in a list leaves an empty element, so that the others keep their numbers.
+        """
         descriptor = cast("Descriptor", message.DESCRIPTOR)
         seen: dict[str, str] = {}
         for entry in block.entries:
             target = self._find(descriptor, entry)
-            here = f"{path}.{entry.name}" if path else entry.name
             if target is None:
-                self._problem(entry.at, here, _unknown_field(descriptor, entry.name))
+                unknown = _unknown_field(descriptor, entry.name)
+                self._problem(entry.at, (*path, entry.name), unknown)
                 continue
+            here = (*path, target.name)
+            self.places.setdefault(here, entry.at)
             clash = _clash(target, seen)
             if clash:
                 self._problem(entry.at, here, clash)
                 continue
             self._set(message, target, entry, here)
 
-    def _problem(self, at: str, path: str, message: str) -> None:
-        position = f"{at}:" if at else ""
-        self.problems.append(f"{self.origin}:{position} {path}: {message}")
+    def _problem(self, at: str, key: Key, text: str) -> None:
+        self.problems.append(Problem(key, text, at=at))
 
     def _find(self, descriptor: Descriptor, entry: Entry) -> FieldDescriptor | None:
         found = descriptor.fields_by_name.get(entry.name)
@@ -88,7 +93,7 @@ class Builder:
             found = descriptor.fields_by_camelcase_name.get(entry.name)
         return found
 
-    def _set(self, message: Message, target: FieldDescriptor, entry: Entry, path: str) -> None:
+    def _set(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
         is_message = target.message_type is not None
         if not is_message and not entry.colon:
             self._problem(entry.at, path, 'expected ":" between the name and its value')
@@ -104,7 +109,10 @@ class Builder:
             self._problem(entry.at, path, "expected a list")
             return
         for value in entry.values:
-            place = f"{path}[{len(getattr(message, target.name))}]" if repeated else path
+            place = path
+            if repeated:
+                place = (*path, len(getattr(message, target.name)))
+                self.places[place] = value.at if entry.listed else entry.at
             try:
                 if is_message:
                     self._set_message(message, target, value, place)
@@ -112,9 +120,11 @@ class Builder:
                     _assign(message, target, self._scalar(target, value))
             except _Wrong as wrong:
                 self._problem(value.at, place, str(wrong))
+                if repeated:
+                    _add_empty(getattr(message, target.name), target)
 
     def _set_message(
-        self, message: Message, target: FieldDescriptor, value: Scalar | Block, path: str
+        self, message: Message, target: FieldDescriptor, value: Scalar | Block, path: Key
     ) -> None:
         if isinstance(value, Scalar):
             raise _Wrong(f"expected {{ ... }}, found {clip(value.source)}")
@@ -125,7 +135,7 @@ class Builder:
             child.SetInParent()
         self.fill(child, value, path)
 
-    def _set_map(self, message: Message, target: FieldDescriptor, entry: Entry, path: str) -> None:
+    def _set_map(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
         if self.json and entry.listed:
             self._problem(entry.at, path, "expected { ... }, found a list")
             return
@@ -134,10 +144,15 @@ class Builder:
             if isinstance(value, Scalar):
                 self._problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
                 continue
-            for pair_block in map(_pair, value.entries) if self.json else [value]:
+            at = value.at if entry.listed else entry.at
+            pairs = map(_pair, value.entries) if self.json else [Block(at, value.entries)]
+            for block in pairs:
                 pair = container.GetEntryClass()()
-                self.fill(pair, pair_block, path)
-                _put(container, pair)
+                known = len(self.problems)
+                self.fill(pair, block, path)
+                if len(self.problems) == known:
+                    self.places[*path, member(pair.key)] = block.at
+                    _put(container, pair)
 
     def _scalar(self, target: FieldDescriptor, value: Scalar | Block) -> Any:
         if isinstance(value, Block):
@@ -248,6 +263,13 @@ def _assign(message: Message, target: FieldDescriptor, value: Any) -> None:
         getattr(message, target.name).append(value)
     else:
         setattr(message, target.name, value)
+
+
+def _add_empty(container: Any, target: FieldDescriptor) -> None:
+    if target.message_type is not None:
+        container.add()
+    else:
+        container.append("" if target.cpp_type == FieldDescriptor.CPPTYPE_STRING else 0)
 
 
 def _put(container: Any, pair: Any) -> None:

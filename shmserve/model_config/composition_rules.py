@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelSequenceBatching
+from shmserve.model_config.source import Key, Problem, member, repeats
+from shmserve.proto.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelInput,
+    ModelOutput,
+    ModelSequenceBatching,
+)
 
 _Control = ModelSequenceBatching.Control
+_SEQUENCE: Key = ("sequence_batching",)
+_STEP: Key = ("ensemble_scheduling", "step")
 _FALSE_TRUE = ("int32_false_true", "fp32_false_true", "bool_false_true")
 _ONE_OF_THEM = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
 _CORRELATION_TYPES = (
@@ -19,137 +27,179 @@ _CORRELATION_TYPES = (
 )
 
 
-def sequence_problems(config: ModelConfig) -> Iterator[str]:
+def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
     """What is wrong with sequence_batching."""
     name, batching = config.name, config.sequence_batching
-    kinds = Counter(control.kind for given in batching.control_input for control in given.control)
-    for kind, count in kinds.items():
-        if count > 1:
-            title = _Control.Kind.Name(kind)
-            yield f"sequence batching specifies multiple {title} tensors for {name}"
-    for given in batching.control_input:
+    controls = [
+        ((*_SEQUENCE, "control_input", i, "control", j), control)
+        for i, given in enumerate(batching.control_input)
+        for j, control in enumerate(given.control)
+    ]
+    for key, kind, first in repeats(((*at, "kind"), control.kind) for at, control in controls):
+        title = _Control.Kind.Name(kind)
+        text = f"sequence batching specifies multiple {title} tensors for {name}"
+        yield Problem(key, text, (first,))
+    for index, given in enumerate(batching.control_input):
         if not given.name:
-            yield f"sequence batching control tensor must have a name for {name}"
-        for control in given.control:
-            yield from _control(control, name)
-    for size in batching.oldest.preferred_batch_size:
+            text = f"sequence batching control tensor must have a name for {name}"
+            yield Problem((*_SEQUENCE, "control_input", index, "name"), text)
+    for at, control in controls:
+        yield from _control(at, control, name)
+    for index, size in enumerate(batching.oldest.preferred_batch_size):
+        key = (*_SEQUENCE, "oldest", "preferred_batch_size", index)
+        subject = "sequence batching preferred batch size must be"
         if size <= 0:
-            yield f"sequence batching preferred batch size must be positive for {name}"
+            yield Problem(key, f"{subject} positive for {name}")
         if size > config.max_batch_size:
-            yield f"sequence batching preferred batch size must be <= max batch size for {name}"
+            text = f"{subject} <= max batch size for {name}"
+            yield Problem(key, text, (("max_batch_size",),))
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
-        yield f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"
-    for state in batching.state:
-        yield from _state(state)
+        key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
+        text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"
+        yield Problem(key, text)
+    for index, state in enumerate(batching.state):
+        yield from _state((*_SEQUENCE, "state", index), state)
 
 
-def _control(control: ModelSequenceBatching.Control, name: str) -> Iterator[str]:
+def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iterator[Problem]:
     kind = _Control.Kind.Name(control.kind)
+    needs = ((*at, "kind"),)
     given = [field for field in _FALSE_TRUE if len(getattr(control, field))]
     if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
         if control.data_type not in _CORRELATION_TYPES:
-            yield (
+            text = (
                 f"unexpected data type for control {kind} for {name}. Allowed data types are "
                 "TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
             )
+            yield Problem((*at, "data_type"), text, needs)
         if given:
             choices = _ONE_OF_THEM.format("or")
-            yield f"sequence batching must not specify either {choices} for {kind} for {name}"
+            text = f"sequence batching must not specify either {choices} for {kind} for {name}"
+            yield Problem((*at, given[0]), text, needs)
         return
     if not given:
         choices = _ONE_OF_THEM.format("or")
-        yield f"sequence batching must specify either {choices} for {kind} for {name}"
+        yield Problem(
+            at, f"sequence batching must specify either {choices} for {kind} for {name}", needs
+        )
     if len(given) > 1:
         choices = _ONE_OF_THEM.format("and")
-        yield f"sequence batching specifies more than one from {choices} for {kind} for {name}"
+        text = f"sequence batching specifies more than one from {choices} for {kind} for {name}"
+        yield Problem((*at, given[1]), text, needs)
     for field in given:
         if len(getattr(control, field)) != 2:
-            yield (
+            text = (
                 f"sequence batching control '{field}' must have exactly 2 entries for {kind} "
                 f"for {name}"
             )
+            yield Problem((*at, field), text, needs)
 
 
-def _state(state: ModelSequenceBatching.State) -> Iterator[str]:
+def _state(at: Key, state: ModelSequenceBatching.State) -> Iterator[Problem]:
     tensor = state.input_name
     if len(state.initial_state) > 1:
-        yield (
+        text = (
             f"initial_state field for state input '{tensor}' must contain exactly one or zero "
             f"element. Found '{len(state.initial_state)}' elements."
         )
-    for initial in state.initial_state:
-        if not initial.name:
-            yield f"Field 'name' must be set when using initial_state for state input '{tensor}'."
-        if initial.data_type != state.data_type:
-            yield (
-                f"The data type used for 'initial_state' field of state '{tensor}' does not match "
-                "the state data type."
-            )
-        if initial.WhichOneof("state_data") is None:
-            yield f"initial_state setting expects state'{tensor}' to have state_data set"
-        if len(initial.dims) != len(state.dims):
-            yield (
-                "Number of dimensions in 'initial_state' doesn't match the size of 'state' "
-                f"dimensions for state input '{tensor}'. {len(initial.dims)} != {len(state.dims)}"
-            )
-            continue
-        if any(dim < 1 for dim in initial.dims):
-            yield (
+        yield Problem((*at, "initial_state"), text)
+    for index, initial in enumerate(state.initial_state):
+        yield from _initial(at, (*at, "initial_state", index), state, initial)
+
+
+def _initial(
+    state_at: Key,
+    at: Key,
+    state: ModelSequenceBatching.State,
+    initial: ModelSequenceBatching.InitialState,
+) -> Iterator[Problem]:
+    tensor = state.input_name
+    if not initial.name:
+        text = f"Field 'name' must be set when using initial_state for state input '{tensor}'."
+        yield Problem((*at, "name"), text)
+    if initial.data_type != state.data_type:
+        text = (
+            f"The data type used for 'initial_state' field of state '{tensor}' does not match "
+            "the state data type."
+        )
+        yield Problem((*at, "data_type"), text, ((*state_at, "data_type"),))
+    if initial.WhichOneof("state_data") is None:
+        yield Problem(at, f"initial_state setting expects state'{tensor}' to have state_data set")
+    dims, needs = (*at, "dims"), ((*state_at, "dims"),)
+    if len(initial.dims) != len(state.dims):
+        text = (
+            "Number of dimensions in 'initial_state' doesn't match the size of 'state' "
+            f"dimensions for state input '{tensor}'. {len(initial.dims)} != {len(state.dims)}"
+        )
+        yield Problem(dims, text, needs)
+        return
+    for index, (mine, its) in enumerate(zip(initial.dims, state.dims, strict=True)):
+        if mine < 1:
+            text = (
                 f"'initial_state' field for state input name '{tensor}' contains variable "
                 "dimensions."
             )
-        for mine, its in zip(initial.dims, state.dims, strict=True):
-            if its != -1 and mine != its:
-                yield (
-                    f"'initial_state' dim for input name '{tensor}' doesn't match 'state' dim "
-                    f"description. {mine} != {its}"
-                )
+            yield Problem((*dims, index), text)
+        if its not in (-1, mine):
+            text = (
+                f"'initial_state' dim for input name '{tensor}' doesn't match 'state' dim "
+                f"description. {mine} != {its}"
+            )
+            yield Problem((*dims, index), text, needs)
 
 
-def ensemble_problems(config: ModelConfig) -> Iterator[str]:
+def ensemble_problems(config: ModelConfig) -> Iterator[Problem]:
     """What is wrong with an ensemble, as far as it shows without the models it calls."""
-    name = config.name
-    if not config.platform:
-        yield f"unexpected platform type '' for {name}"
+    name, platform = config.name, config.platform
+    if not platform:
+        yield Problem(("platform",), f"unexpected platform type '' for {name}")
     if not config.HasField("ensemble_scheduling"):
-        yield (
-            f"ensemble scheduling must be set for ensemble {name} whose platform is "
-            f"{config.platform}"
-        )
+        text = f"ensemble scheduling must be set for ensemble {name} whose platform is {platform}"
+        yield Problem(("ensemble_scheduling",), text, (("platform",),))
         return
     if config.instance_group:
-        yield f"instance group should not be specified for ensemble '{name}'"
+        text = f"instance group should not be specified for ensemble '{name}'"
+        yield Problem(("instance_group",), text)
     if config.HasField("optimization"):
-        yield f"optimization should not be specified for ensemble '{name}'"
+        text = f"optimization should not be specified for ensemble '{name}'"
+        yield Problem(("optimization",), text)
     if config.model_warmup:
-        yield f"model_warmup can not be specified for ensemble '{name}'"
+        text = f"model_warmup can not be specified for ensemble '{name}'"
+        yield Problem(("model_warmup",), text)
     steps = config.ensemble_scheduling.step
     if not steps:
-        yield f"must specify 'step' for ensemble '{name}'"
+        yield Problem(_STEP, f"must specify 'step' for ensemble '{name}'")
     for index, step in enumerate(steps):
         for field in ("model_name", "input_map", "output_map"):
             if not getattr(step, field):
-                yield f"must specify '{field}' in step {index} of ensemble '{name}'"
+                text = f"must specify '{field}' in step {index} of ensemble '{name}'"
+                yield Problem((*_STEP, index, field), text)
     yield from _links(config)
 
 
-def _links(config: ModelConfig) -> Iterator[str]:
+def _links(config: ModelConfig) -> Iterator[Problem]:
     """Every tensor of the graph is written once, and both ends of the ensemble are connected."""
-    name = config.name
-    written: set[str] = set()
-    read: set[str] = set()
-    for index, step in enumerate(config.ensemble_scheduling.step):
-        read.update(step.input_map.values())
-        for tensor in step.output_map.values():
-            if tensor in written:
-                yield (
-                    f"ensemble tensor '{tensor}' can appear in an output map only once for "
-                    f"ensemble '{name}' step {index}"
-                )
-            written.add(tensor)
-    for io in config.input:
-        if io.name not in read:
-            yield f"ensemble input '{io.name}' for ensemble {name}' is not used"
-    for out in config.output:
-        if out.name not in written:
-            yield f"ensemble output '{out.name}' for ensemble {name}' is not used"
+    name, steps = config.name, config.ensemble_scheduling.step
+    read = {tensor for step in steps for tensor in step.input_map.values()}
+    written = {
+        (*_STEP, index, "output_map", member(output)): tensor
+        for index, step in enumerate(steps)
+        for output, tensor in sorted(step.output_map.items())
+    }
+    for key, tensor, first in repeats(written.items()):
+        text = (
+            f"ensemble tensor '{tensor}' can appear in an output map only once for "
+            f"ensemble '{name}' step {key[len(_STEP)]}"
+        )
+        yield Problem(key, text, (first,))
+    yield from _unused(config, "input", config.input, read)
+    yield from _unused(config, "output", config.output, set(written.values()))
+
+
+def _unused(
+    config: ModelConfig, end: str, tensors: Sequence[ModelInput | ModelOutput], linked: set[str]
+) -> Iterator[Problem]:
+    for index, io in enumerate(tensors):
+        if io.name and io.name not in linked:
+            text = f"ensemble {end} '{io.name}' for ensemble {config.name}' is not used"
+            yield Problem((end, index, "name"), text, (_STEP,))

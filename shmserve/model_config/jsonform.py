@@ -3,52 +3,68 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
+from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from shmserve.model_config.build import is_map, is_repeated
-from shmserve.model_config.tree import MAX_DEPTH, Block, Entry, Malformed, Scalar
+from shmserve.model_config.tree import MAX_DEPTH, Block, Entry, Lines, Malformed, Scalar
 
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 
 
-def tree_from_json(value: dict[str, Any]) -> Block:
+# What begins a name or a value in JSON.
+_BEGINNING = re.compile(r'"(?:[^"\\]++|\\.)*+"|[{\[]|[^\s{}\[\]:,"]+', re.DOTALL)
+
+
+def tree_from_json(value: dict[str, Any], text: str = "") -> Block:
     """The tree of a decoded JSON object; null members are left out.
 
-    Raises Malformed for a member that JSON could not have held, for lists of lists and for nesting
-    beyond `MAX_DEPTH`.
+    With the positions in the `text` that it was decoded from, where there is one. Raises Malformed
+    for a member that JSON could not have held, for lists of lists and for nesting beyond
+    `MAX_DEPTH`.
     """
-    return _block(value, 1)
+    places: Iterator[str] = repeat("")
+    if text:
+        # A decoded object keeps the order of its text: so they come in the order they are asked.
+        places = map(Lines(text).at, (found.start() for found in _BEGINNING.finditer(text)))
+    return _block(value, next(places), places, 1)
 
 
-def _block(value: dict[Any, Any], depth: int) -> Block:
+def _block(value: dict[Any, Any], at: str, places: Iterator[str], depth: int) -> Block:
     if depth > MAX_DEPTH:
-        raise Malformed("", f"nested deeper than {MAX_DEPTH}")
-    block = Block("")
+        raise Malformed(at, f"nested deeper than {MAX_DEPTH}")
+    block = Block(at)
     for name, member in value.items():
+        name_at = next(places)
         if member is None:
+            next(places)
             continue
         listed = isinstance(member, list | tuple)
-        members = member if listed else [member]
-        values = [_value(item, depth) for item in members]
-        block.entries.append(Entry(str(name), values, listed, True, ""))
+        if listed:
+            next(places)
+        values = [_value(item, places, depth) for item in (member if listed else [member])]
+        block.entries.append(Entry(str(name), values, listed, True, name_at))
     return block
 
 
-def _value(value: object, depth: int) -> Scalar | Block:
+def _value(value: object, places: Iterator[str], depth: int) -> Scalar | Block:
+    at = next(places)
     if isinstance(value, dict):
-        return _block(value, depth + 1)
+        return _block(value, at, places, depth + 1)
     if isinstance(value, bool):
-        return Scalar("bool", value, "true" if value else "false", "")
+        return Scalar("bool", value, "true" if value else "false", at)
     if isinstance(value, int | float):
-        return Scalar("number", value, _number_source(value), "")
+        return Scalar("number", value, _number_source(value), at)
     if isinstance(value, str):
-        return Scalar("string", value.encode("utf-8", "surrogatepass"), f'"{value}"', "")
+        return Scalar("string", value.encode("utf-8", "surrogatepass"), f'"{value}"', at)
     found = "a list in a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-    raise Malformed("", f"unexpected value: {'null in a list' if value is None else found}")
+    raise Malformed(at, f"unexpected value: {'null in a list' if value is None else found}")
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:

@@ -9,34 +9,31 @@ from shmserve.doubles import members
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.build import Builder
 from shmserve.model_config.jsonform import tree_from_json
+from shmserve.model_config.source import Source, located
 from shmserve.model_config.text import parse
-from shmserve.model_config.tree import Malformed
+from shmserve.model_config.tree import Block, Malformed
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 
-def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
-    """The message that protobuf text says.
+def read_pbtxt(text: str, file_name: str = "config.pbtxt") -> tuple[ModelConfig, Source]:
+    """The message that protobuf text says, as far as it can be read, and what is where in it.
 
-    Raises InvalidArgument with one line for each mistake, all of them at once:
-    `file_name:LINE:COLUMN: key.path[0]: what is wrong, what was found, the nearest known name`.
-    Text that is not even well formed has one line, for the place where reading stopped.
+    What does not fit the schema is among the problems of the source, for `validate` to tell beside
+    its own. Raises InvalidArgument for text that is not even well formed, with one line for the
+    place where reading stopped.
     """
     try:
-        tree = parse(text)
+        return _filled(Builder(), parse(text), file_name)
     except Malformed as malformed:
-        raise InvalidArgument(f"{file_name}:{malformed.at}: {malformed.message}") from None
-    builder = Builder(file_name)
-    config = ModelConfig()
-    builder.fill(config, tree)
-    _raise_all(builder.problems)
-    return config
+        raise _refusal(file_name, malformed) from None
 
 
-def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfig:
-    """The message that proto3 JSON says; snake_case or camelCase, integers also as strings.
+def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[ModelConfig, Source]:
+    """As `read_pbtxt`, of proto3 JSON; snake_case or camelCase, integers also as strings.
 
-    Raises InvalidArgument with one line for each mistake, `origin: key.path[0]: what is wrong ...`.
+    Positions are those in `value`, and none where that is no text but decoded already.
     """
+    text = value if isinstance(value, str) else ""
     try:
         decoded = json.loads(value, object_pairs_hook=members) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -44,16 +41,35 @@ def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfi
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None
     if not isinstance(decoded, dict):
         raise InvalidArgument(f"{origin}: expected a JSON object")
-    builder = Builder(origin, json=True)
-    config = ModelConfig()
     try:
-        builder.fill(config, tree_from_json(decoded))
+        return _filled(Builder(json=True), tree_from_json(decoded, text), origin)
     except Malformed as malformed:
-        raise InvalidArgument(f"{origin}: {malformed.message}") from None
-    _raise_all(builder.problems)
+        raise _refusal(origin, malformed) from None
+
+
+def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
+    """The message that protobuf text says.
+
+    Raises InvalidArgument with one line for each mistake, all of them at once:
+    `file_name:LINE:COLUMN: key.path[0]: what is wrong, what was found, the nearest known name`.
+    """
+    config, source = read_pbtxt(text, file_name)
+    source.check(config)
     return config
 
 
-def _raise_all(problems: list[str]) -> None:
-    if problems:
-        raise InvalidArgument("\n".join(problems))
+def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfig:
+    """The message that proto3 JSON says; refuses as `parse_pbtxt` does."""
+    config, source = read_json(value, origin)
+    source.check(config)
+    return config
+
+
+def _filled(builder: Builder, tree: Block, origin: str) -> tuple[ModelConfig, Source]:
+    config = ModelConfig()
+    builder.fill(config, tree)
+    return config, Source(origin, builder.places, tuple(builder.problems))
+
+
+def _refusal(origin: str, malformed: Malformed) -> InvalidArgument:
+    return InvalidArgument(f"{located(origin, malformed.at)} {malformed.message}")

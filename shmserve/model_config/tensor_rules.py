@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from shmserve.model_config.source import Key, Problem, repeats
 from shmserve.proto.model_config_pb2 import (
     BatchInput,
     BatchOutput,
@@ -16,101 +16,126 @@ from shmserve.proto.model_config_pb2 import (
 )
 
 _FORMATS = (ModelInput.FORMAT_NHWC, ModelInput.FORMAT_NCHW)
+_MAX_BATCH_SIZE: Key = ("max_batch_size",)
 
 
-def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[str]:
+def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
     """What is wrong with inputs and outputs; `complete` as in `validate`."""
-    for io in config.input:
-        yield from _tensor(io, "model input ", config.max_batch_size, complete)
+    for index, io in enumerate(config.input):
+        at: Key = ("input", index)
+        yield from _tensor(at, io, "model input ", config.max_batch_size, complete)
         if io.format in _FORMATS and io.dims and len(io.dims) != 3:
-            yield "model input NHWC/NCHW require 3 dims"
-    for out in config.output:
-        yield from _tensor(out, "model output ", config.max_batch_size, complete)
-    yield from _repeated([io.name for io in config.input], "model input")
-    yield from _repeated([out.name for out in config.output], "model output")
+            dims = (*at, "dims")
+            yield Problem((*at, "format"), "model input NHWC/NCHW require 3 dims", (dims,))
+    for index, out in enumerate(config.output):
+        yield from _tensor(("output", index), out, "model output ", config.max_batch_size, complete)
+    yield from _repeated("input", config.input)
+    yield from _repeated("output", config.output)
 
 
-def batch_io_problems(config: ModelConfig) -> Iterator[str]:
+def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
     """What is wrong with batch_input and batch_output."""
     inputs = {io.name for io in config.input}
     outputs = {out.name for out in config.output}
-    for made in config.batch_input:
+    for index, made in enumerate(config.batch_input):
+        at: Key = ("batch_input", index)
         kind = BatchInput.Kind.Name(made.kind)
-        yield from _sources(made.source_input, f"batch input kind '{kind}'", inputs)
+        yield from _sources(at, made.source_input, f"batch input kind '{kind}'", inputs)
         if made.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
-            yield "batch input data type must be TYPE_INT32 or TYPE_FP32"
-    for split in config.batch_output:
+            text = "batch input data type must be TYPE_INT32 or TYPE_FP32"
+            yield Problem((*at, "data_type"), text)
+    for index, split in enumerate(config.batch_output):
+        at = ("batch_output", index)
         kind = BatchOutput.Kind.Name(split.kind)
-        yield from _sources(split.source_input, f"batch output kind '{kind}'", inputs)
-        for name, count in Counter(split.target_name).items():
+        yield from _sources(at, split.source_input, f"batch output kind '{kind}'", inputs)
+        targets: dict[Key, str] = {
+            (*at, "target_name", i): name for i, name in enumerate(split.target_name)
+        }
+        for key, name in targets.items():
             if name not in outputs:
-                yield f"unknown target output name '{name}'"
-            if count > 1:
-                yield f"target output name '{name}' can only be specified once"
+                yield Problem(key, f"unknown target output name '{name}'", (("output",),))
+        for key, name, first in repeats(targets.items()):
+            text = f"target output name '{name}' can only be specified once"
+            yield Problem(key, text, (first,))
 
 
-def _sources(names: Sequence[str], subject: str, inputs: set[str]) -> Iterator[str]:
+def _sources(at: Key, names: Sequence[str], subject: str, inputs: set[str]) -> Iterator[Problem]:
+    key = (*at, "source_input")
     if len(names) != 1:
-        yield f"{subject} expects 1 source input, got {len(names)}"
-    for name in names:
+        text = f"{subject} expects 1 source input, got {len(names)}"
+        yield Problem(key, text, ((*at, "kind"),))
+    for index, name in enumerate(names):
         if name not in inputs:
-            yield f"unknown source input name '{name}'"
+            yield Problem((*key, index), f"unknown source input name '{name}'", (("input",),))
 
 
-def _repeated(names: list[str], kind: str) -> Iterator[str]:
-    for name, count in Counter(names).items():
-        if count > 1 and name:
-            yield f"{kind} '{name}' is specified more than once"
+def _repeated(field: str, tensors: Sequence[ModelInput | ModelOutput]) -> Iterator[Problem]:
+    named = (((field, i, "name"), io.name) for i, io in enumerate(tensors) if io.name)
+    for key, name, first in repeats(named):
+        yield Problem(key, f"model {field} '{name}' is specified more than once", (first,))
 
 
 def _tensor(
-    io: ModelInput | ModelOutput, kind: str, max_batch_size: int, complete: bool
-) -> Iterator[str]:
+    at: Key, io: ModelInput | ModelOutput, kind: str, max_batch_size: int, complete: bool
+) -> Iterator[Problem]:
     if not io.name:
-        yield f"{kind}must specify 'name'"
+        yield Problem((*at, "name"), f"{kind}must specify 'name'")
         return
     subject = f"{kind}'{io.name}' "
+    dims = (*at, "dims")
     if complete and io.data_type == DataType.TYPE_INVALID:
-        yield f"{subject}must specify 'data_type'"
+        yield Problem((*at, "data_type"), f"{subject}must specify 'data_type'")
     if complete and not io.dims:
-        yield f"{subject}must specify 'dims'"
-    if not _are_dims(io.dims):
-        yield (
-            f"{subject}dimension must be integer >= 1, or -1 to indicate a variable-size dimension"
+        yield Problem(dims, f"{subject}must specify 'dims'")
+    for index in _no_dims(io.dims):
+        yield Problem(
+            (*dims, index),
+            f"{subject}dimension must be integer >= 1, or -1 to indicate a variable-size dimension",
         )
     if io.HasField("reshape") and io.dims:
-        yield from (
-            f"{subject}{problem}" for problem in _reshape(io.dims, io.reshape.shape, max_batch_size)
-        )
+        for problem in _reshape(at, io.dims, io.reshape.shape, max_batch_size):
+            yield problem._replace(text=f"{subject}{problem.text}")
     if io.is_shape_tensor:
-        yield "shape tensors are only supported for TensorRT platform"
+        text = "shape tensors are only supported for TensorRT platform"
+        yield Problem((*at, "is_shape_tensor"), text)
     if io.is_non_linear_format_io:
-        yield "Non-linear IO format is only supported for the TensorRT platform"
+        text = "Non-linear IO format is only supported for the TensorRT platform"
+        yield Problem((*at, "is_non_linear_format_io"), text)
 
 
-def _reshape(dims: Sequence[int], shape: Sequence[int], max_batch_size: int) -> Iterator[str]:
+def _reshape(
+    at: Key, dims: Sequence[int], shape: Sequence[int], max_batch_size: int
+) -> Iterator[Problem]:
+    key, needs = (*at, "reshape", "shape"), ((*at, "dims"),)
     if not shape and max_batch_size == 0:
-        yield (
-            "cannot have empty reshape for non-batching model as scalar tensors are not supported"
+        yield Problem(
+            key,
+            "cannot have empty reshape for non-batching model as scalar tensors are not supported",
+            (_MAX_BATCH_SIZE,),
         )
-    if not _are_dims(shape):
-        yield (
-            "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"
+    for index in _no_dims(shape):
+        yield Problem(
+            (*key, index),
+            "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension",
         )
-    elif (-1 in dims) != (-1 in shape):
-        yield "has different size for dims and reshape"
-    else:
-        # A -1 carries its size across, in order; the stretches between them must hold the same
-        # number of elements on both sides.
-        before, after = _products(dims), _products(shape)
-        if len(before) != len(after):
-            yield "has different number of variable-size dimensions for dims and reshape"
-        elif before != after:
-            yield "has different size for dims and reshape"
+    if _no_dims(shape) or _no_dims(dims):
+        return
+    if (-1 in dims) != (-1 in shape):
+        yield Problem(key, "has different size for dims and reshape", needs)
+        return
+    # A -1 carries its size across, in order; the stretches between them must hold the same number
+    # of elements on both sides.
+    before, after = _products(dims), _products(shape)
+    if len(before) != len(after):
+        text = "has different number of variable-size dimensions for dims and reshape"
+        yield Problem(key, text, needs)
+    elif before != after:
+        yield Problem(key, "has different size for dims and reshape", needs)
 
 
-def _are_dims(dims: Sequence[int]) -> bool:
-    return all(dim >= 1 or dim == -1 for dim in dims)
+def _no_dims(dims: Sequence[int]) -> list[int]:
+    """Where there is something else than a size or -1."""
+    return [index for index, dim in enumerate(dims) if dim < 1 and dim != -1]
 
 
 def _products(dims: Sequence[int]) -> list[int]:

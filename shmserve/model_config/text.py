@@ -8,12 +8,11 @@ stops at the first unknown name, and a configuration's author wants all of the m
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
 from shmserve.errors import clip
-from shmserve.model_config.tree import MAX_DEPTH, Block, Entry, Malformed, Scalar
+from shmserve.model_config.tree import MAX_DEPTH, Block, Entry, Lines, Malformed, Scalar
 
 _TOKEN = re.compile(
     r"""
@@ -50,7 +49,7 @@ def parse(text: str) -> Block:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self._lines = [0] + [m.end() for m in re.finditer("\n", text)]
+        self._at = Lines(text).at
         self._tokens = self._tokenise(text)
         self._next = 0
 
@@ -59,10 +58,6 @@ class _Parser:
         while self._peek().kind != "end":
             root.entries.append(self._entry(1))
         return root
-
-    def _at(self, offset: int) -> str:
-        line = bisect_right(self._lines, offset)
-        return f"{line}:{offset - self._lines[line - 1] + 1}"
 
     def _tokenise(self, text: str) -> list[_Token]:
         tokens: list[_Token] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,9 +43,21 @@ class Block:
 
 
 class Malformed(Exception):
-    """The text cannot be read at all; `at` is a position ("12:7") or a JSON path."""
+    """The text cannot be read at all; `at` is a position ("12:7"), "" where there is none."""
 
     def __init__(self, at: str, message: str) -> None:
         super().__init__(message)
         self.at = at
         self.message = message
+
+
+class Lines:
+    """The lines of a text: what position an offset is."""
+
+    def __init__(self, text: str) -> None:
+        self._starts = [0] + [match.end() for match in re.finditer("\n", text)]
+
+    def at(self, offset: int) -> str:
+        """ "LINE:COLUMN", both from 1, the column in characters."""
+        line = bisect_right(self._starts, offset)
+        return f"{line}:{offset - self._starts[line - 1] + 1}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.composition_rules import ensemble_problems, sequence_problems
 from shmserve.model_config.normalise import ENSEMBLE, LIBTORCH
+from shmserve.model_config.source import UNWRITTEN, Key, Problem, Source, repeats
 from shmserve.model_config.tensor_rules import batch_io_problems, tensor_problems
 from shmserve.proto.model_config_pb2 import (
     ModelConfig,
@@ -20,36 +20,44 @@ from shmserve.proto.model_config_pb2 import (
 # Of one group: each is a process, and the supervisor keeps a place for it before it is started.
 _MOST_INSTANCES = 4096
 
+_DYNAMIC: Key = ("dynamic_batching",)
+_GROUP: Key = ("instance_group",)
+
 
 class LoadProblem(InvalidArgument):
     """Broken rules that Triton looks at only when it loads a version; the file is in order."""
 
 
 def validate(
-    config: ModelConfig, *, gpu_count: int, complete: bool, model_dir: Path | None = None
+    config: ModelConfig,
+    *,
+    gpu_count: int,
+    complete: bool,
+    model_dir: Path | None = None,
+    source: Source = UNWRITTEN,
 ) -> None:
-    """Check a configuration that `normalise` returned.
+    """Check a configuration that `normalise` returned, and that its `source` could be read.
 
     `complete` is False before the model has completed its configuration: tensors may then lack
     datatype and dims, or be absent. `model_dir` is where label files must lie (None: not checked).
     `gpu_count` is the host's.
 
-    Raises InvalidArgument with one line for each broken rule; LoadProblem where all of them concern
-    tensors, instances and label files.
+    Raises InvalidArgument with one line for each broken rule, as `Source.check` writes it;
+    LoadProblem where all of them concern tensors, instances and label files.
     """
     of_file = list(_file_problems(config))
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
-    if problems:
-        kind = InvalidArgument if of_file else LoadProblem
-        raise kind("\n".join(dict.fromkeys(problems)))
+    kind = InvalidArgument if of_file or source.problems else LoadProblem
+    source.check(config, problems, kind)
 
 
-def _file_problems(config: ModelConfig) -> Iterator[str]:
+def _file_problems(config: ModelConfig) -> Iterator[Problem]:
     if not config.name:
-        yield "model configuration must specify 'name'"
+        yield Problem(("name",), "model configuration must specify 'name'")
     yield from _platform_problems(config)
     if config.max_batch_size < 0:
-        yield f"'max_batch_size' must be non-negative value for {config.name}"
+        text = f"'max_batch_size' must be non-negative value for {config.name}"
+        yield Problem(("max_batch_size",), text)
     if config.HasField("dynamic_batching"):
         yield from _dynamic_problems(config)
     if config.HasField("sequence_batching"):
@@ -62,12 +70,12 @@ def _file_problems(config: ModelConfig) -> Iterator[str]:
 
 def _load_problems(
     config: ModelConfig, gpu_count: int, complete: bool, model_dir: Path | None
-) -> Iterator[str]:
-    for problem in tensor_problems(config, complete=complete):
-        yield f"{problem} for {config.name}"
+) -> Iterator[Problem]:
+    of_tensors = list(tensor_problems(config, complete=complete))
     if complete:
-        for problem in batch_io_problems(config):
-            yield f"{problem} for {config.name}"
+        of_tensors += batch_io_problems(config)
+    for problem in of_tensors:
+        yield problem._replace(text=f"{problem.text} for {config.name}")
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)
     if model_dir is not None:
@@ -78,90 +86,113 @@ def _is_ensemble(config: ModelConfig) -> bool:
     return config.platform == ENSEMBLE or config.HasField("ensemble_scheduling")
 
 
-def _platform_problems(config: ModelConfig) -> Iterator[str]:
+def _platform_problems(config: ModelConfig) -> Iterator[Problem]:
     name, platform, backend = config.name, config.platform, config.backend
     if platform == ENSEMBLE:
         if backend:
-            yield (
+            text = (
                 f"Ensemble model '{name}' must have platform type '{platform}' and empty backend "
                 "type"
             )
+            yield Problem(("backend",), text, (("platform",),))
     elif not platform and not backend and not config.HasField("ensemble_scheduling"):
-        yield f"must specify 'platform' or 'backend' for '{name}'"
+        text = f"must specify 'platform' or 'backend' for '{name}'"
+        needs = (("platform",), ("ensemble_scheduling",), ("default_model_filename",))
+        yield Problem(("backend",), text, needs)
     elif platform and not backend:
-        yield f"unexpected platform type '{platform}' for {name}"
+        text = f"unexpected platform type '{platform}' for {name}"
+        yield Problem(("platform",), text, (("backend",),))
     elif backend == "pytorch" and platform not in ("", LIBTORCH):
-        yield f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}"
+        text = f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}"
+        yield Problem(("platform",), text, (("backend",),))
 
 
-def _dynamic_problems(config: ModelConfig) -> Iterator[str]:
+def _dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
     name, batching = config.name, config.dynamic_batching
-    for size in batching.preferred_batch_size:
+    for index, size in enumerate(batching.preferred_batch_size):
+        key = (*_DYNAMIC, "preferred_batch_size", index)
         if size <= 0:
-            yield f"dynamic batching preferred size must be positive for {name}"
+            yield Problem(key, f"dynamic batching preferred size must be positive for {name}")
         if size > config.max_batch_size:
-            yield f"dynamic batching preferred size must be <= max batch size for {name}"
-    levels = batching.priority_levels
+            text = f"dynamic batching preferred size must be <= max batch size for {name}"
+            yield Problem(key, text, (("max_batch_size",),))
+    levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
     if levels:
         if not 1 <= batching.default_priority_level <= levels:
-            yield f"default priority level must be in range [1, {levels}] for {name}"
-        if not all(1 <= level <= levels for level in batching.priority_queue_policy):
-            yield (
-                f"priority queue policy must have priority level in range [1, {levels}] for {name}"
-            )
+            text = f"default priority level must be in range [1, {levels}] for {name}"
+            yield Problem((*_DYNAMIC, "default_priority_level"), text, (levels_at,))
+        for level in sorted(batching.priority_queue_policy):
+            if not 1 <= level <= levels:
+                text = (
+                    f"priority queue policy must have priority level in range [1, {levels}] "
+                    f"for {name}"
+                )
+                yield Problem((*_DYNAMIC, "priority_queue_policy", level), text, (levels_at,))
     if batching.preserve_ordering:
         if levels > 1:
-            yield f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
-        if _delays(batching):
-            yield (
+            text = f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
+            yield Problem(levels_at, text)
+        for key in _delays(batching):
+            text = (
                 "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is "
                 f"true for {name}"
             )
+            yield Problem(key, text)
 
 
-def _delays(batching: ModelDynamicBatching) -> bool:
-    policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
-    return any(
-        policy.timeout_action == ModelQueuePolicy.DELAY and policy.default_timeout_microseconds
-        for policy in policies
-    )
+def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
+    """The queue policies that let a request wait on after its time."""
+    policies: dict[Key, ModelQueuePolicy] = {
+        (*_DYNAMIC, "default_queue_policy"): batching.default_queue_policy
+    }
+    for level, policy in sorted(batching.priority_queue_policy.items()):
+        policies[*_DYNAMIC, "priority_queue_policy", level] = policy
+    for key, policy in policies.items():
+        if policy.timeout_action == ModelQueuePolicy.DELAY and policy.default_timeout_microseconds:
+            yield key
 
 
-def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[str]:
+def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]:
     if not config.instance_group:
-        yield f"must specify one or more 'instance group's for {config.name}"
-    names = Counter(group.name for group in config.instance_group)
-    for name, count in names.items():
-        if count > 1:
-            yield f"instance group {name} of model {config.name} is specified more than once"
-    for group in config.instance_group:
-        for problem in _group_problems(group, gpu_count):
-            yield f"instance group {group.name} of model {config.name} {problem}"
+        text = f"must specify one or more 'instance group's for {config.name}"
+        yield Problem(_GROUP, text)
+    named = (((*_GROUP, i, "name"), group.name) for i, group in enumerate(config.instance_group))
+    for key, name, first in repeats(named):
+        text = f"instance group {name} of model {config.name} is specified more than once"
+        yield Problem(key, text, (first,))
+    for index, group in enumerate(config.instance_group):
+        at, subject = (*_GROUP, index), f"instance group {group.name} of model {config.name}"
+        for problem in _group_problems(at, group, gpu_count):
+            yield problem._replace(text=f"{subject} {problem.text}")
         if group.profile:
             platform = f"platform {config.platform}".rstrip()
-            yield (
-                f"instance group {group.name} of model {config.name} and {platform} specifies "
-                "profile field which is only supported for TensorRT models"
+            text = (
+                f"{subject} and {platform} specifies profile field which is only supported for "
+                "TensorRT models"
             )
+            yield Problem((*at, "profile"), text)
 
 
-def _group_problems(group: ModelInstanceGroup, gpu_count: int) -> Iterator[str]:
+def _group_problems(at: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
+    kind_at, gpus_at = (*at, "kind"), (*at, "gpus")
     if group.count > _MOST_INSTANCES:
-        yield f"has count {group.count}, more than {_MOST_INSTANCES}"
+        yield Problem((*at, "count"), f"has count {group.count}, more than {_MOST_INSTANCES}")
     if group.kind != ModelInstanceGroup.KIND_GPU:
         if group.gpus:
             kind = ModelInstanceGroup.Kind.Name(group.kind)
-            yield f"has kind {kind} but specifies one or more GPUs"
+            text = f"has kind {kind} but specifies one or more GPUs"
+            yield Problem(gpus_at, text, (kind_at,))
         return
     if not group.gpus:
-        yield "has kind KIND_GPU but no GPUs are available"
-    for gpu in group.gpus:
+        yield Problem(kind_at, "has kind KIND_GPU but no GPUs are available", (gpus_at,))
+    for index, gpu in enumerate(group.gpus):
         if not 0 <= gpu < gpu_count:
             available = ", ".join(map(str, range(gpu_count)))
-            yield f"specifies invalid or unsupported gpu id {gpu}. Available GPUs are: {available}"
+            text = f"specifies invalid or unsupported gpu id {gpu}. Available GPUs are: {available}"
+            yield Problem((*gpus_at, index), text)
 
 
-def _cache_problems(config: ModelConfig) -> Iterator[str]:
+def _cache_problems(config: ModelConfig) -> Iterator[Problem]:
     if not config.response_cache.enable:
         return
     for reason, holds in (
@@ -169,33 +200,39 @@ def _cache_problems(config: ModelConfig) -> Iterator[str]:
         ("'decoupled' transaction policy", config.model_transaction_policy.decoupled),
     ):
         if holds:
-            yield (
+            text = (
                 f"Response Cache does not currently support model {config.name} with {reason}. "
                 "Please disable the response cache."
             )
+            yield Problem(("response_cache", "enable"), text)
 
 
-def _name_problems(config: ModelConfig) -> Iterator[str]:
+def _name_problems(config: ModelConfig) -> Iterator[Problem]:
     for field in ("default_model_filename", "runtime"):
         file = PurePath(getattr(config, field))
         if file.is_absolute() or ".." in file.parts or "\0" in str(file):
-            yield f"'{field}' for {config.name} must be inside the version folder, got: {file}"
+            text = f"'{field}' for {config.name} must be inside the version folder, got: {file}"
+            yield Problem((field,), text)
 
 
-def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[str]:
+def _label_problems(config: ModelConfig, model_dir: Path) -> Iterator[Problem]:
     inside = model_dir.resolve()
-    for output in config.output:
+    for index, output in enumerate(config.output):
         if not output.label_filename:
             continue
-        label = output.label_filename
-        subject = f"label file '{label}' of output '{output.name}' for {config.name}"
-        try:
-            path = (inside / label).resolve()
-            readable = path.is_file()
-        except (OSError, ValueError):
-            yield f"{subject} is not a valid path"
-            continue
-        if not path.is_relative_to(inside):
-            yield f"{subject} must be inside the model directory"
-        elif not readable:
-            yield f"{subject} does not exist"
+        problem = _label_problem(inside, output.label_filename)
+        if problem:
+            subject = f"label file '{output.label_filename}' of output '{output.name}'"
+            key = ("output", index, "label_filename")
+            yield Problem(key, f"{subject} for {config.name} {problem}")
+
+
+def _label_problem(inside: Path, label: str) -> str:
+    try:
+        path = (inside / label).resolve()
+        readable = path.is_file()
+    except (OSError, ValueError):
+        return "is not a valid path"
+    if not path.is_relative_to(inside):
+        return "must be inside the model directory"
+    return "" if readable else "does not exist"

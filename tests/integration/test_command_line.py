@@ -106,6 +106,29 @@ def test_check(repository: Path) -> None:
     assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice"]
 
 
+def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
+    repositories.write(
+        repository,
+        "wrong",
+        'backend: "python"\ninput {\n  name: "A"\n  dims: [ 1, 0 ]\n}\noutput [\n  { dims: 1 }\n]\n'
+        "max_batch: 1\n",
+        "",
+    )
+    told = run_command("check", str(repository))
+    assert told.returncode == 2
+    first, *others = told.stdout.splitlines()
+    assert first.split(maxsplit=1) == [
+        "wrong",
+        "FAILED  failed to load 'wrong', failed to poll from model repository: wrong/config.pbtxt:"
+        '9:1: max_batch: no such field; did you mean "max_batch_size"?',
+    ]
+    assert [line.strip() for line in others] == [
+        "wrong/config.pbtxt:4:14: input[0].dims[1]: model input 'A' dimension must be integer >= "
+        "1, or -1 to indicate a variable-size dimension for wrong",
+        "wrong/config.pbtxt:7:3: output[0].name: model output must specify 'name' for wrong",
+    ]
+
+
 def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:
     repositories.add(repository, "simple")
     repositories.add_identity(repository, "huge", "FP64", [1 << 40])

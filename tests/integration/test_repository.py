@@ -414,18 +414,28 @@ def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: 
         assert (reply.status, reply.error) == (
             400,
             "load failed for model 'constant': version 1 is at UNAVAILABLE state: Invalid "
-            "argument: instance group constant_1 of model constant has kind KIND_GPU but no GPUs "
-            "are available;\n",
+            "argument: constant/config.pbtxt:7:18: instance_group[1].kind: instance group "
+            "constant_1 of model constant has kind KIND_GPU but no GPUs are available;\n",
         )
         with (repository / "constant" / "config.pbtxt").open("a") as file:
             file.write("dynamic_batching { preferred_batch_size: 99 }\n")
         reply = load(http, "constant")
         assert reply.status == 500
         assert reply.error.startswith(
-            "failed to load 'constant', failed to poll from model repository: dynamic batching "
-            "preferred size must be <= max batch size for constant\n"
+            "failed to load 'constant', failed to poll from model repository: "
+            "constant/config.pbtxt:9:20: dynamic_batching.preferred_batch_size[0]: "
+            "dynamic batching preferred size must be <= max batch size for constant\n"
         )
         assert "has kind KIND_GPU" in reply.error
+        assert index(http)[("constant", "")] == ("UNAVAILABLE", reply.error)
+        override = '{"backend": "python",\n "max_batch_sise": 1, "output": [{"dims": [0]}]}'
+        reply = load(http, "constant", config=override)
+        assert (reply.status, reply.error) == (
+            500,
+            "failed to load 'constant', failed to poll from model repository: "
+            'config:2:2: max_batch_sise: no such field; did you mean "max_batch_size"?\n'
+            "config:2:34: output[0].name: model output must specify 'name' for constant",
+        )
 
 
 def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(repository: Path) -> None:

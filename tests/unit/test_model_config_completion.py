@@ -17,10 +17,12 @@ from shmserve.model_config import (
     merge_autocomplete,
     normalise,
     parse_pbtxt,
+    read_pbtxt,
     to_dict,
     unsupported,
 )
 from shmserve.proto import model_config_pb2
+from tests.marked_configs import PYTHON, place
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("data").joinpath("triton_configs.json").read_text()
@@ -114,35 +116,43 @@ def test_the_servers_defaults_fill_only_what_a_model_leaves_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "key", "expected"),
     [
         (
-            'input { name: "IN" data_type: TYPE_INT32 }',
+            'input { name: "IN" @data_type: TYPE_INT32 }',
+            "input[0].data_type",
             "unable to load model 'm', configuration expects datatype TYPE_INT32 for input 'IN', "
             "model provides TYPE_FP32",
         ),
         (
-            'output { name: "OUT" dims: 3 }',
+            'output { name: "OUT" @dims: 3 }',
+            "output[0].dims",
             "model 'm', tensor 'OUT': the model expects dims [-1] but the model configuration "
             "specifies dims [3]",
         ),
         (
-            "max_batch_size: 8",
+            "@max_batch_size: 8",
+            "max_batch_size",
             "configuration specified max_batch_size 8, but in auto-complete-config function for "
             "model 'm' specified max_batch_size 4",
         ),
         (
-            "sequence_batching {}",
+            "@sequence_batching {}",
+            "sequence_batching",
             "Configuration specified scheduling_choice as 'sequence_batching', but "
             "auto-complete-config function for model 'm' tries to set scheduling_choice as "
             "'dynamic_batching'",
         ),
     ],
 )
-def test_a_model_that_contradicts_its_configuration_is_refused(text: str, expected: str) -> None:
+def test_a_model_that_contradicts_its_configuration_is_refused(
+    text: str, key: str, expected: str
+) -> None:
+    text = PYTHON + text
+    config, source = read_pbtxt(text.replace("@", ""), "f")
     with pytest.raises(InvalidArgument) as caught:
-        merge_autocomplete(parse_pbtxt('name: "m" ' + text), COMPLETED)
-    assert caught.value.message == expected
+        merge_autocomplete(config, COMPLETED, source)
+    assert caught.value.message == f"{place(text)}{key}: {expected}"
 
 
 def test_what_the_author_wrote_stays_but_for_a_batch_size_that_the_model_raises() -> None:

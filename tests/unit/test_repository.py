@@ -14,7 +14,7 @@ from shmserve.config import from_flags
 from shmserve.devices import Accelerators
 from shmserve.errors import InvalidArgument
 from shmserve.flags import parse
-from shmserve.model_config import to_dict
+from shmserve.model_config import UNWRITTEN, to_dict
 from shmserve.model_names import check_model_name
 from shmserve.planning import Planner
 from shmserve.repository import (
@@ -198,23 +198,30 @@ def test_good_names_stay_one_part_of_a_path(name: str) -> None:
 def test_reads_the_configuration_of_a_folder(tmp_path: Path) -> None:
     make(tmp_path, "m", "1")
     folder = scan([tmp_path])["m"]
-    config = read_config(folder)
+    config, _ = read_config(folder)
     assert (config.name, config.backend, config.max_batch_size) == ("m", "python", 4)
-    override = read_config(folder, '{"name": "m", "backend": "pytorch"}')
+    override, _ = read_config(folder, '{"name": "m", "backend": "pytorch"}')
     assert (override.backend, override.max_batch_size) == ("pytorch", 0)
     make(tmp_path, "bare", "1", config=None)
-    assert read_config(scan([tmp_path])["bare"]).backend == ""
+    bare, source = read_config(scan([tmp_path])["bare"])
+    assert (bare.backend, source) == ("", UNWRITTEN)
 
 
 def test_what_cannot_be_read_is_refused_without_naming_the_servers_paths(tmp_path: Path) -> None:
     texts = {
-        "name": ('name: "other"', "unexpected directory name 'name' for model 'other', directory"),
+        "name": (
+            '\n name: "other"',
+            "name/config.pbtxt:2:2: name: unexpected directory name 'name' for model 'other', "
+            "directory name must equal model name",
+        ),
         "typo": ("max_batch: 1", "typo/config.pbtxt:1:1: max_batch: no such field; did you mean"),
     }
     for name, (text, expected) in texts.items():
         make(tmp_path, name, "1", config=text)
+        config, source = read_config(scan([tmp_path])[name])
+        assert config.name == name
         with pytest.raises(InvalidArgument) as caught:
-            read_config(scan([tmp_path])[name])
+            source.check(config)
         assert caught.value.message.startswith(expected)
     (make(tmp_path, "bytes") / "config.pbtxt").write_bytes(b"\xff\xfe")
     make(tmp_path, "gone")
@@ -224,8 +231,9 @@ def test_what_cannot_be_read_is_refused_without_naming_the_servers_paths(tmp_pat
         with pytest.raises(InvalidArgument) as caught:
             read_config(found[name])
         assert caught.value.message == f"{name}/config.pbtxt: {expected}"
-    with pytest.raises(InvalidArgument, match="unexpected directory name"):
-        read_config(found["bytes"], '{"name": "x"}')
+    config, source = read_config(found["bytes"], '{"name": "x"}')
+    with pytest.raises(InvalidArgument, match="config:1:2: name: unexpected directory name"):
+        source.check(config)
 
 
 @given(
@@ -326,7 +334,7 @@ def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
     folder = find([path.parent], "m")
     assert folder is not None
     assert folder.versions == (1,)
-    assert read_config(folder).parameters["P"].string_value == 'é\n"x'
+    assert read_config(folder)[0].parameters["P"].string_value == 'é\n"x'
     other = materialise_override(base, "m", "{}", {})
     assert other != path
     discard_override(path)
@@ -378,7 +386,7 @@ def test_whatever_the_path_nothing_is_written_outside(
 
 
 def test_a_bad_override_leaves_nothing(tmp_path: Path) -> None:
-    for name, config in (("..", "{}"), ("m", "{"), ("m", '{"nme": "x"}')):
+    for name, config in (("..", "{}"), ("m", "{"), ("m", '{"input": [[]]}')):
         with pytest.raises(InvalidArgument):
             materialise_override(tmp_path, name, config, {})
     assert list(tmp_path.iterdir()) == []
@@ -397,7 +405,7 @@ def test_a_class_in_a_file_is_a_model(
     base = tmp_path / "run"
     folder = inline_model(spec, base)
     assert (folder.name, folder.versions, folder.problem) == (name, (1,), "")
-    config = read_config(folder)
+    config, _ = read_config(folder)
     shown = to_dict(config)
     assert shown["backend"] == "native"
     assert shown["default_model_filename"] == file
