@@ -251,6 +251,7 @@ class Scheduler:
         wake_ns = self._dispatch(now_ns)
         if self._ordered:
             self._answers.release(now_ns)
+            self._answers.sweep()
         if self._draining and not self._drained and not self._answers.live:
             self._drained = True
             self._keep(self.report(now_ns))
