@@ -184,7 +184,7 @@ class Executions:
 
     def _doom(self, slot: Slot, reason: str) -> None:
         self.pool.doom(slot)
-        self._control.post(KillInstance(slot.index, reason))
+        self._control.post(KillInstance(slot.index, reason, slot.pid))
 
     def _fail_early(self, request: Request, text: str, now_ns: int) -> None:
         self._answers.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)
