@@ -17,7 +17,6 @@ from shmserve.ipc.tensors import MalformedMessage, Place, unpack_inferred
 from shmserve.scheduler.requests import Client, Event, Request, State
 from shmserve.scheduler.statistics import Reason, Statistics, Timing
 
-
 # Stale places in the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
 _UNDECIDED = frozenset((State.QUEUED, State.EXECUTING))
