@@ -142,6 +142,8 @@ class Instance:
                     self._memory.release(pid, offsets)
                 case _:
                     logger.warning("unexpected %s", type(message).__name__)
+        if not self._scheduler.connected:
+            self._batches.clear()  # nobody would hear of them
 
     def _has(self, key: int) -> bool:
         waiting = (request[0] for batch in self._batches for request in batch.requests)
@@ -149,8 +151,15 @@ class Instance:
 
     def _look(self) -> None:
         """Take what has come meanwhile; most often that is nothing, which `wait` finds sooner."""
-        if self._scheduler is not None and self._scheduler.wait(0):
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        while scheduler.wait(0):
             self._receive()
+        if not scheduler.connected:
+            # What it had given us is run again elsewhere, or refused: its clients' memory may be in
+            # use for something else by the time that we would write to it.
+            self._cancelled.update(self._work)
 
     def _is_cancelled(self, key: int) -> bool:
         # A model may ask from a thread of its own; the socket belongs to this one.

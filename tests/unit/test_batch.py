@@ -598,6 +598,21 @@ def test_times_are_in_order(worker: Rig) -> None:
     )
 
 
+def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, region: Region) -> None:
+    """It runs again elsewhere, and where its output goes may hold something else by then."""
+    region.write(0, np.zeros(4, F32))
+
+    def execute(requests: list[Request]) -> list[Answer]:
+        worker.scheduler.close()
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, execute), one_tensor())
+    x = tensor("X", np.ones(4, F32))
+    (reply,) = worker.batch(inference(x, outputs=[RequestedOutput("Y", region.place(0, 16))]))
+    assert reply.code == "CANCELLED"
+    assert region.read(0, 16) == bytes(16)
+
+
 # --- output memory
 
 
