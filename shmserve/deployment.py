@@ -436,10 +436,10 @@ class Deployment:
             for instance in self.instances:
                 if instance.state is InstanceState.READY:
                     self._send(instance, attach)
-            self._changed()
-            # Whoever submits keeps what it submitted, and submits it again.
+            # Whoever submits keeps what it submitted, and submits it again: while it knows the old.
             successor = m.SchedulerLost(lost, self.endpoint)
             self.host.broadcast(successor, "gateway", "worker", "guest")
+            self._changed()
             return
         # Retired meanwhile: models that called it look for who serves now.
         self.host.broadcast(m.SchedulerLost(lost, ""), "worker", "guest")

@@ -104,9 +104,7 @@ class Instance:
                     case message:
                         logger.warning("unexpected %s", type(message).__name__)
             while self._batches:
-                finished = self.finish(self._batches.popleft())
-                self._metrics.before_answers(scheduler)
-                scheduler.send(finished)
+                self.hand_over(scheduler, self.finish(self._batches.popleft()))
             timeout_s = self._metrics.between_batches(scheduler)
 
     # --- links
@@ -119,7 +117,6 @@ class Instance:
             self._scheduler.close()
             self._batches.clear()
             self._cancelled.clear()
-            self._memory.lose_track(time.monotonic_ns())
         self._scheduler = Dealer(endpoint, f"{self._index}.{self._pid}")
         control.watch(self._scheduler.fd)
         self._scheduler.post(InstanceReady(self._index, self._pid))
@@ -169,10 +166,17 @@ class Instance:
 
     # --- a batch
 
+    def hand_over(self, scheduler: Dealer, finished: BatchFinished) -> None:
+        """Return a batch; what was made for it is nobody's where that does not arrive."""
+        self._metrics.before_answers(scheduler)
+        if scheduler.send(finished):
+            self._memory.delivered()
+        else:
+            self._memory.undelivered()
+
     def finish(self, batch: Execute) -> BatchFinished:
         """Run one batch and say how each of its requests ended."""
         start_ns = time.monotonic_ns()
-        self._memory.sweep(start_ns)
         watch = self._context.stopwatch
         watch.input_end_ns = watch.output_start_ns = 0
         replies: list[Reply] = []

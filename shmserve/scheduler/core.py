@@ -207,6 +207,7 @@ class Scheduler:
 
     def _process_exited(self, pid: int, now_ns: int) -> None:
         self._executions.exited(self._pool.exit_process(pid), "", now_ns)
+        self._executions.forget(pid)
         self._metrics.exited(pid)
         # Frames that it sent may still be on their way.
         self._dead.append(pid)

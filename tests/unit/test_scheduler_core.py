@@ -177,6 +177,24 @@ def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
     assert rig.answers() == [m.Finished(first, b"done"), m.Finished(last, b"done")]
 
 
+def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_back() -> None:
+    """The worker of a scheduler's predecessor comes once it has time."""
+    rig = Rig()
+    rig.supervisor(m.InstanceExpected(0, 100), m.InstanceExpected(1, 101))
+    rig.client(m.Release(100, [64, 0]))
+    rig.client(m.Release(101, [128]))
+    rig.client(m.Release(102, [0]))
+    rig.client(m.Release(100, list(range(9000))), OTHER)
+    assert rig.workers.take() == []
+    peer = rig.start(0, 100)
+    given = rig.workers.take()
+    assert given[:2] == [(peer, m.ReleaseOutputs(7000, [at])) for at in (64, 0)]
+    assert len(given) == 4096
+    rig.supervisor(m.ProcessExited(101))
+    rig.start(1, 101)
+    assert rig.workers.take() == [] and rig.scheduler._executions._early == {}
+
+
 # --- admission ------------------------------------------------------------------------------------
 
 
