@@ -140,24 +140,31 @@ class Dealer:
         """Queue a message for the next `flush`."""
         self._pending.append(message)
 
-    def flush(self) -> None:
-        """Send what is queued as one frame; what cannot be packed raises, and is queued no more."""
-        if self._pending:
-            messages, self._pending = self._pending, []
-            self._send(zmtp.frame(pack(messages)))
+    def flush(self) -> bool:
+        """Send what is queued as one frame; what cannot be packed raises, and is queued no more.
 
-    def send(self, message: Any) -> None:
+        False: the other end has gone, and will not have it.
+        """
+        if not self._pending:
+            return True
+        messages, self._pending = self._pending, []
+        return self._send(zmtp.frame(pack(messages)))
+
+    def send(self, message: Any) -> bool:
         """`post` and `flush`."""
         self._pending.append(message)
-        self.flush()
+        return self.flush()
 
-    def _send(self, data: bytes) -> None:
-        if self._connection is not None:
-            try:
-                self._connection.send(data)
-            except OSError:
-                # What it said before it went is still to be read; the end of it shows there.
-                self._connection.unsent.clear()
+    def _send(self, data: bytes) -> bool:
+        if self._connection is None:
+            return False
+        try:
+            self._connection.send(data)
+        except OSError:
+            # What it said before it went is still to be read; the end of it shows there.
+            self._connection.unsent.clear()
+            return False
+        return True
 
     def receive(self) -> list[Any]:
         """The messages that are here now; never more than a bounded read brings."""

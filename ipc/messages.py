@@ -462,10 +462,12 @@ class PoolFailed:
 
 @message
 class KillInstance:
-    """An instance overran its execution limit: dump its stack to the log and kill it."""
+    """An instance overran its execution limit: dump its stack to the log and kill it, if it is
+    process `pid` still."""
 
     index: int
     reason: str
+    pid: int
 
 
 @message

@@ -315,17 +315,17 @@ class Deployment:
                 self._kept = [statistics, metrics]
                 if self._heir is not None:
                     self._heir.inherit(statistics)
-            case m.KillInstance(index, reason):
-                self._kill_instance(index, reason)
+            case m.KillInstance(index, reason, pid):
+                self._kill_instance(index, reason, pid)
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)
 
-    def _kill_instance(self, index: int, reason: str) -> None:
-        if 0 <= index < len(self.instances) and self.instances[index].child is not None:
-            instance = self.instances[index]
+    def _kill_instance(self, index: int, reason: str, pid: int) -> None:
+        instance = self.instances[index] if 0 <= index < len(self.instances) else None
+        child = instance.child if instance is not None else None
+        # It may have ended by itself meanwhile, and another process be on its way to its place.
+        if instance is not None and child is not None and child.pid == pid:
             logger.error("instance '%s' is killed: %s", instance.name, reason)
-            child = instance.child
-            assert child is not None
             child.dump_stacks()
             # The dump is written by the dying process itself; give it a moment, not more.
             asyncio.get_running_loop().call_later(0.1, child.kill)
@@ -436,10 +436,10 @@ class Deployment:
             for instance in self.instances:
                 if instance.state is InstanceState.READY:
                     self._send(instance, attach)
-            self._changed()
-            # Whoever submits keeps what it submitted, and submits it again.
+            # Whoever submits keeps what it submitted, and submits it again: while it knows the old.
             successor = m.SchedulerLost(lost, self.endpoint)
             self.host.broadcast(successor, "gateway", "worker", "guest")
+            self._changed()
             return
         # Retired meanwhile: models that called it look for who serves now.
         self.host.broadcast(m.SchedulerLost(lost, ""), "worker", "guest")

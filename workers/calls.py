@@ -266,12 +266,14 @@ class Calls:
         )
         self._open[call.id] = call
         call.endpoint = target.endpoint
-        link = self._links.get(target.endpoint)
+        self._link(target.endpoint).post(submit)
+
+    def _link(self, endpoint: str) -> Dealer:
+        link = self._links.get(endpoint)
         if link is None:
-            link = Dealer(target.endpoint, self._identity)
-            self._links[target.endpoint] = link
+            link = self._links[endpoint] = Dealer(endpoint, self._identity)
             self._waiting.add(link.fd)
-        link.post(submit)
+        return link
 
     def _flush(self) -> None:
         with self._lock:
@@ -292,7 +294,7 @@ class Calls:
         self._control.pump()
         with self._lock:
             for link in self._links.values():
-                self._drain(link)
+                self._drain(link, link)
             doubtful, self._doubtful = self._doubtful, []
             if doubtful:
                 os.eventfd_read(self._doubts_arose)
@@ -300,14 +302,15 @@ class Calls:
             self._look_again(doubt)
         self._flush()
 
-    def _drain(self, link: Dealer) -> None:
+    def _drain(self, link: Dealer, heir: Dealer) -> None:
+        """Handle what is at a link; `heir` is told what was read."""
         for message in link.receive():
             match message:
                 case Finished(id=number, body=body):
                     call = self._open.pop(number, None)
                     if call is not None:
                         self._free(call)
-                        self._end(call, self._read(call, link, body))
+                        self._end(call, self._read(call, heir, body))
                 case Failed():
                     self._failed(message)
                 case Settled(id=number):
@@ -365,14 +368,16 @@ class Calls:
                     self._mappings.drop_process(pid)
                 case ModelWithdrawn(name=name):
                     self._directory.forget(name)
-                case SchedulerLost(endpoint=endpoint):
-                    self._lose(endpoint)
+                case SchedulerLost(endpoint=endpoint, successor=successor):
+                    self._lose(endpoint, successor)
 
-    def _lose(self, endpoint: str) -> None:
+    def _lose(self, endpoint: str, successor: str) -> None:
         self._directory.lose(endpoint)
         link = self._links.pop(endpoint, None)
         if link is not None:
-            self._drain(link)
+            heir = self._link(successor) if successor else link
+            self._drain(link, heir)
+            heir.flush()
             self._waiting.remove(link.fd)
             link.close()
         for call in [call for call in self._unsettled.values() if call.endpoint == endpoint]:

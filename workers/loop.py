@@ -104,9 +104,7 @@ class Instance:
                     case message:
                         logger.warning("unexpected %s", type(message).__name__)
             while self._batches:
-                finished = self.finish(self._batches.popleft())
-                self._metrics.before_answers(scheduler)
-                scheduler.send(finished)
+                self.hand_over(scheduler, self.finish(self._batches.popleft()))
             timeout_s = self._metrics.between_batches(scheduler)
 
     # --- links
@@ -119,7 +117,6 @@ class Instance:
             self._scheduler.close()
             self._batches.clear()
             self._cancelled.clear()
-            self._memory.lose_track(time.monotonic_ns())
         self._scheduler = Dealer(endpoint, f"{self._index}.{self._pid}")
         control.watch(self._scheduler.fd)
         self._scheduler.post(InstanceReady(self._index, self._pid))
@@ -142,6 +139,8 @@ class Instance:
                     self._memory.release(pid, offsets)
                 case _:
                     logger.warning("unexpected %s", type(message).__name__)
+        if not self._scheduler.connected:
+            self._batches.clear()  # nobody would hear of them
 
     def _has(self, key: int) -> bool:
         waiting = (request[0] for batch in self._batches for request in batch.requests)
@@ -149,8 +148,15 @@ class Instance:
 
     def _look(self) -> None:
         """Take what has come meanwhile; most often that is nothing, which `wait` finds sooner."""
-        if self._scheduler is not None and self._scheduler.wait(0):
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        while scheduler.wait(0):
             self._receive()
+        if not scheduler.connected:
+            # What it had given us is run again elsewhere, or refused: its clients' memory may be in
+            # use for something else by the time that we would write to it.
+            self._cancelled.update(self._work)
 
     def _is_cancelled(self, key: int) -> bool:
         # A model may ask from a thread of its own; the socket belongs to this one.
@@ -160,10 +166,17 @@ class Instance:
 
     # --- a batch
 
+    def hand_over(self, scheduler: Dealer, finished: BatchFinished) -> None:
+        """Return a batch; what was made for it is nobody's where that does not arrive."""
+        self._metrics.before_answers(scheduler)
+        if scheduler.send(finished):
+            self._memory.delivered()
+        else:
+            self._memory.undelivered()
+
     def finish(self, batch: Execute) -> BatchFinished:
         """Run one batch and say how each of its requests ended."""
         start_ns = time.monotonic_ns()
-        self._memory.sweep(start_ns)
         watch = self._context.stopwatch
         watch.input_end_ns = watch.output_start_ns = 0
         replies: list[Reply] = []

@@ -200,6 +200,12 @@ class Connection:
         if last:
             self._mappings.drop_all()
 
+    def wake(self, exchange: Exchange) -> None:
+        """Have whoever waits for an exchange look around, if it is not closed; in any thread."""
+        with self._lock:
+            if exchange in self._exchanges:
+                exchange.wake()
+
     def _wake_all(self) -> None:
         with self._lock:
             for exchange in self._exchanges:

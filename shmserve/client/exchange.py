@@ -225,7 +225,11 @@ class Exchange:
 
     def _finish(self, pending: Pending, body: bytes) -> None:
         def release(pid: int, offsets: list[int]) -> None:
-            self._post(pending.endpoint, Release(pid, offsets))
+            endpoint, lost = pending.endpoint, self.connection.lost
+            while endpoint in lost:
+                endpoint = lost[endpoint]
+            if endpoint:  # else its workers are gone as well
+                self._post(endpoint, Release(pid, offsets))
 
         outcome: Result | ShmserveError
         try:

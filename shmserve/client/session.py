@@ -136,7 +136,10 @@ class Session:
         if self.inherited:
             return
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._connection.close()
-                self.memories.close()
+            first = not self._closed
+            self._closed = True
+        if first:
+            # Without the lock: the connection's thread is waited for, and may be in a callback that
+            # asks for a connection itself.
+            self._connection.close()
+            self.memories.close()

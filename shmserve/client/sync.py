@@ -49,6 +49,7 @@ class _Waiter:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.lock = threading.Lock()  # held while the thread is in it: others may only close it
+        self._left: deque[Pending] = deque()  # to be cancelled
         self._poll = select.epoll()
         self.exchange = Exchange(connection, self._watch, self._poll.unregister)
 
@@ -56,11 +57,13 @@ class _Waiter:
         self._poll.register(fd, select.EPOLLIN)
 
     def submit(self, prepared: Prepared) -> Pending:
-        return self.exchange.submit(prepared)
+        with self.lock:
+            return self.exchange.submit(prepared)
 
     def send(self, at_least: int) -> None:
         if self.exchange.unsent >= at_least:
-            self.exchange.flush()
+            with self.lock:
+                self.exchange.flush()
 
     def wait(self, pending: Pending) -> Result:
         with self.lock:
@@ -73,10 +76,20 @@ class _Waiter:
         return pending.result()
 
     def cancel(self, left: Iterable[Pending]) -> None:
-        with self.lock:
-            for pending in left:
-                self.exchange.cancel(pending)
-            self.exchange.flush()
+        self._left.extend(left)
+        # A generator that is collected may find its thread, or another, in the middle of a wait.
+        if self.lock.acquire(blocking=False):
+            try:
+                self._cancel_left()
+            finally:
+                self.lock.release()
+        else:
+            self.connection.wake(self.exchange)
+
+    def _cancel_left(self) -> None:
+        while self._left:
+            self.exchange.cancel(self._left.popleft())
+        self.exchange.flush()
 
     def until(self, pending: Pending) -> None:
         """Return when it is answered; raises TimedOut when its deadline passes first."""
@@ -92,6 +105,8 @@ class _Waiter:
                 if timeout_s <= 0:
                     raise TimedOut(LATE)
             exchange.take([fd for fd, _ in self._poll.poll(timeout_s)])
+            if self._left:
+                self._cancel_left()
 
     def close(self) -> None:
         """Close all of it."""

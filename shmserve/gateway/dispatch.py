@@ -71,6 +71,7 @@ class Scheduler:
         self.reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.users = 0
         self.successor: Scheduler | None = None
+        self._unheard: list[m.Release] = []
         self._on_idle = on_idle
         # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
@@ -140,7 +141,23 @@ class Scheduler:
             if isinstance(place, Place) and place.memory.sealed:
                 offsets.setdefault(place.memory.pid, []).append(place.offset)
         for pid, of_pid in offsets.items():
-            self.link.post(m.Release(pid, of_pid))
+            self._release(m.Release(pid, of_pid))
+
+    def _release(self, release: m.Release) -> None:
+        scheduler = self
+        while scheduler.successor is not None:
+            scheduler = scheduler.successor
+        if scheduler.link.connected:
+            scheduler.link.post(release)
+        else:
+            scheduler._unheard.append(release)
+
+    def give_way(self, successor: Scheduler) -> None:
+        """This one is gone: `successor` hears what it could not."""
+        self.successor = successor
+        unheard, self._unheard = self._unheard, []
+        for release in unheard:
+            self._release(release)
 
 
 class Dispatcher:
@@ -214,7 +231,8 @@ class Dispatcher:
         old.settling.clear()
         new: Scheduler | None = None
         if successor:
-            new = old.successor = self.scheduler(successor)
+            new = self.scheduler(successor)
+            old.give_way(new)
             new.use()  # models send there through the old one until they are published anew
         for pending in waiting:
             if pending.future.done():

@@ -59,6 +59,11 @@ class Link:
             except Exception:
                 logger.exception("a %s could not be handled", type(message).__name__)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the other end is there, as far as is known."""
+        return self._dealer.connected
+
     def hear_out(self) -> None:
         """Handle all that has been said: whoever is there has ended."""
         while self._dealer.wait(0):

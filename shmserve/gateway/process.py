@@ -31,6 +31,8 @@ from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
 
+_LAST_ANSWERS_S = 1.0
+
 
 class Front(ABC):
     """Where a gateway's clients come in."""
@@ -132,7 +134,9 @@ class _Process:
                 self._front.health_changed()
                 self._informed.set()
             case m.ProcessExited(pid):
-                gateway.mappings.drop_process(pid)
+                # Answers that it gave may be here, and still to be read: they lie in its memory.
+                later = asyncio.get_running_loop().call_later
+                later(_LAST_ANSWERS_S, gateway.mappings.drop_process, pid)
             case m.SetLogging(settings):
                 logs.apply(LogSettings(**settings))
             case m.Drain():

@@ -17,6 +17,11 @@ from shmserve.ipc.tensors import MalformedMessage, Place, unpack_inferred
 from shmserve.scheduler.requests import Client, Event, Request, State
 from shmserve.scheduler.statistics import Reason, Statistics, Timing
 
+# Stale places in the order are swept when they outnumber the live requests by this much.
+_STALE_PLACES = 1024
+_UNDECIDED = frozenset((State.QUEUED, State.EXECUTING))
+_IN_ORDER = _UNDECIDED | {State.HELD}
+
 
 class Peers(Protocol):
     """Queues messages to clients, or to workers; `malformed` counts unreadable ones from them."""
@@ -85,11 +90,17 @@ class Answers:
     def release(self, now_ns: int) -> None:
         """Deliver what is held and whose turn has come."""
         order = self._order
-        while order and order[0].state not in (State.QUEUED, State.EXECUTING):
+        while order and order[0].state not in _UNDECIDED:
             request = order.popleft()
             if request.state is State.HELD:
                 outcome, request.answer = request.answer, None
                 self._deliver(request, outcome, now_ns)
+
+    def sweep(self) -> None:
+        """Forget the places of requests that are over when they are many: the first that is not
+        may take long."""
+        if len(self._order) > 2 * self.live + _STALE_PLACES:
+            self._order = deque([r for r in self._order if r.state in _IN_ORDER])
 
     def _deliver(self, request: Request, outcome: Outcome, now_ns: int) -> None:
         code, text, body, timing, _ = outcome

@@ -138,6 +138,8 @@ class Backlog:
         request.meet(Event.RETURN)
         self._queue[request.key] = request
         self._queue.move_to_end(request.key, last=False)
+        if request.queue_limit_ns:  # its timer may have run out where it did not count
+            heapq.heappush(self._timers, (request.queue_limit_ns, request.key, request))
 
     def remove(self, request: Request) -> None:
         """Take a queued request out; its state is the caller's to change."""

@@ -207,6 +207,7 @@ class Scheduler:
 
     def _process_exited(self, pid: int, now_ns: int) -> None:
         self._executions.exited(self._pool.exit_process(pid), "", now_ns)
+        self._executions.forget(pid)
         self._metrics.exited(pid)
         # Frames that it sent may still be on their way.
         self._dead.append(pid)
@@ -251,6 +252,7 @@ class Scheduler:
         wake_ns = self._dispatch(now_ns)
         if self._ordered:
             self._answers.release(now_ns)
+            self._answers.sweep()
         if self._draining and not self._drained and not self._answers.live:
             self._drained = True
             self._keep(self.report(now_ns))

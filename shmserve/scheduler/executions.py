@@ -26,6 +26,8 @@ from shmserve.scheduler.statistics import Reason, Statistics, Timing
 
 logger = logging.getLogger(__name__)
 
+_MOST_EARLY = 4096
+
 
 class Superior(Protocol):
     """Queues messages to the supervisor; `malformed` counts unreadable ones from it."""
@@ -58,6 +60,8 @@ class Executions:
         self._answers = answers
         self._statistics = statistics
         self._ids = itertools.count(1)
+        # Releases of outputs of instances that are still to offer themselves, by their pid.
+        self._early: dict[int, list[tuple[int, int]]] = {}
 
     # --- to workers -------------------------------------------------------------------------------
 
@@ -79,6 +83,13 @@ class Executions:
         slot = self.pool.by_pid(pid)
         if slot is not None:
             self._workers.post(slot.peer, ReleaseOutputs(client_pid, offsets))
+        elif self.pool.awaits(pid):  # a predecessor's, which will come once it has time
+            early = self._early.setdefault(pid, [])
+            early += [(client_pid, offset) for offset in offsets[: _MOST_EARLY - len(early)]]
+
+    def forget(self, pid: int) -> None:
+        """A process is gone."""
+        self._early.pop(pid, None)
 
     # --- from workers -----------------------------------------------------------------------------
 
@@ -88,6 +99,9 @@ class Executions:
             case InstanceReady():
                 if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
                     self.pool.offer(message.index, peer, message.pid)
+                    if message.pid in self._early and self.pool.by_peer(peer) is not None:
+                        for client_pid, offset in self._early.pop(message.pid):
+                            self._workers.post(peer, ReleaseOutputs(client_pid, [offset]))
                 else:
                     self.misplaced += 1
             case BatchFinished():
@@ -184,7 +198,7 @@ class Executions:
 
     def _doom(self, slot: Slot, reason: str) -> None:
         self.pool.doom(slot)
-        self._control.post(KillInstance(slot.index, reason))
+        self._control.post(KillInstance(slot.index, reason, slot.pid))
 
     def _fail_early(self, request: Request, text: str, now_ns: int) -> None:
         self._answers.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)

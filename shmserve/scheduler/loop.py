@@ -176,7 +176,7 @@ class Loop:
             if type(message) not in _FROM_GUEST:
                 scheduler.misplaced()
                 continue
-            believed = guests.check(peer, message)
+            believed = guests.check(peer, message, now_ns)
             if believed is not None:
                 scheduler.from_client(peer, believed, now_ns)
 

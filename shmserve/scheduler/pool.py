@@ -229,6 +229,10 @@ class Pool:
         """The instance that is this process."""
         return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
 
+    def awaits(self, pid: int) -> bool:
+        """Whether this process was announced, and has not offered itself yet."""
+        return any(slot.awaited == pid != slot.pid for slot in self._slots.values())
+
     def running(self, request: Request) -> Slot | None:
         """The instance that has this request."""
         for slot in self._by_peer.values():

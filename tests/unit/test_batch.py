@@ -598,6 +598,21 @@ def test_times_are_in_order(worker: Rig) -> None:
     )
 
 
+def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, region: Region) -> None:
+    """It runs again elsewhere, and where its output goes may hold something else by then."""
+    region.write(0, np.zeros(4, F32))
+
+    def execute(requests: list[Request]) -> list[Answer]:
+        worker.scheduler.close()
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, execute), one_tensor())
+    x = tensor("X", np.ones(4, F32))
+    (reply,) = worker.batch(inference(x, outputs=[RequestedOutput("Y", region.place(0, 16))]))
+    assert reply.code == "CANCELLED"
+    assert region.read(0, 16) == bytes(16)
+
+
 # --- output memory
 
 
@@ -613,19 +628,31 @@ def test_blocks_of_a_reader_that_died_come_back() -> None:
     arena.close()
 
 
-def test_blocks_nobody_can_release_any_more_come_back_after_a_minute() -> None:
+def test_blocks_that_nobody_was_told_of_come_back() -> None:
     arena = Arena(MIB)
     memory = OutputMemory(arena)
-    lost = memory.allocate(CLIENT_PID, 1000)[0]
-    memory.lose_track(now_ns=0)
+    kept = memory.allocate(CLIENT_PID, 1000)[0]
+    memory.delivered()
     memory.allocate(CLIENT_PID, 1000)
-    memory.sweep(now_ns=59 * 10**9)
-    assert len(memory) == 2
-    memory.sweep(now_ns=61 * 10**9)
+    memory.undelivered()
+    memory.undelivered()
     assert len(memory) == 1
-    memory.release(CLIENT_PID, [lost.offset])
-    assert len(memory) == 1
+    memory.release(CLIENT_PID, [kept.offset])
+    assert len(memory) == 0 == arena.used
     arena.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_outputs_of_a_batch_that_its_scheduler_did_not_live_to_see_come_back(
+    worker: Rig, lost: bool
+) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor())
+    worker.batch(inference(tensor("X", np.ones(MIB, F32))))
+    assert worker.context.arena.used
+    if lost:
+        worker.scheduler.close()
+    worker.instance.hand_over(worker._dealer, worker.finished)
+    assert (worker.context.arena.used == 0) == lost
 
 
 def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) -> None:

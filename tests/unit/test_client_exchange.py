@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shmserve.client.connection import Connection
+from shmserve.client.errors import Disconnected
 from shmserve.client.exchange import Exchange
+from shmserve.client.models import Model
+from shmserve.client.options import PLAIN
+from shmserve.client.requests import Prepared
+from shmserve.client.session import Session
+from shmserve.client.sync import _Waiter
 from shmserve.ipc import frames
 from shmserve.ipc import messages as m
+from tests.waiting import until
 
 
-@pytest.fixture
-def connection(tmp_path: Path) -> Iterator[Connection]:
-    """A connection to a server that has no models and says nothing more."""
+@contextmanager
+def door(tmp_path: Path) -> Iterator[None]:
+    """A server that has no models, and says nothing more to the one program it lets in."""
     (tmp_path / "guests").mkdir()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(str(tmp_path / "guests" / "door"))
-        door.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as entrance:
+        entrance.bind(str(tmp_path / "guests" / "door"))
+        entrance.listen()
 
         def welcome() -> None:
-            inside.append(door.accept()[0])
+            inside.append(entrance.accept()[0])
             inside[0].recv(4096)
             hello = [m.Welcome(1, "token"), m.HealthChanged(True, True, False)]
             inside[0].send(frames.pack(hello))
@@ -35,11 +44,25 @@ def connection(tmp_path: Path) -> Iterator[Connection]:
         inside: list[socket.socket] = []
         server = threading.Thread(target=welcome)
         server.start()
-        made = Connection(tmp_path, 5.0)
+        yield
         server.join()
+        inside[0].close()
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[Connection]:
+    """A connection to such a server."""
+    with door(tmp_path):
+        made = Connection(tmp_path, 5.0)
         yield made
         made.close()
-        inside[0].close()
+
+
+def prepared(connection: Connection) -> Prepared:
+    """A request of a model whose scheduler nobody reaches."""
+    config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
+    published = m.ModelPublished("m", "1", config, {}, "ipc://nowhere", True, True, 0.0, 0)
+    return Prepared(Model(published, connection.models), b"work", 0, b"", PLAIN)
 
 
 def readable(fd: int) -> bool:
@@ -81,3 +104,71 @@ def test_a_task_that_comes_while_answers_are_taken_is_run(
     monkeypatch.setattr(own, "take", beset)
     os.eventfd_write(own.waker, 1)
     assert ran.wait(5)
+
+
+def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiter = _Waiter(connection)
+    closing = threading.Thread(target=waiter.close)
+    connect = waiter.exchange._connect
+
+    def beset(endpoint: str) -> Any:
+        closing.start()
+        if not waiter.lock.locked():
+            closing.join()
+        return connect(endpoint)
+
+    monkeypatch.setattr(waiter.exchange, "_connect", beset)
+    pending = waiter.submit(prepared(connection))
+    closing.join()
+    with pytest.raises(Disconnected):
+        waiter.wait(pending)
+    with pytest.raises(Disconnected, match="this client is closed"):
+        waiter.submit(prepared(connection))
+
+
+def test_who_cancels_in_the_middle_of_a_wait_does_not_wait(connection: Connection) -> None:
+    """As the generator of `map` does where it is collected."""
+    waiter = _Waiter(connection)
+    left, other = waiter.submit(prepared(connection)), waiter.submit(prepared(connection))
+    cancelling = threading.Thread(target=waiter.cancel, args=([left],), daemon=True)
+    with waiter.lock:
+        cancelling.start()
+        cancelling.join(10)
+        assert not cancelling.is_alive() and not left.abandoned
+
+    def end() -> None:
+        with contextlib.suppress(AssertionError):
+            until("it is cancelled", lambda: left.abandoned)
+        connection.close()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(Disconnected):
+        waiter.wait(other)
+    ending.join()
+    assert left.abandoned
+    waiter.close()
+
+
+def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
+    tmp_path: Path,
+) -> None:
+    with door(tmp_path):
+        session = Session(tmp_path, 1 << 20, 5.0)
+        said: list[Exception] = []
+
+        def callback(_: Exchange) -> None:
+            until("the client is closed", lambda: session._closed)
+            try:
+                session.connection()
+            except Disconnected as error:
+                said.append(error)
+
+        session._connection.call(callback)
+        closing = threading.Thread(target=session.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert str(said[0]) == "this client is closed"

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shmserve.children import Child
 from shmserve.config import from_flags
 from shmserve.deployment import Deployment, Plan
@@ -103,3 +105,29 @@ def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
         return states
 
     assert asyncio.run(live()) == [InstanceState.READY]
+
+
+def test_only_the_process_is_killed_that_its_scheduler_means(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have died before that is heard, and another have been started in its place."""
+    signalled: list[Child] = []
+    monkeypatch.setattr(Child, "kill", lambda child, *number: signalled.append(child))
+
+    async def live() -> Child:
+        processes = Processes()
+        model = deployment(processes)
+        await model.start()
+        first = processes.started[0]
+        processes.die(first)
+        async with asyncio.timeout(10):
+            await model.until_ready()
+        second = processes.started[-1]
+        for child in (first, second):
+            model._from_scheduler(m.KillInstance(0, "it takes too long", child.pid))
+        for task in list(processes.host.tasks):
+            task.cancel()
+        return second
+
+    meant = asyncio.run(live())
+    assert signalled == [meant]

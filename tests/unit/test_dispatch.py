@@ -24,6 +24,7 @@ class Link:
 
         self.take = take
         self.last_words: list[Any] = []
+        self.connected = True
 
     def post(self, message: Any) -> None:
         self.posted.append(message)
@@ -144,3 +145,30 @@ def test_the_last_answer_of_a_lost_scheduler_takes_nothing_from_its_successor(
         assert new.users == 1 and dispatcher.scheduler("ipc://new") is new
 
     asyncio.run(lose())
+
+
+@pytest.mark.parametrize("known", ["before", "after", "never"])
+def test_what_is_read_when_its_scheduler_is_lost_is_given_back_by_way_of_the_successor(
+    monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
+    """Whether it was read before anybody knew of a successor, or long after that."""
+    monkeypatch.setattr("shmserve.gateway.dispatch.Link", Link)
+
+    async def lose() -> tuple[list[Any], list[Any]]:
+        dispatcher = Dispatcher()
+        old = dispatcher.scheduler("ipc://old")
+        old.use()
+        link: Any = old.link
+        if known == "before":
+            link.connected = False
+            old.discard(answer())
+        dispatcher.lost("ipc://old", "" if known == "never" else "ipc://new")
+        if known != "before":
+            link.connected = False
+            old.discard(answer())
+        new: Any = dispatcher.scheduler("ipc://new").link
+        return link.posted, new.posted
+
+    old, new = asyncio.run(lose())
+    assert old == []
+    assert new == ([] if known == "never" else [m.Release(4321, [4096])])

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -103,7 +104,7 @@ class Host:
             self.drop()
             self.link.wait(0.05)
             for peer, message in self.link.receive():
-                checked = self.door.check(peer, message)
+                checked = self.door.check(peer, message, time.monotonic_ns())
                 if type(checked) is m.Submit:
                     self.link.post(peer, self._run(checked))
             self.link.flush()

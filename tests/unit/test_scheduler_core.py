@@ -162,6 +162,39 @@ def test_read_outputs_are_given_back_to_the_worker_that_made_them() -> None:
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [0, 64]))]
 
 
+def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
+    rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
+    peer = rig.start()
+    (first,) = rig.submit()
+    _, batch = rig.execute()
+    for _ in range(3000):
+        rig.client(m.Cancel(*rig.submit()))
+    (last,) = rig.submit()
+    assert len(rig.scheduler._answers._order) < 2000
+    rig.answers()
+    rig.finish(peer, batch)
+    rig.finish(*rig.execute())
+    assert rig.answers() == [m.Finished(first, b"done"), m.Finished(last, b"done")]
+
+
+def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_back() -> None:
+    """The worker of a scheduler's predecessor comes once it has time."""
+    rig = Rig()
+    rig.supervisor(m.InstanceExpected(0, 100), m.InstanceExpected(1, 101))
+    rig.client(m.Release(100, [64, 0]))
+    rig.client(m.Release(101, [128]))
+    rig.client(m.Release(102, [0]))
+    rig.client(m.Release(100, list(range(9000))), OTHER)
+    assert rig.workers.take() == []
+    peer = rig.start(0, 100)
+    given = rig.workers.take()
+    assert given[:2] == [(peer, m.ReleaseOutputs(7000, [at])) for at in (64, 0)]
+    assert len(given) == 4096
+    rig.supervisor(m.ProcessExited(101))
+    rig.start(1, 101)
+    assert rig.workers.take() == [] and rig.scheduler._executions._early == {}
+
+
 # --- admission ------------------------------------------------------------------------------------
 
 
@@ -257,6 +290,23 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
 
 
+def test_what_was_sent_ahead_and_comes_back_is_bound_by_the_queues_limit_again() -> None:
+    rig = Rig({"default_queue_policy": {"default_timeout_microseconds": 5000}})
+    rig.start()
+    rig.scheduler._executions.pace.credit = 2
+    (running,) = rig.submit()
+    (ahead,) = rig.submit(8)[:1]
+    _, (_, batch) = rig.executes()
+    assert batch.requests[0][2] == b"w%d" % ahead
+    rig.pass_time(6 * MS)
+    assert rig.answers() == []
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert rig.answers() == [failed(ahead + at, "UNAVAILABLE", EXPIRED) for at in range(8)]
+    peer = rig.start(0, 101)
+    rig.finish(peer, rig.execute()[1])
+    assert rig.answers() == [m.Finished(running, b"done")]
+
+
 def test_a_waiting_batch_hurries_for_a_deadline() -> None:
     rig = Rig({"max_queue_delay_microseconds": 1_000_000})
     peer = rig.start()
@@ -278,7 +328,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     text = "execution of the request exceeded the limit of 0.5 seconds"
     assert rig.answers() == [failed(number, "INTERNAL", text, early=True)]
     ((_, kill),) = rig.control.take()
-    assert isinstance(kill, m.KillInstance) and kill.index == 0
+    assert isinstance(kill, m.KillInstance) and (kill.index, kill.pid) == (0, 100)
     (waiting,) = rig.submit()
     rig.pass_time(1_000 * MS)
     rig.supervisor(m.InstanceExited(0, "signal 9"))

@@ -29,7 +29,7 @@ def commands(pid):
         m.UnloadModel(4, "constant", False),
         m.LoadModel(5, "spare", "", {}),
         m.StatisticsKept({}, []),
-        m.KillInstance(0, "it was asked for"),
+        m.KillInstance(0, "it was asked for", pid),
         m.InstanceReady(0, pid),
         m.BatchFinished(1, 0, 0, 0, 0, []),
         m.Release(pid, list(range(0, 1 << 20, 4096))),
