@@ -21,7 +21,7 @@ from shmserve.ipc.tensors import ITEM_SIZE, Inference, TensorRef, element_count,
 from shmserve.log_file import written_to
 from shmserve.progress import Progress
 from shmserve.run_directory import RunDirectory
-from shmserve.supervisor import Supervisor
+from shmserve.supervisor import Supervisor, hold_signals
 
 _PATIENCE_S = 60.0
 
@@ -39,11 +39,13 @@ def _checked(config: ServerConfig) -> int:
     alone = dataclasses.replace(
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
     )
+    signals = hold_signals()
     run_dir = RunDirectory(alone.run_dir)
-    try:
-        return asyncio.run(_check(Supervisor(alone, run_dir, [], [], [])))
-    finally:
-        run_dir.remove()
+    with asyncio.Runner() as runner:
+        try:
+            return runner.run(_check(Supervisor(alone, run_dir, [], [], [], signals)))
+        finally:
+            run_dir.remove()
 
 
 async def _check(supervisor: Supervisor) -> int:

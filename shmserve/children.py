@@ -38,7 +38,8 @@ _MOST_REQUESTS = 64  # at a zygote: a socket that is full takes no more
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A running process; `exited` resolves to why it ended ("exit status 1", "signal 9")."""
+    """A running process; `exited` resolves to why it ended ("exit status 1", "signal 9"). It is
+    everybody's: who waits for it alone waits for `gone`, and may be cancelled."""
 
     pid: int
     title: str
@@ -49,6 +50,10 @@ class Child:
     def alive(self) -> bool:
         """Whether it has not been seen to end."""
         return not self.exited.done()
+
+    async def gone(self) -> str:
+        """Wait for its end; why it ended."""
+        return await asyncio.shield(self.exited)
 
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal, if it is still there."""
@@ -113,8 +118,8 @@ class Children:
                 self._ended(event.si_pid, f"{kind} {event.si_status}")
             elif child is not None and event.si_code == os.CLD_STOPPED:
                 self._stopped(child)
-            elif child is not None and event.si_code == os.CLD_CONTINUED and child.stop_timer:
-                child.stop_timer.cancel()
+            elif child is not None and event.si_code == os.CLD_CONTINUED:
+                self._continued(child)
         self._kill_strays()
 
     def _ended(self, pid: int, reason: str) -> None:
@@ -123,17 +128,30 @@ class Children:
             if self._spawning:
                 self._early[pid] = reason
             return
-        if child.stop_timer:
-            child.stop_timer.cancel()
+        self._continued(child)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)
-        self._on_exit(child)
+        try:
+            self._on_exit(child)
+        except Exception:  # others may have ended, too
+            logger.exception("the end of %s could not be dealt with", child.title)
 
     def _stopped(self, child: Child) -> None:
         logger.warning("%s is stopped; it is replaced if it stays so", child.title)
-        if child.stop_timer:
+        self._continued(child)
+        child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._stays_stopped, child)
+
+    @staticmethod
+    def _continued(child: Child) -> None:
+        if child.stop_timer is not None:
             child.stop_timer.cancel()
-        child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, child.kill)
+            child.stop_timer = None
+
+    def _stays_stopped(self, child: Child) -> None:
+        timer = child.stop_timer
+        self._reap()  # this loop may have been the one that stood still
+        if child.stop_timer is timer:
+            child.kill()
 
     def _kill_strays(self) -> None:
         """What a worker's model started and left behind when it died is ours now, and must not
@@ -300,7 +318,7 @@ class Zygote:
                 pid = await self._forked(entry, args, fds)
                 if pid:
                     return self._children.adopt(pid, title)
-            await asyncio.shield(zygote.exited)
+            await zygote.gone()
             await asyncio.sleep(0)  # `_died` runs first
         raise Unavailable("the server is stopping")
 

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_STRANGERS = 64
 _MOST_WORDS = 4  # of each
+_MOST_READS = 64  # at a time: somebody may never end
 
 
 class Control:
@@ -36,10 +37,17 @@ class Control:
         self._peers: dict[int, bytes] = {}
         self._strangers: deque[tuple[int, bytes, Any]] = deque(maxlen=_MOST_STRANGERS)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._router.fd, self._drain)
+        self._loop.add_reader(self._router.fd, self._receive)
         self._flushing = False
 
-    def _drain(self) -> None:
+    def hear(self) -> None:
+        """Handle all that has been said so far."""
+        for _ in range(_MOST_READS):
+            if not self._router.wait(0):
+                return
+            self._receive()
+
+    def _receive(self) -> None:
         for identity, message in self._router.receive():
             pid = last_number(identity)
             if self._knows(pid):

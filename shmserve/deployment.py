@@ -16,8 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from shmserve.children import Child
@@ -27,6 +26,7 @@ from shmserve.instances import Instance, expand_instances, inbox
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.lifecycle import InstanceState
+from shmserve.plan import Plan
 from shmserve.restarts import Row
 
 logger = logging.getLogger(__name__)
@@ -37,22 +37,6 @@ _MOST_FAILED_STARTS = 5
 _STOP_PATIENCE_S = 5.0
 # What workers say that is not about themselves.
 _CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.MemoryChecked
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to load. `config` is normalised and validated as far as it goes before auto-completion.
-
-    `complete(completed)` merges what the model says of itself, validates, and returns the
-    final configuration.
-    """
-
-    name: str
-    version: str
-    model_dir: Path
-    repository: Path
-    config: dict[str, Any]
-    complete: Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Deployment:
@@ -233,13 +217,13 @@ class Deployment:
         child = instance.child
         assert child is not None
         get = asyncio.ensure_future(instance.inbox.get())
-        await self.host.either(get, child.exited)
+        try:
+            await self.host.either(get, child.exited)
+        finally:
+            get.cancel()
         if get.done():
             return get.result()
-        get.cancel()
-        # Its last words may have come after its end.
-        await asyncio.sleep(0)
-        if not instance.inbox.empty():
+        if not instance.inbox.empty():  # its last words, and its end
             return instance.inbox.get_nowait()
         self._refuse_if_stopping()
         raise Unavailable(
@@ -387,7 +371,7 @@ class Deployment:
     async def _discard(self, instance: Instance) -> None:
         if instance.child is not None and instance.child.alive:
             instance.child.kill()
-            await instance.child.exited
+            await instance.child.gone()
         instance.child = None
         instance.state = InstanceState.WAITING
 
@@ -473,7 +457,7 @@ class Deployment:
         for child in children:
             if child is not None:
                 child.kill()
-        await asyncio.gather(*(child.exited for child in children if child is not None))
+        await asyncio.gather(*(child.gone() for child in children if child is not None))
 
     def _send(self, instance: Instance, message: Any) -> None:
         if instance.child is not None:

@@ -16,6 +16,7 @@ from shmserve.children import Child
 from shmserve.errors import ShmserveError
 from shmserve.host import Host
 from shmserve.ipc import messages as m
+from shmserve.listening import close
 from shmserve.restarts import Row
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,10 @@ class Gateways:
         """End every gateway and close the sockets."""
         self.stopping = True
         for sock in (*self._http, *self._metrics, *self._grpc):
-            sock.close()
+            close(sock)
         for child in self._children.values():
-            self._host.control.send(child.pid, m.Stop())
+            if self._host.control.connected(child.pid):
+                self._host.control.send(child.pid, m.Stop())
+            else:
+                child.kill()  # it does not hear yet
         await asyncio.gather(*(self._host.end(child, 2.0) for child in self._children.values()))

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import descriptors
+from shmserve.background import in_background
 from shmserve.control import Acknowledgements
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.peers import credentials
@@ -243,9 +244,7 @@ class Guests:
                     answer = m.Refused(number, error.code, error.message)
                 self._send(guest, frames.pack([answer]))
             case m.ShareDeviceMemory() if guest.welcomed:
-                task = self._loop.create_task(self._answer_device(guest, message))
-                self._checks.add(task)
-                task.add_done_callback(self._checks.discard)
+                in_background(self._answer_device(guest, message), self._checks)
             case m.WithdrawMemory(memory_id=memory_id) if guest.welcomed and memory_id:
                 self._regions.give_back(guest.number, memory_id)
             case _:

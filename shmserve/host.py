@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shmserve import logs
+from shmserve.background import in_background
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Acknowledgements, Control
@@ -49,7 +50,9 @@ class Host:
         self.control.admit(pid)
 
     def dismiss(self, pid: int) -> None:
-        """The process is gone."""
+        """The process is gone; what it has said, why it ends for one, is heard before that is
+        known."""
+        self.control.hear()
         self._handlers.pop(pid, None)
         self.control.forget(pid)
 
@@ -93,12 +96,9 @@ class Host:
             self.broadcast(m.SetLogging(asdict(settings)), "gateway", "scheduler", "worker")
         return asdict(settings)
 
-    def background(self, coroutine: Any) -> asyncio.Task[None]:
-        """Run a coroutine; its task is kept until it ends."""
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+    def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine for as long as the server does not end."""
+        return in_background(coroutine, self.tasks)
 
     @staticmethod
     async def either(*futures: asyncio.Future[Any]) -> None:
@@ -110,7 +110,7 @@ class Host:
         if child is None or not child.alive:
             return
         try:
-            await asyncio.wait_for(asyncio.shield(child.exited), patience_s)
+            await asyncio.wait_for(child.gone(), patience_s)
         except TimeoutError:
             child.kill()
-            await child.exited
+            await child.gone()

@@ -132,7 +132,10 @@ def _is_left_behind(path: Path) -> bool:
     return False
 
 
-def remove_unix(path: Path | None) -> None:
-    """Remove the socket that `listen_unix` made."""
-    if path is not None:
-        path.unlink(missing_ok=True)
+def close(sock: socket.socket) -> None:
+    """Close a socket, if it is open. Of a unix socket the path goes first: while it is listened on,
+    no other server has taken it."""
+    if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
+        with contextlib.suppress(OSError):
+            os.unlink(sock.getsockname())
+    sock.close()

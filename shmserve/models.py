@@ -32,6 +32,7 @@ from shmserve.repository import CONFIG_FILE
 logger = logging.getLogger(__name__)
 
 _UNLOADED = "unloaded"
+_UNLOADED_MEANWHILE = "the model is unloaded"
 _RESTARTING = "a process that ended is started again"
 _MOST_ANNOUNCEMENTS = 8
 
@@ -56,6 +57,8 @@ class _Model:
     fingerprint: str = ""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     changes: int = 0  # that have their turn, or wait for it
+    coming: list[Deployment] = field(default_factory=list)  # of the load that has its turn
+    unloads: int = 0  # that were asked for: each gives up the loads before it
 
     @property
     def failed(self) -> bool:
@@ -218,10 +221,13 @@ class Models:
 
     # --- load and unload
 
+    def _model(self, name: str) -> _Model:
+        return self._models.setdefault(name, _Model(name))
+
     @contextlib.asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[_Model]:
         """One change of a model after the other; of a name that is none's nothing stays."""
-        model = self._models.setdefault(name, _Model(name))
+        model = self._model(name)
         model.changes += 1
         try:
             async with model.turn:
@@ -234,8 +240,11 @@ class Models:
     async def _load(
         self, name: str, config: str = "", files: dict[str, bytes] | None = None
     ) -> None:
+        unloads = self._model(name).unloads
         async with self._turn(name) as model:
             try:
+                # Before it is read: a file that is changed meanwhile is seen by the next look.
+                model.fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
                 plans = await asyncio.to_thread(self._planner.plan, name, config, files or {})
             except ShmserveError as error:
                 # Of a name that no repository has, nothing is kept: anybody may have mistyped it.
@@ -243,9 +252,11 @@ class Models:
                     model.status = {"": _Status(ModelState.UNAVAILABLE, error.message)}
                     self._on_change()
                 raise
-            model.fingerprint = self._planner.fingerprint(name)
+            if model.unloads != unloads:
+                reason = f"{Unavailable.title}: {_UNLOADED_MEANWHILE}"
+                raise _load_failed(model, {plan.version: reason for plan in plans})
             model.status.pop("", None)
-            new = [
+            new = model.coming = [
                 Deployment(self._host, plan, partial(self._changed, model), self._on_call)
                 for plan in plans
             ]
@@ -253,8 +264,11 @@ class Models:
             for deployment in new:
                 if deployment.plan.version not in model.serving:
                     model.status[deployment.plan.version] = _Status(ModelState.LOADING)
-            await self._deploy(model, new)
-            await self._switch(model, {d.plan.version: d for d in new})
+            try:
+                await self._deploy(model, new)
+                await self._switch(model, {d.plan.version: d for d in new})
+            finally:
+                model.coming = []
 
     async def _deploy(self, model: _Model, new: list[Deployment]) -> None:
         results = await asyncio.gather(*(d.start() for d in new), return_exceptions=True)
@@ -327,9 +341,10 @@ class Models:
     async def _unload(self, name: str) -> None:
         if name not in self._models:
             return
-        # A model that hangs while it loads would keep its turn for ever.
-        loading = [d for d in self._live if d.plan.name == name and not d.loaded]
-        await asyncio.gather(*(d.kill() for d in loading))
+        # A model that hangs while it loads would keep its turn for ever, or take it next.
+        model = self._model(name)
+        model.unloads += 1
+        await asyncio.gather(*(d.kill() for d in model.coming if not d.ready))
         async with self._turn(name) as model:
             old, model.serving = model.serving, {}
             model.status.pop("", None)
@@ -408,8 +423,9 @@ class Models:
 
     async def poll_forever(self) -> None:
         """Look at the repositories every `repository_poll_s` seconds; load, reload and unload what
-        changed. A model that takes long to load, or hangs, keeps no other waiting."""
-        busy: set[str] = set()
+        changed. A model that takes long to load, or hangs, keeps no other waiting, and is given up
+        when it is removed."""
+        busy: set[tuple[str, bool]] = set()
         while True:
             await asyncio.sleep(self._host.config.repository_poll_s)
             try:
@@ -417,11 +433,16 @@ class Models:
             except ShmserveError as error:
                 logger.error("%s", error.message)
                 continue
-            for name in sorted({*found, *self._models} - busy):
-                busy.add(name)
-                self._host.background(self._follow_one(name, name in found, busy))
+            except Exception:
+                logger.exception("the model repositories could not be looked at")
+                continue
+            for name in sorted({*found, *self._models}):
+                look = (name, name in found)
+                if look not in busy:
+                    busy.add(look)
+                    self._host.background(self._follow_one(*look, busy))
 
-    async def _follow_one(self, name: str, present: bool, busy: set[str]) -> None:
+    async def _follow_one(self, name: str, present: bool, busy: set[tuple[str, bool]]) -> None:
         try:
             await self._follow(name, present)
         except ShmserveError as error:
@@ -429,20 +450,24 @@ class Models:
         except Exception:
             logger.exception("model %s: loading failed", name)
         finally:
-            busy.discard(name)
+            busy.discard((name, present))
 
     async def _follow(self, name: str, present: bool) -> None:
         model = self._models.get(name)
         if not present:
-            if model is not None and (model.serving or model.failed):
+            if model is not None and (model.serving or model.failed or model.coming):
                 await self._unload(name)
             return
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
-        if model is None or model.fingerprint != fingerprint:
-            if model is not None:
-                model.fingerprint = fingerprint  # a failing model is tried again when it changes
+        if model is None or model.fingerprint != fingerprint:  # one that failed, too
             await self._load(name)
 
     async def stop(self) -> None:
-        """Drain and stop everything."""
-        await asyncio.gather(*(deployment.stop() for deployment in self._live))
+        """Drain and stop everything; what loads is given up."""
+        await asyncio.gather(*(d.stop() if d.loaded else d.kill() for d in self._live))
+
+    async def kill(self) -> None:
+        """End everything now; what was in flight is refused."""
+        await asyncio.gather(*(deployment.kill() for deployment in self._live))
+        for deployment in self._live:
+            self._host.broadcast(m.SchedulerLost(deployment.endpoint, ""), "gateway", "guest")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmserve import model_config, repository
-from shmserve.deployment import Plan
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
+from shmserve.model_names import is_model_name
+from shmserve.plan import Plan
 
 if TYPE_CHECKING:
     from shmserve.config import ServerConfig
@@ -41,7 +42,7 @@ class Planner:
 
     def fingerprint(self, name: str) -> str:
         """What changes when a file of the model does; "" when there is no such model."""
-        folder = self._find(name)
+        folder = self._find(name) if is_model_name(name) else None
         return repository.fingerprint(folder) if folder is not None else ""
 
     def has(self, name: str) -> bool:

@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shmserve.background import in_background
 from shmserve.cuda_regions import Exporter, HandleCheck, not_supported
 from shmserve.errors import AlreadyExists, InvalidArgument, Unsupported
 from shmserve.ipc import posix_shm
@@ -252,9 +253,7 @@ class Registrar:
                     logger.warning("region '%s' ends with the process that owned it", region.name)
                     await self._withdraw(region)
 
-        task = asyncio.get_running_loop().create_task(end())
-        self._endings.add(task)
-        task.add_done_callback(self._endings.discard)
+        in_background(end(), self._endings)
 
     @staticmethod
     def _refuse_unless_same(known: Region, key: str, offset: int, byte_size: int) -> None:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from shmserve import descriptors, devices, grpc_config, logs
+from shmserve.background import end_all
 from shmserve.children import Child, Children, Zygote
 from shmserve.config import ServerConfig
 from shmserve.control import Control
@@ -35,7 +36,7 @@ from shmserve.ipc.guests import KEY_SIZE, Seals
 from shmserve.ipc.large_copies import past_the_caches
 from shmserve.ipc.processes import marked, name_process
 from shmserve.ipc.tensors import CudaHandle
-from shmserve.listening import hold, listen, listen_unix, remove_unix
+from shmserve.listening import close, hold, listen, listen_unix
 from shmserve.log_file import written_to
 from shmserve.models import Models
 from shmserve.progress import Progress, model_table
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 _FRONT_PRELOADS = ("shmserve.gateway.main", "shmserve.scheduler.main")
 _WORKER_PRELOADS = ("torch", "shmserve.workers.main")
 _EXPORTED = "shmserve.workers.preload_exported"
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(config: ServerConfig) -> int:
@@ -68,14 +70,26 @@ def _serve(config: ServerConfig) -> int:
     group = config.shm.group
     try:
         grpc = _grpc_sockets(config)
+        signals = hold_signals()
         chosen = config.run_dir
         run_dir = RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
-        try:
-            return asyncio.run(Supervisor(config, run_dir, http, metrics, grpc).run())
-        finally:
-            run_dir.remove()
+        with asyncio.Runner() as runner:  # its loop takes signals until the folder is gone
+            try:
+                return runner.run(Supervisor(config, run_dir, http, metrics, grpc, signals).run())
+            finally:
+                run_dir.remove()
     finally:
-        remove_unix(config.http_unix_socket)
+        for sock in http:
+            close(sock)
+
+
+def hold_signals() -> list[int]:
+    """Have what ends the server wait for the supervisor: soon there is something to clear away.
+    Those that come until `Supervisor.open` are in the list."""
+    held: list[int] = []
+    for number in _ENDING:  # blocked, they would end the server in another thread
+        signal.signal(number, lambda number, _: held.append(number))
+    return held
 
 
 def _listen(config: ServerConfig) -> tuple[list[socket.socket], list[socket.socket]]:
@@ -108,7 +122,8 @@ def _grpc_sockets(config: ServerConfig) -> list[socket.socket]:
 
 
 class Supervisor:
-    """Owns the process tree. `run` is the whole life."""
+    """Owns the process tree. `run` is the whole life; `signals` are those that have come
+    before it."""
 
     def __init__(
         self,
@@ -117,12 +132,14 @@ class Supervisor:
         http: list[socket.socket],
         metrics: list[socket.socket],
         grpc: list[socket.socket],
+        signals: list[int],
     ) -> None:
         self.config = config
         self._run_dir = run_dir
         self._http = http
         self._metrics = metrics
         self._grpc = grpc
+        self._held = signals
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._health = m.HealthChanged(live=True, ready=False, exiting=False)
         self._started = False
@@ -141,9 +158,7 @@ class Supervisor:
             if status == 0:
                 await stop
         else:
-            work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
+            await end_all(work)
         stop.cancel()
         await self.end(status)
         return status
@@ -164,10 +179,12 @@ class Supervisor:
     def open(self) -> None:
         """Start the zygotes and everything that listens; nothing is loaded yet."""
         loop = asyncio.get_running_loop()
+        for number in _ENDING:
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
+        for came in self._held:
+            self._signals.put_nowait(came)
         # Who starts the server may have some blocked, of which deaths and the end would be unheard.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signals.put_nowait, number)
         if self.config.without_effect:
             logger.warning("without effect here: %s", ", ".join(self.config.without_effect))
         children = Children(self._process_exited)
@@ -360,23 +377,9 @@ class Supervisor:
         )
         self._update_health()
         if status == 0:
-            drained = asyncio.ensure_future(self._drain())
-            again = asyncio.ensure_future(self.signalled())
-            limit_s = self.config.exit_timeout_s
-            await asyncio.wait(
-                {drained, again},
-                timeout=limit_s - min(1.0, limit_s / 10),  # the rest is for ending what is left
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if not drained.done():
-                logger.warning("not everything in flight was finished")
-            for task in (drained, again):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, ShmserveError):
-                    await task
-        for task in list(self.host.tasks):
-            task.cancel()
-        await asyncio.gather(*self.host.tasks, return_exceptions=True)
+            await self._finish()
+        await end_all(*self.host.tasks)
+        await self.models.kill()
         await self._kill_rest()
         if self.host.guests is not None:
             self.host.guests.close()
@@ -385,6 +388,28 @@ class Supervisor:
         self.host.children.close()
         logger.info("the server has ended")
 
+    async def _finish(self) -> None:
+        limit_s = self.config.exit_timeout_s
+        last_s = min(1.0, limit_s / 10)  # for what is not finished by then
+        drained = asyncio.ensure_future(self._drain())
+        again = asyncio.ensure_future(self.signalled())
+        await asyncio.wait(
+            {drained, again}, timeout=limit_s - last_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        cut_short = not drained.done()
+        await end_all(drained, again)
+        if cut_short:
+            logger.warning("not everything in flight was finished")
+            refused = asyncio.ensure_future(self._refuse())
+            await asyncio.wait({refused}, timeout=last_s)
+            await end_all(refused)
+
+    async def _refuse(self) -> None:
+        """Have what is in flight answered: that it cannot be finished."""
+        await self.models.kill()
+        await self.gateways.drain()
+        await self.gateways.stop()
+
     async def _drain(self) -> None:
         await self.gateways.drain()
         await self.models.stop()
@@ -392,7 +417,7 @@ class Supervisor:
 
     async def _kill_rest(self) -> None:
         for sock in (*self._http, *self._metrics, *self._grpc):
-            sock.close()
+            close(sock)
         self.host.front_zygote.stop()
         self.host.worker_zygote.stop()
         rest = self.host.children.all()

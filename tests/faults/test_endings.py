@@ -19,11 +19,16 @@ from tests.servers import Server, running
 from tests.waiting import until
 
 _ORPHANS_S = 1.0
+# A zygote that imports torch hears of it when the interpreter runs again: loading one library takes
+# as long as a busy machine lets it.
+_IMPORT_S = 20.0
 
 
-def assert_nothing_is_left(server: Server, members: list[psutil.Process]) -> None:
+def assert_nothing_is_left(
+    server: Server, members: list[psutil.Process], within_s: float = _ORPHANS_S
+) -> None:
     """The children of a killed supervisor die with it, and clear up."""
-    server.assert_gone(members, _ORPHANS_S)
+    server.assert_gone(members, within_s)
 
 
 def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
@@ -65,7 +70,7 @@ def test_kill_the_supervisor_while_loading(repository: Path) -> None:
         server.wait_log("loading")
         members = server.tree()
         server.kill()
-        assert_nothing_is_left(server, members)
+        assert_nothing_is_left(server, members, _IMPORT_S)
     finally:
         server.discard()
 

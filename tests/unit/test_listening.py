@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.listening import hold, listen
+from shmserve.listening import close, hold, listen, listen_unix
+from shmserve.trust import NO_GROUP
 
 NOBODYS = "192.0.2.1"  # RFC 5737: for documentation only
 
@@ -61,3 +63,27 @@ def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         with pytest.raises(InvalidArgument, match=r"--http-port: .*: Address already in use"):
             listen("localhost", 0, "--http-address", True)
+
+
+def test_a_unix_socket_that_another_server_has_taken(tmp_path: Path) -> None:
+    """A server that starts while this one ends keeps its socket."""
+    path = tmp_path / "socket"
+    ending = listen_unix(path, NO_GROUP, "--http-unix-socket")
+    close(ending)
+    assert not path.exists()
+    with listen_unix(path, NO_GROUP, "--http-unix-socket") as other:
+        close(ending)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        close(other)
+        assert not path.exists()
+
+
+def test_a_unix_socket_that_is_in_use(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with listen_unix(path, NO_GROUP, "--http-unix-socket") as first:
+        with pytest.raises(InvalidArgument, match="--http-unix-socket: cannot listen on"):
+            listen_unix(path, NO_GROUP, "--http-unix-socket")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        close(first)

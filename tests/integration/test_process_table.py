@@ -1,0 +1,75 @@
+"""What the supervisor's process table makes of what the kernel says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.servers import ROOT
+
+# In a process of its own: the process table adopts orphans, and kills what it does not know.
+_LATE = """
+import asyncio, logging, os, signal, time
+from shmserve.children import STOPPED_LIMIT_S, Children
+
+async def main():
+    children = Children(lambda child: None)
+    child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
+    child.kill(signal.SIGSTOP)
+    while child.stop_timer is None:
+        await asyncio.sleep(0.001)
+    child.kill(signal.SIGCONT)
+    time.sleep(STOPPED_LIMIT_S)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    child.kill(signal.SIGTERM)
+    print(await child.exited)
+
+logging.disable()
+asyncio.run(main())
+"""
+
+_TROUBLE = """
+import asyncio, logging, os, sys, time
+from shmserve.children import Children
+
+async def main():
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    logging.Formatter.formatException = lambda self, error: repr(error[1])
+    def on_exit(child):
+        raise RuntimeError(child.title)
+    children = Children(on_exit)
+    both = [children.adopt(os.posix_spawn("/bin/true", ["true"], {}), t) for t in ("one", "other")]
+    for child in both:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    for child in both:
+        await child.exited
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_is_continued_while_nobody_looks() -> None:
+    """The supervisor stood still, too: what it sees first is that the time is over."""
+    assert output(_LATE) == "signal 15\n"
+
+
+def test_an_end_that_cannot_be_dealt_with() -> None:
+    """It is logged, and the next one is seen."""
+    told = sorted(output(_TROUBLE).splitlines())
+    assert told == [
+        "RuntimeError('one')",
+        "RuntimeError('other')",
+        "the end of one could not be dealt with",
+        "the end of other could not be dealt with",
+    ]
+
+
+def output(script: str) -> str:
+    """What a script prints; nothing else may be said."""
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert found.stderr == ""
+    return found.stdout
