@@ -50,6 +50,7 @@ class _Waiter:
         self.connection = connection
         self.lock = threading.Lock()  # held while the thread is in it: others may only close it
         self._left: deque[Pending] = deque()  # to be cancelled
+        self.leaving = False  # to be closed by its thread, as soon as that is out of it
         self._poll = select.epoll()
         self.exchange = Exchange(connection, self._watch, self._poll.unregister)
 
@@ -57,8 +58,12 @@ class _Waiter:
         self._poll.register(fd, select.EPOLLIN)
 
     def submit(self, prepared: Prepared) -> Pending:
-        with self.lock:
-            return self.exchange.submit(prepared)
+        try:
+            with self.lock:
+                return self.exchange.submit(prepared)
+        finally:
+            if self.leaving:
+                self.close()
 
     def send(self, at_least: int) -> None:
         if self.exchange.unsent >= at_least:
@@ -66,13 +71,17 @@ class _Waiter:
                 self.exchange.flush()
 
     def wait(self, pending: Pending) -> Result:
-        with self.lock:
-            try:
-                self.until(pending)
-            except BaseException:
-                self.exchange.cancel(pending)
-                self.exchange.flush()
-                raise
+        try:
+            with self.lock:
+                try:
+                    self.until(pending)
+                except BaseException:
+                    self.exchange.cancel(pending)
+                    self.exchange.flush()
+                    raise
+        finally:
+            if self.leaving:
+                self.close()
         return pending.result()
 
     def cancel(self, left: Iterable[Pending]) -> None:
@@ -281,8 +290,11 @@ class Server:
         if self._session.inherited:
             return
         with self._lock:
-            for waiter in self._waiters.values():
-                waiter.close()
+            for thread, waiter in self._waiters.items():
+                if thread is threading.current_thread() and waiter.lock.locked():
+                    waiter.leaving = True  # this is a signal's handler, which its wait runs
+                else:
+                    waiter.close()
             self._waiters.clear()
 
     def __enter__(self) -> Server:

@@ -26,6 +26,7 @@ import shmserve.client
 from shmserve.client import aio
 from shmserve.client.options import PLAIN
 from tests import repositories
+from tests.gates import Visit
 from tests.servers import ROOT, Server, running
 from tests.waiting import until
 
@@ -243,6 +244,39 @@ def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> No
         for inputs in ({"INPUT0": x}, region):
             assert (client.infer("rows", inputs)["OUTPUT0"] == x).all()
         assert client._session.connection() is connection and connection.alive
+
+
+@pytest.mark.parametrize("then", ["go on", "exit"])
+def test_a_signals_handler_closes_the_client_while_its_thread_waits(
+    gated: Server, then: str
+) -> None:
+    """As what ends a program does: it neither hangs nor leaves anything behind."""
+    client = shmserve.client.connect(gated.run_dir)
+
+    def end(*_: object) -> None:
+        client.close()
+        if then == "exit":
+            sys.exit(7)
+
+    def interrupt() -> None:
+        held.append(gated.gate.next())
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    main = threading.get_ident()
+    held: list[Visit] = []
+    before = signal.signal(signal.SIGUSR1, end)
+    other = threading.Thread(target=interrupt)
+    other.start()
+    try:
+        with pytest.raises(SystemExit if then == "exit" else shmserve.client.Disconnected):
+            client.infer("gated", INPUT0=np.ones((1, 1), np.int32), timeout=60)
+    finally:
+        other.join()
+        signal.signal(signal.SIGUSR1, before)
+        held[0].release()
+    assert not client._waiters
+    with pytest.raises(shmserve.client.Disconnected):
+        client.infer("gated", INPUT0=np.ones((1, 1), np.int32))
 
 
 def test_every_future_ends_when_the_client_does(gated: Server) -> None:
