@@ -253,6 +253,8 @@ class Models:
                     self._on_change()
                 raise
             if model.unloads != unloads:
+                for plan in plans:
+                    self._planner.discard(plan)
                 reason = f"{Unavailable.title}: {_UNLOADED_MEANWHILE}"
                 raise _load_failed(model, {plan.version: reason for plan in plans})
             model.status.pop("", None)

@@ -32,6 +32,7 @@ class Repository:
         self.changes = 0
         self.reading: Callable[[], None] = lambda: None
         self.present = True
+        self.planned = self.discarded = 0
 
     def scan(self) -> dict[str, object]:
         """What is there."""
@@ -48,10 +49,12 @@ class Repository:
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[Plan]:
         """One version."""
         self.reading()
+        self.planned += 1
         return [plan()]
 
     def discard(self, discarded: Plan) -> None:
-        """It was not written for a request."""
+        """It was written for a request, perhaps."""
+        self.discarded += 1
 
     @staticmethod
     def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
@@ -106,6 +109,7 @@ def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
         async with asyncio.timeout(10):
             outcomes = await asyncio.gather(*loads, return_exceptions=True)
             await asyncio.gather(*asked)
+        assert repository.discarded == repository.planned == len(loads)
         processes.hanging = False
         await served._load("m")
         assert [row["state"] for row in served.index(ready=False)] == ["READY"]
