@@ -46,6 +46,21 @@ def _start_what_stays() -> None:
             channel.unary_unary("/nobody/answers")(b"", timeout=1)
 
 
+@functools.cache
+def _start_cuda() -> None:
+    """A device's descriptors, which the driver opens when they are first needed and then keeps."""
+    import torch
+
+    if torch.cuda.is_available():
+        from shmserve.ipc.cuda_ipc import Driver
+
+        torch.ones(1, device="cuda").cpu()
+        driver = Driver()
+        pointer = driver.allocate(1, 0)
+        driver.export(pointer, 0)
+        driver.free(pointer, 0)
+
+
 @pytest.fixture(autouse=True)
 def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test of a server: no object, process, descriptor or socket more than before it."""
@@ -53,6 +68,8 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     _start_what_stays()
+    if request.node.get_closest_marker("gpu"):
+        _start_cuda()
     before = leaks.Snapshot.take()
     yield
     before.assert_restored()

@@ -37,7 +37,8 @@ RUNNING: list[Server] = []
 
 class Server:
     """A server of a repository; `folder` is a short, private one that holds its run directory, log
-    and gate. Without `grpc` it serves HTTP alone, which starts faster.
+    and gate. Without `grpc` it serves HTTP alone, which starts faster; without `gpu` it sees none
+    of the host's, so that a test finds the same everywhere.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Server:
         ports: tuple[int, int] | None = None,
         prefix: Sequence[str] = (),
         grpc: bool = False,
+        gpu: bool = False,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="st-"))
         self.run_dir = run_dir or self.folder / "run"
@@ -63,6 +65,7 @@ class Server:
             **os.environ,
             "GATE": str(self.gate.path),
             "TMPDIR": str(self.folder),
+            **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}),
             **(environment or {}),
         }
         self.command = [
@@ -285,11 +288,13 @@ def running(
     *flags: str,
     environment: Mapping[str, str] | None = None,
     grpc: bool = False,
+    gpu: bool = False,
     prefix: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """A ready server, stopped at the end of the with block; with `grpc`, that door is open too."""
+    """A ready server, stopped at the end of the with block; with `grpc`, that door is open too, and
+    with `gpu` it may use the host's."""
     repositories = [repository] if isinstance(repository, Path) else repository
-    server = Server(repositories, flags, environment=environment, grpc=grpc, prefix=prefix)
+    server = Server(repositories, flags, environment=environment, grpc=grpc, gpu=gpu, prefix=prefix)
     try:
         server.wait_ready()
         if grpc:

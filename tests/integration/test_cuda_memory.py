@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (repository / "twice" / "1").mkdir(parents=True)
     (repository / "twice" / "1" / "model.py").write_text(MODEL)
     (repository / "twice" / "config.pbtxt").write_text(CONFIG)
-    with servers.running(repository) as made:
+    with servers.running(repository, gpu=True) as made:
         yield made
 
 

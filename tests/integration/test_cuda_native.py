@@ -77,7 +77,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "1" / "model.py").write_text(text)
         (repository / name / "config.pbtxt").write_text(CONFIG % given)
-    with servers.running(repository) as made:
+    with servers.running(repository, gpu=True) as made:
         yield made
 
 

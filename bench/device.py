@@ -1,0 +1,124 @@
+"""`python -m bench.device [--seconds S] [--repeats N]`: what a request costs on a GPU.
+
+A `torch.nn.Linear` on 16 MiB, asked for by the native client with its tensors on the device, in
+pinned and in ordinary host memory, and inside messages; beside it the same layer in one process of
+its own, up to the end of the device's work. Medians in microseconds, of all samples the median,
+the smallest and the largest. For a host with a CUDA device; there is no peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shmserve.client
+from bench.servers import Shmserve, running
+
+SIDE = 2048  # SIDE * SIDE float32 are 16 MiB
+_WARM_UP_S = 0.5
+_MODEL = f"""
+import torch
+
+class Model(torch.nn.Linear):
+    def __init__(self):
+        super().__init__({SIDE}, {SIDE})
+"""
+_CONFIG = f"""
+backend: "pytorch"
+input [ {{ name: "input" data_type: TYPE_FP32 dims: [ {SIDE}, {SIDE} ] }} ]
+output [ {{ name: "output" data_type: TYPE_FP32 dims: [ {SIDE}, {SIDE} ] }} ]
+instance_group [ {{ kind: KIND_GPU gpus: [ 0 ] count: 1 }} ]
+"""
+
+
+def _median_us(call: Callable[[], object], seconds: float) -> float:
+    times = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        began = time.perf_counter_ns()
+        call()
+        times.append(time.perf_counter_ns() - began)
+    return statistics.median(times) / 1000
+
+
+def _alone() -> Callable[[], object]:
+    """The layer in this process, output in place as a worker has it."""
+    import torch
+
+    with torch.inference_mode():
+        layer = torch.nn.Linear(SIDE, SIDE).to("cuda:0")
+        x = torch.rand(SIDE, SIDE, device="cuda:0")
+
+    @torch.inference_mode()
+    def call() -> None:
+        layer(x)
+        torch.cuda.synchronize()
+
+    return call
+
+
+def _ways(client: shmserve.client.Server) -> dict[str, Callable[[], object]]:
+    form = ((SIDE, SIDE), "FP32")
+    values = np.random.default_rng(0).random((SIDE, SIDE), np.float32)
+    forms = {"input": form, "output": form}
+    device = client.allocate(forms, device="cuda:0")
+    device["input"].fill(values)
+    pinned, plain = client.allocate(forms, pin=True), client.allocate(forms)
+    pinned["input"][:] = plain["input"][:] = values
+    ways: dict[str, Any] = {
+        "in place on the device": device,
+        "in pinned host memory": pinned,
+        "in host memory": plain,
+        "given as an array": {"input": values},
+    }
+    return {name: partial(client.infer, "linear", given) for name, given in ways.items()}
+
+
+def main() -> int:
+    """Print the table. Exit status 2 where torch finds no CUDA device."""
+    parser = argparse.ArgumentParser(prog="python -m bench.device", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=2.0, help="a sample's (2)")
+    parser.add_argument("--repeats", type=int, default=5, help="samples of each (5)")
+    options = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("bench.device: torch finds no CUDA device here", file=sys.stderr)
+        return 2
+    notes: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "linear"
+        (model / "1").mkdir(parents=True)
+        (model / "1" / "model.py").write_text(_MODEL)
+        (model / "config.pbtxt").write_text(_CONFIG)
+        with (
+            running(Shmserve(), [model], notes=notes) as server,
+            shmserve.client.connect(server.run_dir) as client,
+        ):
+            cases = {"the layer alone, in one process": _alone(), **_ways(client)}
+            samples: dict[str, list[float]] = {name: [] for name in cases}
+            for call in cases.values():
+                _median_us(call, _WARM_UP_S)
+            for _ in range(options.repeats):
+                for name, call in cases.items():
+                    samples[name].append(_median_us(call, options.seconds))
+    print(f"torch.nn.Linear on 16 MiB, {torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+    for name, values in samples.items():
+        middle = statistics.median(values)
+        print(f"{name:34} {middle:8,.0f} µs  [{min(values):,.0f} .. {max(values):,.0f}]")
+    for note in notes:
+        print(note)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
