@@ -82,6 +82,22 @@ class TritonPythonModel:
             made.append(pb.InferenceResponse([pb.Tensor.from_dlpack("y", y)]))
         return made
 """
+# In host memory, whatever the client's tensors are in.
+HOST = """
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        made = []
+        for request in requests:
+            x = pb.get_input_tensor_by_name(request, "x")
+            assert x.is_cpu()
+            words = pb.get_input_tensor_by_name(request, "words").as_numpy()
+            made.append(pb.InferenceResponse([
+                pb.Tensor("y", x.as_numpy() * 2), pb.Tensor("again", words[:, ::-1])
+            ]))
+        return made
+"""
 NATIVE = f"""
 from torch import Tensor
 from shmserve.model import FP32
@@ -97,6 +113,11 @@ max_batch_size: 8
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {SIDE} ] }} ]
 output [ {{ name: "y" data_type: TYPE_FP32 dims: [ {SIDE} ] }} ]
 """
+STRINGS = """
+input [ { name: "words" data_type: TYPE_STRING dims: [ 2 ] } ]
+output [ { name: "again" data_type: TYPE_STRING dims: [ 2 ] } ]
+"""
+ON_CPU = "instance_group [ { kind: KIND_CPU count: 1 } ]\n"
 ON_GPU = "instance_group [ { kind: KIND_GPU gpus: [ 0 ] count: 1 } ]\n"
 BATCHING = "dynamic_batching { }\n"
 STAYS = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }\n'
@@ -105,6 +126,7 @@ MODELS = {
     "slow": (SLOW, CONFIG % "pytorch" + ON_GPU),
     "fragile": (FRAGILE, CONFIG % "pytorch" + ON_GPU),
     "python": (PYTHON, CONFIG % "python" + ON_GPU + STAYS),
+    "host": (HOST, CONFIG % "python" + STRINGS + ON_CPU),
     "anywhere": (TWICE, CONFIG % "pytorch"),
     "native": (NATIVE, 'backend: "native"\n'),
 }
@@ -233,6 +255,39 @@ def test_a_python_model_that_calls_another(client: shmserve.client.Server) -> No
         assert (result["y"] == (batch(2) + 1) * 2).all()
         client.infer("python", region)
         assert (region["y"].numpy() == (batch(2) + 1) * 2).all()
+
+
+def test_a_model_on_the_cpu(server: Server) -> None:
+    """Tensors on the device come to it, and go back there, through host memory; strings, too."""
+    grpc = importlib.import_module("tritonclient.grpc")
+    shm = importlib.import_module("tritonclient.utils.cuda_shared_memory")
+    wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
+    numbers = shm.create_shared_memory_region("numbers", 2 * ROW, 0)
+    strings = shm.create_shared_memory_region("strings", 2 * wire.nbytes, 0)
+    try:
+        shm.set_shared_memory_region(numbers, [batch()])
+        shm.set_shared_memory_region(strings, [wire])
+        with grpc.InferenceServerClient(server.grpc_url) as client:
+            for name, region in (("numbers", numbers), ("strings", strings)):
+                handle = shm.get_raw_handle(region)
+                client.register_cuda_shared_memory(name, handle, 0, region._byte_size)
+            x = grpc.InferInput("x", [1, SIDE], "FP32")
+            x.set_shared_memory("numbers", ROW)
+            given = grpc.InferInput("words", [1, 2], "BYTES")
+            given.set_shared_memory("strings", wire.nbytes)
+            y = grpc.InferRequestedOutput("y")
+            y.set_shared_memory("numbers", ROW, offset=ROW)
+            again = grpc.InferRequestedOutput("again")
+            again.set_shared_memory("strings", wire.nbytes, offset=wire.nbytes)
+            client.infer("host", [x, given], outputs=[y, again])
+            client.unregister_cuda_shared_memory()
+        found = shm.get_contents_as_numpy(numbers, np.float32, [2, SIDE])
+        assert (found[1:] == batch() * 2).all()
+        turned = shm.get_contents_as_numpy(strings, np.uint8, [2 * wire.nbytes])[wire.nbytes :]
+        assert turned.tobytes() == b"\5\0\0\0three\3\0\0\0one"
+    finally:
+        shm.destroy_shared_memory_region(numbers)
+        shm.destroy_shared_memory_region(strings)
 
 
 def test_instances_are_put_on_the_devices_there_are(server: Server) -> None:
