@@ -259,8 +259,9 @@ class SchedulerLost:
     """The scheduler at `endpoint` is gone: submit what it had again, to `successor` (a new
     ModelPublished follows).
 
-    No successor: its version was retired. Gateways refuse what they have there; for workers,
-    `FindModel` says what serves now.
+    No successor: its version was retired, or no scheduler can be started now (said again then, and
+    in the end with a successor). Gateways refuse what they have there; for workers, `FindModel`
+    says what serves now.
     """
 
     endpoint: str

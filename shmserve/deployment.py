@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _MOST_FAILED_LOADS = 5
 # Of schedulers, in a row, while somebody waits for the first that serves.
 _MOST_FAILED_STARTS = 5
+# Of a scheduler, before requests are refused that wait for one: some seconds.
+_MOST_WAITED_FOR = 10
 _STOP_PATIENCE_S = 5.0
 # What workers say that is not about themselves.
 _CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.MemoryChecked
@@ -415,6 +417,8 @@ class Deployment:
                 pause = row.pause_s(0)
                 self._failed_starts += 1
                 self._changed()
+                if self._failed_starts >= _MOST_WAITED_FOR:
+                    self._refuse_at(lost)
                 continue
             attach = m.Attach(endpoints.instances(self.host.run_dir, self.number))
             for instance in self.instances:
@@ -427,6 +431,10 @@ class Deployment:
             return
         # Retired meanwhile: models that called it look for who serves now.
         self.host.broadcast(m.SchedulerLost(lost, ""), "worker", "guest")
+
+    def _refuse_at(self, lost: str) -> None:
+        """What was submitted there fails; what comes later goes to the successor, if one comes."""
+        self.host.broadcast(m.SchedulerLost(lost, ""), "gateway", "worker", "guest")
 
     # --- end
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _MOST_UNSENT = 1 << 19  # bytes of requests; more leave at once: a frame has its bounds as well
 LATE = "nobody answered within the timeout"
 ENDED = "the server ended before it answered"
+_ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
 _ONCE = "the answer is lost, and the outputs go over the inputs, which may be changed"
 
 
@@ -305,7 +306,7 @@ class Exchange:
                 self._resubmit(pending, successor)
             elif not self._moved(pending):
                 pending.prepared.end()
-                self._done(pending, Disconnected("the model was unloaded before it answered"))
+                self._done(pending, Disconnected(_ENDED))
 
     def _left_at(self, endpoint: str) -> list[Pending]:
         """Take out what a scheduler that will not answer had; those that somebody waits for, and

@@ -32,7 +32,7 @@ _ONCE = (
     "the model's scheduler ended before it could answer; the request's outputs go over its inputs, "
     "which may be changed"
 )
-_UNLOADED = "the model was unloaded, and its scheduler ended before it could answer"
+_ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
 
 
 class Pending:
@@ -238,7 +238,7 @@ class Dispatcher:
             if pending.future.done():
                 over.append(pending)
             elif new is None or runs_once(pending.submit.work):
-                text = id_prefix(pending.submit.request_id) + (_UNLOADED if new is None else _ONCE)
+                text = id_prefix(pending.submit.request_id) + (_ENDED if new is None else _ONCE)
                 failed = m.Failed(pending.submit.id, Unavailable.code, text, 0, early=False)
                 pending.future.set_result(failed)
                 over.append(pending)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,18 @@ from tests.servers import Server
 from tests.waiting import until
 
 _MOUNT = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
+# A program of the native client, which is refused twice.
+_NATIVE = """
+import sys, numpy, shmserve.client
+with shmserve.client.connect(sys.argv[1]) as client:
+    for _ in range(2):
+        try:
+            client.infer("identity", INPUT0=numpy.ones(4, numpy.float32))
+        except shmserve.client.Unavailable as error:
+            assert "no other serves the model" in str(error), error
+        else:
+            raise AssertionError("answered")
+"""
 
 
 @pytest.fixture
@@ -43,7 +57,8 @@ def test_no_room_at_the_start(repository: Path, folder: Path, inodes: int) -> No
 
 
 def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
-    """The others are served on; its model says that it is not ready, until there is room again."""
+    """The others are served on; its model says that it is not ready, until there is room again, and
+    nobody waits for that."""
     server = Server([repository], run_dir=folder / "run", prefix=small(folder, 60))
     try:
         server.wait_ready()
@@ -56,6 +71,14 @@ def test_no_room_for_a_new_scheduler(repository: Path, folder: Path) -> None:
             array = np.arange(16, dtype=np.int32).reshape(1, 16)
             inputs = [json_input(name, array) for name in ("INPUT0", "INPUT1")]
             assert http.infer("simple", {"inputs": inputs}).status == 200
+            floats = np.arange(4, dtype=np.float32)
+            given = {"inputs": [json_input("INPUT0", floats)]}
+            for _ in range(2):  # one that waited, and one that is asked later
+                assert (reply := http.infer("identity", given)).status == 503
+                assert "the model's scheduler ended before it could answer" in reply.error
+        namespace = f"--mount=/proc/{server.pid}/ns/mnt"
+        asked = [sys.executable, "-c", _NATIVE, str(server.run_dir)]
+        subprocess.run(["nsenter", namespace, *asked], check=True, timeout=30)
         assert "Traceback" not in server.log()
         for path in full:
             path.unlink()
