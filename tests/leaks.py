@@ -139,13 +139,16 @@ def unix_sockets(folder: Path) -> int:
         return sum(f"{folder}/" in line for line in table)
 
 
-def resident_bytes(server: servers.Server) -> int:
-    """The proportional memory of a server's processes, in bytes: shared pages count once."""
-    total = 0
+def resident_bytes(server: servers.Server) -> dict[str, int]:
+    """The proportional memory of a server's processes, in bytes, by title: shared pages count
+    once; of several with one title, all together.
+    """
+    found: Counter[str] = Counter()
     for process in server.tree():
         with contextlib.suppress(OSError), open(f"/proc/{process.pid}/smaps_rollup") as rollup:
-            total += next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
-    return total
+            size = next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+            found[servers.title(process)] += size
+    return dict(found)
 
 
 def cpu_seconds(server: servers.Server) -> dict[str, float]:

@@ -26,6 +26,7 @@ RECOVERY_S = 1.0
 STOP_GRACE_S = 0.5
 _SETTLE_S = 5.0
 _MORE_MEMORY = 48 << 20
+_WORTH_A_WORD = 1 << 20
 # A worker keeps what it has mapped of a gateway: two descriptors for each of two.
 _MORE_DESCRIPTORS = 4
 
@@ -61,7 +62,7 @@ class State:
     titles: Counter[str]
     descriptors: dict[str, int]
     sockets: int
-    resident: int
+    resident: dict[str, int]
 
     @staticmethod
     def of(server: Server) -> State:
@@ -84,8 +85,16 @@ class State:
                 found.append(f"descriptors of {title}: {before} became {count}")
         if now.sockets > self.sockets + _MORE_DESCRIPTORS:
             found.append(f"unix sockets: {self.sockets} became {now.sockets}")
-        if now.resident > self.resident + _MORE_MEMORY + more_memory:
-            found.append(f"memory: {self.resident >> 20} MiB became {now.resident >> 20} MiB")
+        total, now_total = sum(self.resident.values()), sum(now.resident.values())
+        if now_total > total + _MORE_MEMORY + more_memory:
+            grown = [
+                f"{title} {before >> 20} -> {size >> 20}"
+                for title, size in now.resident.items()
+                if size > (before := self.resident.get(title, 0)) + _WORTH_A_WORD
+            ]
+            found.append(
+                f"memory: {total >> 20} MiB became {now_total >> 20} MiB ({', '.join(grown)})"
+            )
         return found
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
 from shmserve.errors import Unavailable
+from shmserve.gateway import trim
 from shmserve.gateway.grpc.infer import Refused, Submitted
 from shmserve.gateway.grpc.stream import stream_infer
 
@@ -32,6 +33,10 @@ class Deaf:
 
     def __init__(self) -> None:
         self.taken = 0
+        self.over: list[Callable[[Any], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.over.append(callback)
 
     def invocation_metadata(self) -> None:
         return None
@@ -94,3 +99,53 @@ def test_who_does_not_read_is_cut_off() -> None:
     abandoned.clear()
     asyncio.run(cancelled_twice())
     assert abandoned == ["behind", "further behind"]
+
+
+@pytest.mark.parametrize(
+    ("size", "most"), [(10, 1024), (30_000, 1024), (1 << 20, 32), (10 << 20, 4), (40 << 20, 1)]
+)
+def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> None:
+    """The others are not even read; one is, however large it is."""
+    abandoned: list[str] = []
+    request = bytes(size)
+    asked = 0
+
+    class Inferences:
+        def submit(self, raw: bytes, caller: Any, remaining_s: Any) -> Submitted:
+            nonlocal asked
+            asked += 1
+            return Asked(abandoned, str(asked))
+
+    async def requests() -> AsyncIterator[bytes]:
+        while True:
+            yield request
+
+    caller: Any = None
+    inferences: Any = Inferences()
+    with pytest.raises(Unavailable):
+        asyncio.run(stream_infer(inferences, caller, requests(), Deaf(), 0.05))
+    assert asked == most + 1  # one was answered
+
+
+def test_memory_is_given_back_when_the_call_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC may hold much of it until then, long after the stream was given up."""
+    pauses: list[int] = []
+
+    class Inferences:
+        def submit(self, raw: bytes, caller: Any, remaining_s: Any) -> Submitted:
+            return Asked([], "")
+
+    async def requests() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield bytes(1000)
+
+    caller: Any = None
+    inferences: Any = Inferences()
+    call = Deaf()
+    with pytest.raises(Unavailable):
+        asyncio.run(stream_infer(inferences, caller, requests(), call, 0.05))
+    monkeypatch.setattr(trim, "soon", pauses.append)
+    for callback in call.over:
+        callback(call)
+    (byte_size,) = pauses
+    assert byte_size >= 3000

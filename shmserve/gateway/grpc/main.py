@@ -43,6 +43,11 @@ _LAST_WORDS_S = 0.2
 # the next call as soon as one is answered does not wait for that.
 _MOST_CALLS = 512
 _MOST_QUEUED = 128 * _MOST_CALLS
+# So much of a call's messages is taken before anybody asks for them; one that is asked for comes as
+# fast as it can. gRPC's own measure is how much arrives while a ping is answered: that grows to
+# hundreds of megabytes with a client on this host as soon as we are slow, and what was taken stays
+# until the call is over. It is also how it finds that frames may be large.
+_AHEAD = 4 * 1024 * 1024
 
 
 def run(args: dict[str, Any]) -> None:
@@ -102,6 +107,9 @@ class GrpcFront(process.Front):
                 ("grpc.http2.max_deallocating_streams", _MOST_CALLS),
                 ("grpc.server.max_pending_requests", _MOST_QUEUED),
                 ("grpc.server.max_pending_requests_hard_limit", _MOST_QUEUED),
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", _AHEAD),
+                ("grpc.http2.max_frame_size", _AHEAD),
                 ("grpc.max_send_message_length", LARGEST_MESSAGE),
                 ("grpc.max_receive_message_length", LARGEST_MESSAGE),
                 *settings.options,

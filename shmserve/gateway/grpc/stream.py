@@ -18,10 +18,34 @@ from shmserve.gateway.callers import Caller
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.responses import streamed, streamed_error
 
-# Requests of one stream that wait for their turn to be answered; more are not read yet.
-_MOST_WAITING = 1024
+# The requests of one stream that wait for their turn to be answered may have so many bytes; those
+# that come when they have as many are not read yet. Others that ask the same model wait behind
+# them, too, and their answers occupy as much memory again or more. So small ones count as `_LEAST`
+# bytes: no more than 1024 wait.
+_MOST_WAITING = 32 * 1024 * 1024
+_LEAST = _MOST_WAITING // 1024
 
-_Item = Submitted | Refused | None  # None: the client sends no more
+_Item = Submitted | Refused
+
+
+class _Room:
+    """How much more may wait, in bytes; the last to take some of it may take too much."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._more = asyncio.Event()
+
+    async def take(self, size: int) -> None:
+        """Wait until some is left, and take this; one at a time."""
+        while self._left <= 0:
+            self._more.clear()
+            await self._more.wait()
+        self._left -= size
+
+    def give(self, size: int) -> None:
+        """Give it back."""
+        self._left += size
+        self._more.set()
 
 
 async def stream_infer(
@@ -37,21 +61,26 @@ async def stream_infer(
     `patience_s` seconds: others need the memory of those behind it.
     """
     strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
-    waiting: asyncio.Queue[_Item] = asyncio.Queue()
-    room = asyncio.Semaphore(_MOST_WAITING)
+    # In the order of the requests, each with its size; None: the client sends no more.
+    waiting: asyncio.Queue[tuple[_Item, int] | None] = asyncio.Queue()
+    room = _Room(_MOST_WAITING)
 
     total = 0  # bytes
+    # Until the call is over gRPC holds the response that is not taken, and what it has received of
+    # further requests.
+    context.add_done_callback(lambda _: trim.soon(total))
 
     async def read() -> None:
         nonlocal total
         try:
             async for raw in requests:
-                await room.acquire()
+                size = max(len(raw), _LEAST)
+                await room.take(size)
                 try:
                     item: _Item = inferences.submit(raw, caller, context.time_remaining())
                 except Refused as refused:
                     item = refused.bare()
-                waiting.put_nowait(item)
+                waiting.put_nowait((item, size))
                 total += len(raw)
                 trim.soon(len(raw))
         finally:
@@ -59,14 +88,16 @@ async def stream_infer(
 
     reader = asyncio.create_task(read())
     try:
-        while (item := await waiting.get()) is not None:
+        while (first := await waiting.get()) is not None:
+            item, size = first
             response = await _response(item, strict=strict)
+            total += len(response)
             try:
                 async with asyncio.timeout(patience_s):
                     await context.write(response)
             except cygrpc.ExecuteBatchError:
                 return  # the client is gone
-            room.release()
+            room.give(size)
     except TimeoutError:
         raise Unavailable("the responses are not read") from None
     finally:
@@ -74,9 +105,8 @@ async def stream_infer(
         reader.cancel()
         while not waiting.empty():
             left = waiting.get_nowait()
-            if isinstance(left, Submitted):
-                left.abandon()
-        trim.soon(total)
+            if left is not None and isinstance(left[0], Submitted):
+                left[0].abandon()
         await asyncio.wait((reader,))
 
 
