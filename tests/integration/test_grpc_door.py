@@ -36,6 +36,7 @@ from tests.http2 import (
 from tests.servers import Server, free_ports, run_command, running, title
 
 Serve = Callable[..., Server]
+STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
 
 
 def openssl(folder: Path, *arguments: str) -> None:
@@ -284,6 +285,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         def requests() -> Iterator[Any]:
             yield simple_request("in a stream")
             wait.wait(20)
+            yield simple_request("too late")
 
         idle = call.ModelStreamInfer(requests(), timeout=30)
         assert next(idle).infer_response.id == "in a stream"
@@ -297,13 +299,12 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
 
         while not _true(stopping):
             pass
-        assert refusal(call.ModelInfer, simple_request()) == (
-            "UNAVAILABLE",
-            "GRPC server is shutting down and has stopped accepting new requests.",
-        )
+        assert refusal(call.ModelInfer, simple_request()) == ("UNAVAILABLE", STOPPING)
+        wait.set()
+        refused = next(idle)
+        assert (refused.error_message, refused.infer_response.id) == (STOPPING, "too late")
         visit.release()
         assert asked.result().raw_output_contents == [array.tobytes()]
-        wait.set()
         assert server.wait_exit(10) == 0
 
 
@@ -336,6 +337,22 @@ def test_a_drain_waits_for_who_reads_slowly(models: Path, method: str) -> None:
             assert piece, "the connection ended"
             answer += piece
         assert len(answer) > 160_000 and answer.partition(b"grpc-status")[2][:2] == b"\x010"
+        assert server.wait_exit(10) == 0
+
+
+def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
+    repositories.add_slow(tmp_path, "slow")
+    with running(tmp_path, "--model-control-mode=explicit", grpc=True) as server:
+        with stub(server) as call:
+            loading = call.RepositoryModelLoad.future(
+                pb.RepositoryModelLoadRequest(model_name="slow"), timeout=30
+            )
+            visit = server.gate.next()
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_log("stopping")
+            assert server.wait_exit(1.0) is None
+            visit.release()
+            loading.result()
         assert server.wait_exit(10) == 0
 
 

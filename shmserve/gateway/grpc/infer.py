@@ -144,7 +144,8 @@ class Refused(Exception):
 class Inferences:
     """The way in for inferences, in calls of their own and in streams.
 
-    `count` is how many answers are not sent yet; `on_idle` hears when none is left.
+    `count` is how many answers are not sent yet, those to other calls included; `on_idle` hears
+    when none is left.
     """
 
     __slots__ = ("_gateway", "_plans", "count", "on_idle")
@@ -154,6 +155,10 @@ class Inferences:
         self._plans = Plans(gateway.models)
         self.count = 0
         self.on_idle: Callable[[], None] | None = None
+
+    def came(self) -> None:
+        """One more."""
+        self.count += 1
 
     def left(self) -> None:
         """One less."""
@@ -170,7 +175,7 @@ class Inferences:
         arrived_ns = time.monotonic_ns()
         gateway = self._gateway
         if gateway.draining or gateway.health.exiting:
-            raise Refused(Unavailable(_STOPPING), "")
+            raise Refused(Unavailable(_STOPPING), _id_of(raw))
         model, taken = self._take(raw)
         try:
             if taken.regions:
@@ -185,7 +190,7 @@ class Inferences:
             taken.release()
             raise
         pending = gateway.dispatcher.submit(model.scheduler, order, taken.release)
-        self.count += 1
+        self.came()
         return Submitted(gateway, self, model, taken, pending)
 
     def _take(self, raw: bytes) -> tuple[Model, Taken]:
@@ -194,7 +199,7 @@ class Inferences:
             try:
                 found = self._plans.follow(*parts)
             except ShmserveError as error:
-                raise Refused(error, _parsed(raw).id) from None
+                raise Refused(error, _id_of(raw)) from None
             if found is not None:
                 return found
         request_id = ""
@@ -226,6 +231,13 @@ def _behind(wire: WireRequest) -> None:
     for tensor in wire.inputs:
         if tensor.place is None:
             tensor.binary_size, tensor.data = len(tensor.data), None
+
+
+def _id_of(raw: bytes) -> str:
+    try:
+        return _parsed(raw).id
+    except InvalidArgument:
+        return ""
 
 
 def _parsed(raw: bytes) -> ModelInferRequest:

@@ -179,6 +179,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         async def run(_: Any, context: Any) -> bytes:
             with Reading(self._calls, context) as reading:
                 raw = await reading.request()
+                if not self._gateway.draining:  # what comes then could keep a drain waiting
+                    self._inferences.came()
+                    context.add_done_callback(lambda _: self._inferences.left())
                 answered = answer(raw, context)
                 del raw
                 outcome = await answered
@@ -192,8 +195,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _infer(self, raw: bytes, context: Any) -> bytes | _Ending:
         try:
             submitted = self._submitted(raw, context)
-            context.add_done_callback(lambda _: submitted.leave())
-            response = await submitted.answer()
+            try:
+                response = await submitted.answer()
+            finally:
+                submitted.leave()  # but `run` counts until this is sent
             trim.soon(len(response))
             return response
         except Exception as error:
