@@ -144,8 +144,7 @@ class Refused(Exception):
 class Inferences:
     """The way in for inferences, in calls of their own and in streams.
 
-    `count` is how many answers are not sent yet, those to other calls included; `on_idle` hears
-    when none is left.
+    `count` is how many answers are not sent yet; `on_idle` hears when none is left.
     """
 
     __slots__ = ("_gateway", "_plans", "count", "on_idle")
@@ -157,7 +156,7 @@ class Inferences:
         self.on_idle: Callable[[], None] | None = None
 
     def came(self) -> None:
-        """One more."""
+        """One more, or another call that is taken."""
         self.count += 1
 
     def left(self) -> None:

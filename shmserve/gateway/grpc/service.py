@@ -195,10 +195,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _infer(self, raw: bytes, context: Any) -> bytes | _Ending:
         try:
             submitted = self._submitted(raw, context)
-            try:
-                response = await submitted.answer()
-            finally:
-                submitted.leave()  # but `run` counts until this is sent
+            context.add_done_callback(lambda _: submitted.leave())
+            response = await submitted.answer()
             trim.soon(len(response))
             return response
         except Exception as error:
