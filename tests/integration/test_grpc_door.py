@@ -28,6 +28,7 @@ from tests.http2 import (
     HEADERS,
     OPENED,
     SERVICE,
+    WINDOW,
     frame,
     message,
     post,
@@ -35,6 +36,7 @@ from tests.http2 import (
 from tests.servers import Server, free_ports, run_command, running, title
 
 Serve = Callable[..., Server]
+STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
 
 
 def openssl(folder: Path, *arguments: str) -> None:
@@ -283,6 +285,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         def requests() -> Iterator[Any]:
             yield simple_request("in a stream")
             wait.wait(20)
+            yield simple_request("too late")
 
         idle = call.ModelStreamInfer(requests(), timeout=30)
         assert next(idle).infer_response.id == "in a stream"
@@ -296,13 +299,60 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
 
         while not _true(stopping):
             pass
-        assert refusal(call.ModelInfer, simple_request()) == (
-            "UNAVAILABLE",
-            "GRPC server is shutting down and has stopped accepting new requests.",
-        )
+        assert refusal(call.ModelInfer, simple_request()) == ("UNAVAILABLE", STOPPING)
+        wait.set()
+        refused = next(idle)
+        assert (refused.error_message, refused.infer_response.id) == (STOPPING, "too late")
         visit.release()
         assert asked.result().raw_output_contents == [array.tobytes()]
-        wait.set()
+        assert server.wait_exit(10) == 0
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_a_drain_waits_for_who_reads_slowly(models: Path, method: str) -> None:
+    """The answer was given, and most of it is still to be sent."""
+    request = request_of("gated", np.zeros((1, 40_000), np.int32), "INT32")
+    del request.raw_input_contents[:]
+    request.inputs[0].contents.int_contents.extend([7] * 40_000)  # a byte each, until they are read
+    with (
+        running(models, grpc=True) as server,
+        socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as sock,
+    ):
+        server.gate.close()
+        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, post(SERVICE + method)))
+        body = message(request.SerializeToString())
+        for at in range(0, len(body), 16384):
+            sock.sendall(frame(DATA, 0, 1, body[at : at + 16384]))
+        sock.sendall(frame(DATA, END_STREAM, 1))
+        answer = b""
+        while len(answer) < 65535:  # as much as HTTP/2 has a sender send at first
+            answer += sock.recv(65536)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_log("stopping")
+        assert server.wait_exit(1.0) is None
+        room = (2**20).to_bytes(4, "big")
+        sock.sendall(frame(WINDOW, 0, 0, room) + frame(WINDOW, 0, 1, room))
+        while b"grpc-status" not in answer:
+            piece = sock.recv(65536)
+            assert piece, "the connection ended"
+            answer += piece
+        assert len(answer) > 160_000 and answer.partition(b"grpc-status")[2][:2] == b"\x010"
+        assert server.wait_exit(10) == 0
+
+
+def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
+    repositories.add_slow(tmp_path, "slow")
+    with running(tmp_path, "--model-control-mode=explicit", grpc=True) as server:
+        with stub(server) as call:
+            loading = call.RepositoryModelLoad.future(
+                pb.RepositoryModelLoadRequest(model_name="slow"), timeout=30
+            )
+            visit = server.gate.next()
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_log("stopping")
+            assert server.wait_exit(1.0) is None
+            visit.release()
+            loading.result()
         assert server.wait_exit(10) == 0
 
 

@@ -80,6 +80,25 @@ def test_narrow_integers_are_cut_off() -> None:
     assert wire_request(made).inputs[0].data == b"\x01\x7f"
 
 
+@pytest.mark.parametrize("count", [1, 40, 5000])
+@pytest.mark.parametrize(
+    ("datatype", "tag", "value"),
+    [
+        ("BOOL", b"\x0a", b"\1"),
+        ("FP32", b"\x32", b"\1\0\x80\x7f"),  # a signalling NaN: to look at it makes it another
+        ("FP64", b"\x3a", b"\1\0\0\0\0\0\xf0\x7f"),
+    ],
+    ids=["BOOL", "FP32", "FP64"],
+)
+def test_typed_numbers_keep_their_bits(datatype: str, tag: bytes, value: bytes, count: int) -> None:
+    made = request()
+    tensor = made.inputs.add(name="x", datatype=datatype, shape=[count])
+    unknown = b"\x7a\3abc"  # a field of a later version
+    values = value * count
+    tensor.contents.MergeFromString(unknown + tag + varint(len(values)) + values)
+    assert wire_request(made).inputs[0].data == values
+
+
 def output(**parameters: object) -> ours.ModelInferRequest:
     made = request()
     parameter = made.outputs.add(name="y").parameters["classification"]

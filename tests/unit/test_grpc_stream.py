@@ -27,6 +27,9 @@ class Asked(Submitted):
     def abandon(self) -> None:
         self._abandoned.append(self.request_id)
 
+    def leave(self) -> None:
+        pass
+
 
 class Deaf:
     """The call of a client that takes one response."""

@@ -33,10 +33,11 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 
 
 class Submitted:
-    """A request that a scheduler has; every one must be answered or abandoned."""
+    """A request that a scheduler has; every one must be left, when its answer is sent, or
+    abandoned."""
 
     __slots__ = (
-        *("_gateway", "_given_up", "_inferences", "_model", "_pending", "_taken"),
+        *("_gateway", "_given_up", "_inferences", "_left", "_model", "_pending", "_taken"),
         *("model_name", "request_id"),
     )
 
@@ -49,6 +50,7 @@ class Submitted:
         self._taken = taken
         self._pending = pending
         self._given_up = False
+        self._left = False
         self.model_name = model.name
         self.request_id = taken.wire.id
 
@@ -77,7 +79,6 @@ class Submitted:
     def response(self) -> bytes:
         """The answer that is there, as `answer` gives it."""
         message = self._pending.future.result()
-        self._inferences.left()
         try:
             if isinstance(message, m.Failed):
                 raise failure(message)
@@ -115,8 +116,14 @@ class Submitted:
         """Nobody waits for the answer any more."""
         self._given_up = True
         self._pending.future.cancel()
-        self._inferences.left()
+        self.leave()
         self._gateway.dispatcher.cancel(self._pending)
+
+    def leave(self) -> None:
+        """Nothing is left to be done for it: what it was answered with is sent."""
+        if not self._left:
+            self._left = True
+            self._inferences.left()
 
 
 class Refused(Exception):
@@ -137,7 +144,7 @@ class Refused(Exception):
 class Inferences:
     """The way in for inferences, in calls of their own and in streams.
 
-    `count` is how many are not answered yet; `on_idle` hears when none is left.
+    `count` is how many answers are not sent yet; `on_idle` hears when none is left.
     """
 
     __slots__ = ("_gateway", "_plans", "count", "on_idle")
@@ -147,6 +154,10 @@ class Inferences:
         self._plans = Plans(gateway.models)
         self.count = 0
         self.on_idle: Callable[[], None] | None = None
+
+    def came(self) -> None:
+        """One more, or another call that is taken."""
+        self.count += 1
 
     def left(self) -> None:
         """One less."""
@@ -163,7 +174,7 @@ class Inferences:
         arrived_ns = time.monotonic_ns()
         gateway = self._gateway
         if gateway.draining or gateway.health.exiting:
-            raise Refused(Unavailable(_STOPPING), "")
+            raise Refused(Unavailable(_STOPPING), _id_of(raw))
         model, taken = self._take(raw)
         try:
             if taken.regions:
@@ -178,7 +189,7 @@ class Inferences:
             taken.release()
             raise
         pending = gateway.dispatcher.submit(model.scheduler, order, taken.release)
-        self.count += 1
+        self.came()
         return Submitted(gateway, self, model, taken, pending)
 
     def _take(self, raw: bytes) -> tuple[Model, Taken]:
@@ -187,7 +198,7 @@ class Inferences:
             try:
                 found = self._plans.follow(*parts)
             except ShmserveError as error:
-                raise Refused(error, _parsed(raw).id) from None
+                raise Refused(error, _id_of(raw)) from None
             if found is not None:
                 return found
         request_id = ""
@@ -219,6 +230,13 @@ def _behind(wire: WireRequest) -> None:
     for tensor in wire.inputs:
         if tensor.place is None:
             tensor.binary_size, tensor.data = len(tensor.data), None
+
+
+def _id_of(raw: bytes) -> str:
+    try:
+        return _parsed(raw).id
+    except InvalidArgument:
+        return ""
 
 
 def _parsed(raw: bytes) -> ModelInferRequest:

@@ -135,7 +135,8 @@ class GrpcFront(process.Front):
         self._service.health_changed()
 
     def drain(self, drained: Callable[[], None]) -> None:
-        """Every inference counts, in a stream or not."""
+        """Every request counts, in a stream or not; who is silent in a stream, or watches, does
+        not."""
 
         def idle() -> None:
             self._inferences.on_idle = None

@@ -179,6 +179,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         async def run(_: Any, context: Any) -> bytes:
             with Reading(self._calls, context) as reading:
                 raw = await reading.request()
+                if not self._gateway.draining:  # what comes then could keep a drain waiting
+                    self._inferences.came()
+                    context.add_done_callback(lambda _: self._inferences.left())
                 answered = answer(raw, context)
                 del raw
                 outcome = await answered
@@ -191,7 +194,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _infer(self, raw: bytes, context: Any) -> bytes | _Ending:
         try:
-            response = await self._submitted(raw, context).answer()
+            submitted = self._submitted(raw, context)
+            context.add_done_callback(lambda _: submitted.leave())
+            response = await submitted.answer()
             trim.soon(len(response))
             return response
         except Exception as error:
@@ -219,6 +224,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         finally:
             trim.soon(len(raw))
         call.on_gone = submitted.abandon
+        call.on_over = submitted.leave
         submitted.when_answered(answered)
 
     def _submitted(self, raw: bytes, call: Any) -> Submitted:

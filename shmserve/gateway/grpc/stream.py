@@ -90,13 +90,16 @@ async def stream_infer(
     try:
         while (first := await waiting.get()) is not None:
             item, size = first
-            response = await _response(item, strict=strict)
-            total += len(response)
             try:
+                response = await _response(item, strict=strict)
+                total += len(response)
                 async with asyncio.timeout(patience_s):
                     await context.write(response)
             except cygrpc.ExecuteBatchError:
                 return  # the client is gone
+            finally:
+                if isinstance(item, Submitted):
+                    item.leave()
             room.give(size)
     except TimeoutError:
         raise Unavailable("the responses are not read") from None
