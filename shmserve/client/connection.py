@@ -273,6 +273,7 @@ class Connection:
         for number in list(self._answers):
             self._answered(number, Disconnected(_GONE))
         self._poll.close()
+        self._door.close()
 
     def close(self) -> None:
         """End it: the server forgets this client. Owners of exchanges are woken, to close them."""
@@ -286,7 +287,6 @@ class Connection:
             self._wake_all()
         else:
             self._thread.join()
-        self._door.close()
 
 
 def _connect(door: socket.socket, path: str, timeout_s: float) -> None:
