@@ -57,8 +57,10 @@ class Segment:
             os.posix_fallocate(self.fd, 0, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except OSError as error:
+        except BaseException as error:  # also where a program is interrupted, as this may take long
             os.close(self.fd)
+            if not isinstance(error, OSError):
+                raise
             text = f"{byte_size} bytes of shared memory cannot be had"
             if huge_pages:
                 text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"

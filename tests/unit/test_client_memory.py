@@ -94,6 +94,20 @@ class Pair(NamedTuple):
     b: View
 
 
+def test_memory_whose_making_is_interrupted_is_gone(
+    memories: Memories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memories.allocate(1 << 20)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     segment, ended = Segment(4096), []
     lease = Lease(lambda: ended.append(True))
