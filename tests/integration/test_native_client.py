@@ -245,6 +245,9 @@ def test_regions_are_checked(client) -> None:
     integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
     with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
         client.infer("rows", INPUT0=frames(), outputs=integers)
+    integers = client.allocate({"any": ((1, ROW), "INT32")})
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+        client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": integers["any"]})
     with pytest.raises(shmserve.client.Unavailable, match="may use 1073741824 bytes"):
         client.allocate({"x": ((1 << 31,), "UINT8")})
     with client.allocate({"x": ((1,), "FP32")}) as region:
@@ -252,6 +255,10 @@ def test_regions_are_checked(client) -> None:
             client.infer("rows", region)
         with pytest.raises(shmserve.client.InvalidArgument, match="has room for"):
             region.view("x", (2,))
+    with client.allocate({"x": ((4,), "FP32"), "y": ((4,), "FP32")}) as region:
+        for shape in ((-1,), (-2, -2), 4):  # numpy's -1 would reach to the memory's end
+            with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
+                region.view("x", shape)
     with pytest.raises(shmserve.client.InvalidArgument, match="memory from `allocate`"):
         client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": frames()})
 
