@@ -483,6 +483,20 @@ def test_asyncio(rows: Server) -> None:
     asyncio.run(talk())
 
 
+def test_a_client_of_another_event_loop_says_so(rows: Server) -> None:
+    server = asyncio.run(_connected(rows))
+    for _ in range(2):
+        with pytest.raises(shmserve.client.InvalidArgument, match="another event loop"):
+            asyncio.run(server.infer("simple", INPUT0=A, INPUT1=B, timeout=5))
+    asyncio.run(server.close())
+
+
+async def _connected(rows: Server) -> aio.Server:
+    server = await aio.connect(rows.run_dir)
+    assert await server.infer("simple", INPUT0=A, INPUT1=B)
+    return server
+
+
 def test_a_closed_client_says_so(rows: Server) -> None:
     client = shmserve.client.connect(rows.run_dir)
     y = client.infer("rows", INPUT0=frames())["OUTPUT0"]

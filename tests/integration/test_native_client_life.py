@@ -246,6 +246,24 @@ def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> No
         assert client._session.connection() is connection and connection.alive
 
 
+def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Server) -> None:
+    async def talk() -> None:
+        async with aio.connect(gated.run_dir) as server:
+            assert await server.infer("simple", INPUT0=A, INPUT1=A)
+            child = os.fork()
+            if not child:
+                code = 1
+                with contextlib.suppress(BaseException):
+                    await server.close()
+                    code = 0
+                os._exit(code)
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert await server.infer("simple", INPUT0=A, INPUT1=A, timeout=10)
+
+    asyncio.run(talk())
+
+
 @pytest.mark.parametrize("then", ["go on", "exit"])
 def test_a_signals_handler_closes_the_client_while_its_thread_waits(
     gated: Server, then: str
