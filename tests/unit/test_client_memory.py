@@ -94,6 +94,21 @@ class Pair(NamedTuple):
     b: View
 
 
+def test_slots_that_nobody_uses_make_room_for_others(memories: Memories) -> None:
+    """Requests of ever other sizes, one at a time, need the memory of one."""
+    model = Model(published())
+    for step in range(8):
+        x = np.full((1, 5_000_000 + step), step, np.float32)
+        request = prepare(memories, model, {"x": x}, None, PLAIN)
+        assert request.slot is not None and (request.slot.inputs[0] == step).all()
+        request.end()
+    in_use = prepare(memories, model, {"x": x}, None, PLAIN)
+    with pytest.raises(Unavailable, match="may use 67108864 bytes"):
+        memories.allocate(60 << 20, alone=True)
+    in_use.end()
+    assert memories.allocate(60 << 20, alone=True)
+
+
 def test_memory_whose_making_is_interrupted_is_gone(
     memories: Memories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
