@@ -280,4 +280,4 @@ class Memories:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
-            self._returned.clear()
+            self._returned = deque(maxlen=0)  # what comes back yet is kept by nobody

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -107,6 +108,16 @@ def test_slots_that_nobody_uses_make_room_for_others(memories: Memories) -> None
         memories.allocate(60 << 20, alone=True)
     in_use.end()
     assert memories.allocate(60 << 20, alone=True)
+
+
+def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
+    block = memories.allocate(100)
+    segment = weakref.ref(block.segment)
+    memories.close()
+    memories.give_back(block)
+    del block
+    gc.collect()
+    assert segment() is None
 
 
 def test_memory_whose_making_is_interrupted_is_gone(
