@@ -164,6 +164,11 @@ class Exchange:
             self._done(pending, TimedOut(LATE))
             self.cancel(pending)
 
+    @property
+    def waiting(self) -> Collection[int]:
+        """The numbers of the requests that were not answered yet."""
+        return self._pending
+
     def flush(self) -> None:
         """Send what is queued."""
         busy, self._busy = self._busy, []

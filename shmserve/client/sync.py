@@ -335,8 +335,7 @@ def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> N
 
     deadline_ns = prepared.options.deadline_ns
     if deadline_ns:
-        number = pending.submit.id  # and not the request, which would be kept until then
-        exchange.connection.at(deadline_ns, lambda: exchange.expire(number))
+        exchange.connection.expire_at(deadline_ns, pending.submit.id)
 
     def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
         if ended.cancelled() and pending.outcome is None:

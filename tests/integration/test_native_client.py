@@ -326,6 +326,15 @@ def test_futures(client) -> None:
     assert all((f.result()["OUTPUT0"] == A * n + B).all() for n, f in enumerate(futures))
 
 
+def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
+    for _ in range(20):
+        futures = [
+            client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)
+        ]
+        assert len(concurrent.futures.wait(futures, timeout=20).done) == 100
+    assert len(client._session.connection()._timed) < 1500
+
+
 def test_what_is_over_keeps_no_memory(client) -> None:
     """Also where nobody collects garbage: no cycle refers to results, errors or regions."""
     x = frames()
