@@ -19,6 +19,7 @@ from shmserve.client.options import options_of
 from shmserve.client.region import Region, Specs
 from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
+from shmserve.errors import InvalidArgument
 
 
 class _Turns:
@@ -26,23 +27,23 @@ class _Turns:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._flushing = False
         self._closed = False
         self.exchange = Exchange(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
-        self._loop.add_reader(fd, lambda: self.exchange.take((fd,)))
+        self.loop.add_reader(fd, lambda: self.exchange.take((fd,)))
 
     def _unwatch(self, fd: int) -> None:
-        if not self._loop.is_closed():
-            self._loop.remove_reader(fd)
+        if not self.loop.is_closed():
+            self.loop.remove_reader(fd)
 
     def flush_soon(self) -> None:
         """Send what is queued at the end of this turn."""
         if not self._flushing:
             self._flushing = True
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = False
@@ -57,7 +58,7 @@ class _Turns:
     def close_soon(self) -> None:
         """`close`, in the loop, from any thread."""
         try:
-            self._loop.call_soon_threadsafe(self.close)
+            self.loop.call_soon_threadsafe(self.close)
         except RuntimeError:  # it has ended
             self.close()
 
@@ -130,6 +131,8 @@ class Server:
 
     async def _connected(self) -> _Turns:
         turns = self._turns
+        if turns is not None and turns.loop is not asyncio.get_running_loop():
+            raise InvalidArgument("this client is of another event loop: connect in this one")
         if turns is not None and turns.connection.alive:
             return turns
         connection = await asyncio.to_thread(self._session.connection)
@@ -142,6 +145,8 @@ class Server:
 
     async def close(self) -> None:
         """Leave the server, which frees all that this client had there. A second time is fine."""
+        if self._session.inherited:
+            return  # a forked child: its parent's event loop watches all of it
         if self._turns is not None:
             self._turns.close()
             self._turns = None
@@ -149,7 +154,7 @@ class Server:
 
     def __del__(self) -> None:
         self._session.abandon(self._session.close)
-        if self._turns is not None:
+        if self._turns is not None and not self._session.inherited:
             self._turns.close_soon()
 
 

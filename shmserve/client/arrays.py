@@ -25,6 +25,14 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
     return NUMPY.get(datatype, BF16)
 
 
+def datatype_of(array: Array, wanted: str) -> str:
+    """The protocol's datatype of an array of numbers, "" if there is none; uint16 is BF16 where
+    that is wanted."""
+    if wanted == "BF16" and array.dtype == BF16:
+        return wanted
+    return _DATATYPES.get(array.dtype, "")
+
+
 def is_torch(value: object) -> bool:
     """Whether this is a torch tensor."""
     torch = sys.modules.get("torch")
@@ -44,10 +52,8 @@ def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array,
     array: Array = value
     if array.dtype.kind in "OSUT":
         return array, "BYTES"
-    if wanted == "BF16" and array.dtype == BF16:
-        return _contiguous(array), "BF16"
-    known = _DATATYPES.get(array.dtype)
-    if known is None:
+    known = datatype_of(array, wanted)
+    if not known:
         raise InvalidArgument(f"input '{name}' is of {array.dtype}, which no datatype is")
     return _contiguous(array), known
 

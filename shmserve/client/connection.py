@@ -37,6 +37,7 @@ _SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 _GONE = "there is no server any more"
 # Losses remembered: a thread may sleep through some.
 _MOST_LOST = 4096
+_MOST_ANSWERED = 1024  # requests with a timeout, remembered until it is over
 
 
 class Connection:
@@ -63,7 +64,7 @@ class Connection:
         self._lock = threading.RLock()
         self.on_nudge: Callable[[], None] = nothing
         self._tasks: deque[Callable[[], None]] = deque()
-        self._timed: list[tuple[int, int, Callable[[], None]]] = []
+        self._timed: list[tuple[int, int]] = []
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             _connect(self._door, str(endpoints.door(run_dir)), timeout_s)
@@ -219,16 +220,21 @@ class Connection:
             self._tasks.append(lambda: task(self._own))
             self._own.wake()
 
-    def at(self, time_ns: int, task: Callable[[], None]) -> None:
-        """Run something at a (monotonic) time; only in the connection's own thread."""
-        heapq.heappush(self._timed, (time_ns, next(self._names), task))
+    def expire_at(self, time_ns: int, number: int) -> None:
+        """Have a request of its own exchange expire at a (monotonic) time; only in its thread."""
+        waiting = self._own.waiting
+        if len(self._timed) > 2 * len(waiting) + _MOST_ANSWERED:
+            # Most are answered long before that, and are not to be kept until then.
+            self._timed = [timed for timed in self._timed if timed[1] in waiting]
+            heapq.heapify(self._timed)
+        heapq.heappush(self._timed, (time_ns, number))
 
     def _timeout_s(self) -> float | None:
         while self._timed:
             left_ns = self._timed[0][0] - time.monotonic_ns()
             if left_ns > 0:
                 return left_ns / 1e9
-            heapq.heappop(self._timed)[2]()
+            self._own.expire(heapq.heappop(self._timed)[1])
         return None
 
     def nudge(self) -> None:
@@ -273,6 +279,7 @@ class Connection:
         for number in list(self._answers):
             self._answered(number, Disconnected(_GONE))
         self._poll.close()
+        self._door.close()
 
     def close(self) -> None:
         """End it: the server forgets this client. Owners of exchanges are woken, to close them."""
@@ -286,7 +293,6 @@ class Connection:
             self._wake_all()
         else:
             self._thread.join()
-        self._door.close()
 
 
 def _connect(door: socket.socket, path: str, timeout_s: float) -> None:

@@ -114,9 +114,10 @@ class Exchange:
         server that it was made for gone, InvalidArgument when it is too large,
         Unavailable when it cannot be sent."""
         connection = self.connection
-        if self._closed or not connection.alive or prepared.model.source is not connection.models:
+        another = prepared.model.source is not connection.models
+        if self._closed or not connection.alive or another:
             prepared.end()
-            raise Disconnected("this client is closed" if self._closed else ENDED)
+            raise Disconnected("this client is closed" if self._closed and not another else ENDED)
         if len(prepared.work) > LARGEST_WORK:
             prepared.end()
             raise InvalidArgument(
@@ -163,6 +164,11 @@ class Exchange:
         if pending is not None and not pending.abandoned:
             self._done(pending, TimedOut(LATE))
             self.cancel(pending)
+
+    @property
+    def waiting(self) -> Collection[int]:
+        """The numbers of the requests that were not answered yet."""
+        return self._pending
 
     def flush(self) -> None:
         """Send what is queued."""

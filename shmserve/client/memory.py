@@ -14,9 +14,10 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -57,8 +58,10 @@ class Segment:
             os.posix_fallocate(self.fd, 0, self.size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except OSError as error:
+        except BaseException as error:  # also where a program is interrupted, as this may take long
             os.close(self.fd)
+            if not isinstance(error, OSError):
+                raise
             text = f"{byte_size} bytes of shared memory cannot be had"
             if huge_pages:
                 text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"
@@ -105,6 +108,13 @@ class Block:
         self.size = size
 
 
+class Keeper(Protocol):
+    """Who has blocks that may be idle."""
+
+    def give_up(self) -> None:
+        """Give back those that are."""
+
+
 class Memories:
     """All segments of a client. `share(segment)` makes one known to the server, `withdraw(segment)`
     unknown; `nudge()` has somebody call `settle_if_free`. For any thread."""
@@ -123,6 +133,7 @@ class Memories:
         self._lock = threading.RLock()
         self._segments: list[AnySegment] = []
         self._returned: deque[Block] = deque()
+        self._keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
 
     def allocate(self, byte_size: int, *, alone: bool = False) -> Block:
         """A block, in a segment of its own if `alone`.
@@ -131,13 +142,11 @@ class Memories:
         """
         with self._lock:
             self.settle()
-            if not alone:
-                for segment in self._segments:
-                    if segment.memory is None:
-                        continue  # the server does not know it yet
-                    offset = segment.free.allocate(byte_size)
-                    if offset is not None:
-                        return Block(segment, offset, byte_size)
+            found = None if alone else self._found(byte_size)
+            if found is None and self._make_room(byte_size) and not alone:
+                found = self._found(byte_size)
+            if found is not None:
+                return found
             used = self._used()
             # Room for others too, as far as there is any.
             roomy = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
@@ -148,11 +157,35 @@ class Memories:
         self._tell(made)
         return block
 
+    def _found(self, byte_size: int) -> Block | None:
+        for segment in self._segments:
+            if segment.memory is None:
+                continue  # the server does not know it yet
+            offset = segment.free.allocate(byte_size)
+            if offset is not None:
+                return Block(segment, offset, byte_size)
+        return None
+
+    def _make_room(self, byte_size: int) -> bool:
+        """Take back what is kept for later requests, if so much more were too much."""
+        if self._used() + byte_size <= self._limit:
+            return False
+        for keeper in self._keepers:
+            keeper.give_up()
+        self.settle()
+        return True
+
+    def serve(self, keeper: Keeper) -> None:
+        """Who allocates here and keeps blocks that it does not use; asked for them when short."""
+        with self._lock:
+            self._keepers.add(keeper)
+
     def add(self, segment: AnySegment) -> Block:
         """All of a segment that was made elsewhere, as one block; raises as `allocate` does."""
         with self._lock:
             self.settle()
             if type(segment) is Segment:
+                self._make_room(segment.size)
                 try:
                     self._check_limit(self._used(), segment.size)
                 except Unavailable:
@@ -247,4 +280,4 @@ class Memories:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
-            self._returned.clear()
+            self._returned = deque(maxlen=0)  # what comes back yet is kept by nobody

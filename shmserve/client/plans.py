@@ -126,6 +126,8 @@ class Plan:
         self._ring: deque[Slot] = deque()
         self._closed = False
         self.reader = Reader()
+        if self.slotted:
+            memories.serve(self)
 
     # --- small
 
@@ -190,6 +192,10 @@ class Plan:
     def close(self) -> None:
         """Give the slots back; those in use follow when they end."""
         self._closed = True
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Give the slots back that are not in use; at any moment, in any thread."""
         with contextlib.suppress(IndexError):  # somebody else may be at it
             while True:
                 self._memories.give_back(self._ring.popleft().block)

@@ -73,15 +73,17 @@ class Region(Mapping[str, Any]):
         """The array (`View`, on a device `DeviceView`) of a tensor; with a smaller `shape` (fewer
         rows, say) of its first bytes.
 
-        Raises KeyError, Released, or InvalidArgument when the shape has more than there is.
+        Raises KeyError, Released, or InvalidArgument when the shape is none, or has more than there
+        is.
         """
         form = self._forms[name]
         if self.lease.released:
             raise Released("this region was released")
-        if shape is not None and element_count(shape) > element_count(form.shape):
-            raise InvalidArgument(f"'{name}' has room for {form.shape}, not for {tuple(shape)}")
-        shape = form.shape if shape is None else tuple(shape)
-        return self._block.segment.view(self._offsets[name], shape, form.datatype, self.lease)
+        if shape is not None:
+            form, room = _form(name, shape, form.datatype), form
+            if form.byte_size > room.byte_size:
+                raise InvalidArgument(f"'{name}' has room for {room.shape}, not for {form.shape}")
+        return self._block.segment.view(self._offsets[name], form.shape, form.datatype, self.lease)
 
     def ref(self, name: str) -> TensorRef:
         """The tensor as it travels. Raises Released."""
@@ -91,13 +93,7 @@ class Region(Mapping[str, Any]):
     def room(self, name: str, signature: Signature) -> Place:
         """Where a tensor is to be written that a model gives. Raises Released, or InvalidArgument
         when it is another type that was allocated."""
-        spec, given = signature.outputs.get(name), self._forms[name].datatype
-        # Strings are bytes of any tensor, which the answer decodes.
-        if spec is not None and spec.datatype not in (given, "BYTES"):
-            raise InvalidArgument(
-                f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "
-                f"tensor {given}"
-            )
+        check_room(name, self._forms[name].datatype, signature)
         return self.place(name)
 
     def place(self, name: str) -> Place:
@@ -121,6 +117,17 @@ class Region(Mapping[str, Any]):
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def check_room(name: str, given: str, signature: Signature) -> None:
+    """Raise InvalidArgument when an output is of another type than `given`, its room's."""
+    spec = signature.outputs.get(name)
+    # Strings are bytes of any tensor, which the answer decodes.
+    if spec is not None and spec.datatype not in (given, "BYTES"):
+        raise InvalidArgument(
+            f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "
+            f"tensor {given}"
+        )
 
 
 def _forms(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Form]:

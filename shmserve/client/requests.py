@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmserve.client.arrays import Array, from_program, is_torch
+from shmserve.client.arrays import Array, datatype_of, from_program, is_torch
 from shmserve.client.device import DeviceView
 from shmserve.client.memory import AnySegment, Block, Memories, aligned
 from shmserve.client.models import Model
 from shmserve.client.options import PLAIN, Options
 from shmserve.client.plans import Form, Plan, Slot, pack
-from shmserve.client.region import Region
+from shmserve.client.region import Region, check_room
 from shmserve.client.views import View, lease_of, nothing
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors import (
@@ -279,10 +279,14 @@ class _Loose:
         if target is None:
             return RequestedOutput(name)
         place = None
+        spec = self._model.signature.outputs.get(name)
         if type(target) is DeviceView:
+            check_room(name, target.datatype, self._model.signature)
             place = self._on_device(target)
         elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
             plain = target.plain() if isinstance(target, View) else target
+            given = datatype_of(plain, spec.datatype if spec is not None else "")
+            check_room(name, given or str(plain.dtype), self._model.signature)
             found = self._memories.find(plain.ctypes.data, plain.nbytes)
             if found is not None:
                 self._hold(found[0], lease_of(target) or target)

@@ -64,17 +64,18 @@ class Session:
         with self._lock:
             if self._closed:
                 raise Disconnected("this client is closed")
-            if self._connection is old:
-                old.close()
-                made = self._connect()
-                try:
-                    self.memories.share_again(made.share)
-                except BaseException:
-                    made.close()
-                    raise
-                # Others find it only now: what they say of their memory, the server knows.
-                self._connection = made
-            return self._connection
+            if self._connection is not old:
+                return self._connection
+            made = self._connect()
+            try:
+                self.memories.share_again(made.share)
+            except BaseException:
+                made.close()
+                raise
+            # Others find it only now: what they say of their memory, the server knows. The old one
+            # ends by itself, and is not waited for: a future's callback may be at work in it.
+            self._connection = made
+            return made
 
     def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)

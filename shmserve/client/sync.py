@@ -133,6 +133,7 @@ class _Borrower:
 
     def submit(self, prepared: Prepared) -> Future[Result]:
         future: Future[Result] = Future()
+        future.add_done_callback(_notified)
         self.connection.call(lambda exchange: _submit(exchange, prepared, future))
         return future
 
@@ -269,16 +270,24 @@ class Server:
         connection = self._session.connection()
         thread = threading.current_thread()
         waiter = self._waiters.get(thread)
+        if waiter is not None and waiter.lock.locked():
+            return _Borrower(connection)  # a signal's handler, which this thread's wait runs
         if waiter is None or waiter.connection is not connection:
             return self._new_waiter(thread, connection)
-        if waiter.lock.locked():
-            return _Borrower(connection)  # a signal's handler, which this thread's wait runs
         return waiter
 
     def _new_waiter(self, thread: threading.Thread, connection: Connection) -> _Way:
         with self._lock:
-            for other in [t for t in self._waiters if t is thread or not t.is_alive()]:
-                self._waiters.pop(other).close()
+            for other, waiter in list(self._waiters.items()):
+                over = waiter.connection is not connection and not other.is_alive()
+                if over or other is thread:
+                    self._waiters.pop(other).close()
+            # That of a thread which has ended is taken over, and not closed: its requests may be on
+            # their way yet, workers use their memory, and a generator of `map` may wait for them.
+            for other, waiter in self._waiters.items():
+                if not other.is_alive() and not waiter.lock.locked():
+                    self._waiters[thread] = self._waiters.pop(other)
+                    return waiter
             if len(self._waiters) >= _MOST_WAITERS:
                 return _Borrower(connection)
             waiter = self._waiters[thread] = _Waiter(connection)
@@ -307,6 +316,12 @@ class Server:
         self._session.abandon(self.close)
 
 
+def _notified(future: Future[Result]) -> None:
+    """Who is in `concurrent.futures.wait` for a future hears of its cancellation only by this."""
+    if future.cancelled():
+        future.set_running_or_notify_cancel()
+
+
 def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> None:
     if future.cancelled():
         prepared.end()
@@ -320,8 +335,7 @@ def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> N
 
     deadline_ns = prepared.options.deadline_ns
     if deadline_ns:
-        number = pending.submit.id  # and not the request, which would be kept until then
-        exchange.connection.at(deadline_ns, lambda: exchange.expire(number))
+        exchange.connection.expire_at(deadline_ns, pending.submit.id)
 
     def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
         if ended.cancelled() and pending.outcome is None:

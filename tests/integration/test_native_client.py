@@ -245,6 +245,9 @@ def test_regions_are_checked(client) -> None:
     integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
     with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
         client.infer("rows", INPUT0=frames(), outputs=integers)
+    integers = client.allocate({"any": ((1, ROW), "INT32")})
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+        client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": integers["any"]})
     with pytest.raises(shmserve.client.Unavailable, match="may use 1073741824 bytes"):
         client.allocate({"x": ((1 << 31,), "UINT8")})
     with client.allocate({"x": ((1,), "FP32")}) as region:
@@ -252,6 +255,10 @@ def test_regions_are_checked(client) -> None:
             client.infer("rows", region)
         with pytest.raises(shmserve.client.InvalidArgument, match="has room for"):
             region.view("x", (2,))
+    with client.allocate({"x": ((4,), "FP32"), "y": ((4,), "FP32")}) as region:
+        for shape in ((-1,), (-2, -2), 4):  # numpy's -1 would reach to the memory's end
+            with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
+                region.view("x", shape)
     with pytest.raises(shmserve.client.InvalidArgument, match="memory from `allocate`"):
         client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": frames()})
 
@@ -317,6 +324,15 @@ def test_futures(client) -> None:
     done, _ = concurrent.futures.wait(futures, timeout=20)
     assert len(done) == 50
     assert all((f.result()["OUTPUT0"] == A * n + B).all() for n, f in enumerate(futures))
+
+
+def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
+    for _ in range(20):
+        futures = [
+            client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)
+        ]
+        assert len(concurrent.futures.wait(futures, timeout=20).done) == 100
+    assert len(client._session.connection()._timed) < 1500
 
 
 def test_what_is_over_keeps_no_memory(client) -> None:
@@ -474,6 +490,20 @@ def test_asyncio(rows: Server) -> None:
                 await server.infer("nobody", INPUT0=A)
 
     asyncio.run(talk())
+
+
+def test_a_client_of_another_event_loop_says_so(rows: Server) -> None:
+    server = asyncio.run(_connected(rows))
+    for _ in range(2):
+        with pytest.raises(shmserve.client.InvalidArgument, match="another event loop"):
+            asyncio.run(server.infer("simple", INPUT0=A, INPUT1=B, timeout=5))
+    asyncio.run(server.close())
+
+
+async def _connected(rows: Server) -> aio.Server:
+    server = await aio.connect(rows.run_dir)
+    assert await server.infer("simple", INPUT0=A, INPUT1=B)
+    return server
 
 
 def test_a_closed_client_says_so(rows: Server) -> None:

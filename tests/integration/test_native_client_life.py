@@ -96,6 +96,47 @@ def test_a_cancelled_future_is_cancelled_at_the_server(gated: Server) -> None:
             waiting.result()
 
 
+def test_who_waits_for_many_futures_hears_of_a_cancelled_one(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client:
+        blocker = client.infer_async("gated", _value(client, 1))
+        visit = gated.gate.next()
+        waiting = client.infer_async("gated", _value(client, 2))
+        threading.Timer(0.1, waiting.cancel).start()
+        assert concurrent.futures.wait([waiting], 10).done == {waiting}
+        assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
+        visit.release()
+        assert blocker.result(20)
+
+
+def test_what_a_thread_leaves_on_its_way_keeps_its_memory(gated: Server) -> None:
+    """Also when other threads come, who ask the same of the server."""
+    rows = [np.full(ROW, number, np.float32) for number in range(6)]
+    with shmserve.client.connect(gated.run_dir) as client:
+        results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
+        first: list[Any] = []
+        futures: list[Any] = []
+        begins = threading.Thread(target=lambda: first.append(next(results)))
+        begins.start()
+        gated.gate.next().release()
+        begins.join()
+        visit = gated.gate.next()
+        gated.wait_pending("large", 1)
+
+        def another() -> None:
+            assert client.infer("rows", INPUT0=rows[0][None])
+            futures.extend(client.infer_async("large", INPUT0=x) for x in rows[3:])
+
+        comes = threading.Thread(target=another)
+        comes.start()
+        comes.join()
+        gated.wait_pending("large", 4)
+        visit.release()
+        for _ in range(4):
+            gated.gate.next().release()
+        found = [*first, *results, *(future.result(20) for future in futures)]
+        assert [set(result["OUTPUT0"]) for result in found] == [{n} for n in range(6)]
+
+
 def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
     async def talk() -> None:
         async with aio.connect(gated.run_dir) as server:
@@ -244,6 +285,24 @@ def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> No
         for inputs in ({"INPUT0": x}, region):
             assert (client.infer("rows", inputs)["OUTPUT0"] == x).all()
         assert client._session.connection() is connection and connection.alive
+
+
+def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Server) -> None:
+    async def talk() -> None:
+        async with aio.connect(gated.run_dir) as server:
+            assert await server.infer("simple", INPUT0=A, INPUT1=A)
+            child = os.fork()
+            if not child:
+                code = 1
+                with contextlib.suppress(BaseException):
+                    await server.close()
+                    code = 0
+                os._exit(code)
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert await server.infer("simple", INPUT0=A, INPUT1=A, timeout=10)
+
+    asyncio.run(talk())
 
 
 @pytest.mark.parametrize("then", ["go on", "exit"])

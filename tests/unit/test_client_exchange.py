@@ -16,7 +16,7 @@ import pytest
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected
-from shmserve.client.exchange import Exchange
+from shmserve.client.exchange import Exchange, Pending
 from shmserve.client.models import Model
 from shmserve.client.options import PLAIN
 from shmserve.client.requests import Prepared
@@ -30,7 +30,8 @@ from tests.waiting import until
 @contextmanager
 def door(tmp_path: Path) -> Iterator[None]:
     """A server that has no models, and says nothing more to the one program it lets in."""
-    (tmp_path / "guests").mkdir()
+    (tmp_path / "guests").mkdir(exist_ok=True)
+    (tmp_path / "guests" / "door").unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as entrance:
         entrance.bind(str(tmp_path / "guests" / "door"))
         entrance.listen()
@@ -172,3 +173,38 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
         closing.join(10)
         assert not closing.is_alive()
         assert str(said[0]) == "this client is closed"
+
+
+def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
+    submitted, at_work, go_on = threading.Event(), threading.Event(), threading.Event()
+    with door(tmp_path):
+        session = Session(tmp_path, 1 << 20, 5.0)
+        lost = session._connection
+
+        def callback(_: Pending) -> None:
+            at_work.set()
+            go_on.wait(60)
+
+        def submit(own: Exchange) -> None:
+            own.submit(prepared(lost), callback)
+            submitted.set()
+
+        lost.call(submit)
+        assert submitted.wait(10)
+    assert at_work.wait(10)
+    said: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            session.connection()
+        except Disconnected as error:
+            said.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    with door(tmp_path):
+        asking.start()
+        asking.join(10)
+        assert not asking.is_alive() and not said and session._connection is not lost
+    go_on.set()
+    lost._thread.join(10)
+    session.close()

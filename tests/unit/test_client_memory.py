@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -92,6 +93,45 @@ def test_all_that_a_client_may_use_can_be_used() -> None:
 class Pair(NamedTuple):
     a: View
     b: View
+
+
+def test_slots_that_nobody_uses_make_room_for_others(memories: Memories) -> None:
+    """Requests of ever other sizes, one at a time, need the memory of one."""
+    model = Model(published())
+    for step in range(8):
+        x = np.full((1, 5_000_000 + step), step, np.float32)
+        request = prepare(memories, model, {"x": x}, None, PLAIN)
+        assert request.slot is not None and (request.slot.inputs[0] == step).all()
+        request.end()
+    in_use = prepare(memories, model, {"x": x}, None, PLAIN)
+    with pytest.raises(Unavailable, match="may use 67108864 bytes"):
+        memories.allocate(60 << 20, alone=True)
+    in_use.end()
+    assert memories.allocate(60 << 20, alone=True)
+
+
+def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
+    block = memories.allocate(100)
+    segment = weakref.ref(block.segment)
+    memories.close()
+    memories.give_back(block)
+    del block
+    gc.collect()
+    assert segment() is None
+
+
+def test_memory_whose_making_is_interrupted_is_gone(
+    memories: Memories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memories.allocate(1 << 20)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
