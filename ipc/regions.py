@@ -51,7 +51,10 @@ class _HostMapping:
         self._unpin: Callable[[], None] | None = None
         self.pid = memory.pid
         try:
-            self.fd = os.open(f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC)
+            # Whoever gave us a memfd may hold a lease on it: nobody waits for that.
+            self.fd = os.open(
+                f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+            )
         except OSError as error:
             raise Unavailable("the memory of a tensor is gone") from error
         try:
