@@ -191,7 +191,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _infer(self, raw: bytes, context: Any) -> bytes | _Ending:
         try:
-            response = await self._submitted(raw, context).answer()
+            submitted = self._submitted(raw, context)
+            context.add_done_callback(lambda _: submitted.leave())
+            response = await submitted.answer()
             trim.soon(len(response))
             return response
         except Exception as error:
@@ -219,6 +221,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         finally:
             trim.soon(len(raw))
         call.on_gone = submitted.abandon
+        call.on_over = submitted.leave
         submitted.when_answered(answered)
 
     def _submitted(self, raw: bytes, call: Any) -> Submitted:
