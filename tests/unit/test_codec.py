@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import gzip
 import json
 import random
 import struct
+import weakref
 import zlib
 from typing import Any
 
@@ -44,6 +46,42 @@ def one_input(**members: Any) -> dict[str, Any]:
 def test_what_is_not_finite_is_a_number(text: bytes) -> None:
     plain = text.replace(b"Inf,", b"Infinity,").replace(b"Inf]", b"Infinity]")
     assert repr(loads(text)) == repr(json.loads(plain))
+
+
+def test_a_large_text_is_read_at_one_go() -> None:
+    """The collector of cycles would look at its arrays again and again, for most of the time."""
+    seen: list[Any] = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        seen.append(info)
+
+    gc.callbacks.append(look)
+    try:
+        assert len(loads(b"[" + b"[]," * 500_000 + b"[]]")) == 500_001
+    finally:
+        gc.callbacks.remove(look)
+    assert len(seen) < 20  # in pieces: a thousand
+    assert gc.isenabled()
+
+
+def test_what_the_quick_parser_does_not_take_must_not_be_large() -> None:
+    """One client's request keeps all others waiting for as long as it takes."""
+    assert len(loads(b"[NaN," + b"1," * (1 << 20) + b"1]")) == (1 << 20) + 2
+    with pytest.raises(JsonFault, match="failed to parse the request JSON"):
+        loads(b"[NaN," + b"1," * (5 << 20) + b"1]")
+
+
+@pytest.mark.parametrize("text", [b"[nul", b"[NaN, 1e400]"])
+def test_a_refusal_is_gone_with_the_text_as_soon_as_it_is_told(text: bytes) -> None:
+    gc.disable()
+    try:
+        try:
+            loads(text)
+        except JsonFault as error:
+            told = weakref.ref(error)
+        assert told() is None
+    finally:
+        gc.enable()
 
 
 def test_a_byte_order_mark_is_skipped() -> None:
