@@ -21,7 +21,7 @@ from shmserve.gateway.values import (
 )
 from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.signature import check_extent
-from shmserve.ipc.tensors import ITEM_SIZE
+from shmserve.ipc.tensors import ITEM_SIZE, element_count
 
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128
@@ -138,11 +138,10 @@ def _input(raw: Any, json_limit: int) -> WireInput:
     datatype = member_string(raw, "datatype")
     item = ITEM_SIZE.get(datatype)
     shape = member_array(raw, "shape")
-    count = 1
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
             raise mistyped("shape", "unsigned-integer")
-        count *= dim
+    count = element_count(shape)
     if item is None:
         raise InvalidArgument(f"invalid datatype for input {name}")
     if count * (item or 1) > LARGEST or count == 0:

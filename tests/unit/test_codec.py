@@ -84,6 +84,15 @@ def test_a_refusal_is_gone_with_the_text_as_soon_as_it_is_told(text: bytes) -> N
         gc.enable()
 
 
+@pytest.mark.parametrize("dim", [2, 2**63 - 1, -2, -(2**63)])
+def test_elements_beyond_counting_are_not_counted(dim: int) -> None:
+    """All others would wait: 100,000 dimensions are 2 MB of JSON, and half a minute's product."""
+    shape = [dim] * 1000
+    assert element_count(shape) == 2**64
+    assert element_count([*shape, 0]) == 0
+    assert element_count([2**31, 2**32]) == 2**63
+
+
 def test_a_byte_order_mark_is_skipped() -> None:
     assert loads(b"\xef\xbb\xbf[1]") == [1]
 
