@@ -64,7 +64,11 @@ class _HostMapping:
             if status.st_size < memory.byte_size:
                 raise _truncated()
             if not memory.copied:
-                self.map = mmap.mmap(self.fd, memory.byte_size)
+                try:
+                    self.map = mmap.mmap(self.fd, memory.byte_size)
+                except (OSError, ValueError) as error:
+                    # Its owner has sealed it against writing, or truncated it just now.
+                    raise Unavailable("the memory of a tensor cannot be mapped") from error
                 self.view = memoryview(self.map)
                 if memory.pinned and pin is not None:
                     self._unpin = pin(self.view)
