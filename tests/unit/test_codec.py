@@ -24,10 +24,12 @@ from shmserve.gateway.answers import Form
 from shmserve.gateway.assembly import check_room, raw_request
 from shmserve.gateway.codec import RegionRange, WireOutput, WireRequest, parse_request
 from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding, deflated
+from shmserve.gateway.grpc.codec import wire_request
 from shmserve.gateway.intake import header_size
 from shmserve.gateway.values import JsonFault, loads
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import NUMPY, Inferred, TensorRef, decode_bytes, element_count
+from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 from tests.gateway_rig import SIMPLE, identity_config
 
 NUMERIC = [name for name in NUMPY if name not in ("BYTES", "FP16", "BOOL")]
@@ -82,6 +84,20 @@ def test_a_refusal_is_gone_with_the_text_as_soon_as_it_is_told(text: bytes) -> N
         assert told() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("noun", ["inputs", "outputs"])
+def test_tensors_have_a_number_that_no_model_has(noun: str) -> None:
+    """A request of 60 MB has room for a million, and all others would wait for it."""
+    tensor = {"name": "A", "datatype": "INT32", "shape": [1], "data": [1]}
+    header = {"inputs": [tensor], noun: [tensor] * 20_000}
+    with pytest.raises(InvalidArgument, match=f"16384 {noun} at most, this one has 20000"):
+        parse_request(header, 0, "m", LIMIT)
+    message = ModelInferRequest()
+    for _ in range(20_000):
+        getattr(message, noun).add(name="A")
+    with pytest.raises(InvalidArgument, match=f"16384 {noun} at most, this one has 20000"):
+        wire_request(message)
 
 
 @pytest.mark.parametrize("dim", [2, 2**63 - 1, -2, -(2**63)])
