@@ -33,11 +33,10 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 
 
 class Submitted:
-    """A request that a scheduler has; every one must be left, when its answer is sent, or
-    abandoned."""
+    """A request that a scheduler has; every one must be answered or abandoned."""
 
     __slots__ = (
-        *("_gateway", "_given_up", "_inferences", "_left", "_model", "_pending", "_taken"),
+        *("_gateway", "_given_up", "_inferences", "_model", "_pending", "_taken"),
         *("model_name", "request_id"),
     )
 
@@ -50,7 +49,6 @@ class Submitted:
         self._taken = taken
         self._pending = pending
         self._given_up = False
-        self._left = False
         self.model_name = model.name
         self.request_id = taken.wire.id
 
@@ -79,6 +77,7 @@ class Submitted:
     def response(self) -> bytes:
         """The answer that is there, as `answer` gives it."""
         message = self._pending.future.result()
+        self._inferences.left()
         try:
             if isinstance(message, m.Failed):
                 raise failure(message)
@@ -116,14 +115,8 @@ class Submitted:
         """Nobody waits for the answer any more."""
         self._given_up = True
         self._pending.future.cancel()
-        self.leave()
+        self._inferences.left()
         self._gateway.dispatcher.cancel(self._pending)
-
-    def leave(self) -> None:
-        """Nothing is left to be done for it: what it was answered with is sent."""
-        if not self._left:
-            self._left = True
-            self._inferences.left()
 
 
 class Refused(Exception):
@@ -144,7 +137,7 @@ class Refused(Exception):
 class Inferences:
     """The way in for inferences, in calls of their own and in streams.
 
-    `count` is how many answers are not sent yet; `on_idle` hears when none is left.
+    `count` is how many are not answered yet; `on_idle` hears when none is left.
     """
 
     __slots__ = ("_gateway", "_plans", "count", "on_idle")

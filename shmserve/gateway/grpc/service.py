@@ -203,9 +203,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _infer(self, raw: bytes, context: Any) -> bytes | _Ending:
         try:
-            submitted = self._submitted(raw, context)
-            context.add_done_callback(lambda _: submitted.leave())
-            response = await submitted.answer()
+            response = await self._submitted(raw, context).answer()
             trim.soon(len(response))
             return response
         except Exception as error:
@@ -233,7 +231,6 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         finally:
             trim.soon(len(raw))
         call.on_gone = submitted.abandon
-        call.on_over = submitted.leave
         submitted.when_answered(answered)
 
     def _submitted(self, raw: bytes, call: Any) -> Submitted:

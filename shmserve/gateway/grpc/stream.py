@@ -60,15 +60,12 @@ async def stream_infer(
     reader = asyncio.create_task(read())
     try:
         while (item := await waiting.get()) is not None:
+            response = await _response(item, strict=strict)
             try:
-                response = await _response(item, strict=strict)
                 async with asyncio.timeout(patience_s):
                     await context.write(response)
             except cygrpc.ExecuteBatchError:
                 return  # the client is gone
-            finally:
-                if isinstance(item, Submitted):
-                    item.leave()
             room.release()
     except TimeoutError:
         raise Unavailable("the responses are not read") from None

@@ -103,10 +103,9 @@ def _start(coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> 
 
 
 class Call:
-    """One call: `finish` or `fail` it once. `on_gone` runs if the client leaves before that, and
-    `on_over` in any case, when nothing is left to be sent."""
+    """One call: `finish` or `fail` it once. `on_gone` runs if the client leaves before that."""
 
-    __slots__ = ("_calls", "_context", "_state", "done", "on_gone", "on_over")
+    __slots__ = ("_calls", "_context", "_state", "done", "on_gone")
 
     def __init__(self, state: Any, calls: Calls) -> None:
         self._state = state
@@ -114,7 +113,6 @@ class Call:
         self._context: Any = cygrpc._ServicerContext(state, None, None, None)
         self.done = False
         self.on_gone: Callable[[], None] | None = None
-        self.on_over: Callable[[], None] | None = None
 
     def peer(self) -> str:
         """The client's address, in gRPC's words."""
@@ -163,9 +161,6 @@ class Call:
 
     def _over(self, _: Any = None) -> None:
         self._calls.end(self)
-        over, self.on_over = self.on_over, None
-        if over is not None:
-            over()
 
     def begin(self, handler: Callable[[bytes, Call], None], refuse: Refuse) -> None:
         """Wait for its message, and for its client to leave; of who is refused no message is taken,
