@@ -68,8 +68,9 @@ def open_object(key: str) -> SharedObject:
     object.
     """
     try:
-        # shm_open itself refuses to follow links.
-        fd = posix_ipc.SharedMemory(key, flags=0, size=0).fd
+        # shm_open itself refuses to follow links. Without O_NONBLOCK whoever holds a lease on its
+        # object (fcntl(2), F_SETLEASE) has us wait for as long as the kernel lets it, 45 s.
+        fd = posix_ipc.SharedMemory(key, flags=os.O_NONBLOCK, size=0).fd
     except posix_ipc.ExistentialError:
         raise Internal(
             f"Unable to open shared memory region: '{key}' (there is none where the server looks; "

@@ -51,7 +51,10 @@ class _HostMapping:
         self._unpin: Callable[[], None] | None = None
         self.pid = memory.pid
         try:
-            self.fd = os.open(f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC)
+            # Whoever gave us a memfd may hold a lease on it: nobody waits for that.
+            self.fd = os.open(
+                f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+            )
         except OSError as error:
             raise Unavailable("the memory of a tensor is gone") from error
         try:
@@ -61,7 +64,11 @@ class _HostMapping:
             if status.st_size < memory.byte_size:
                 raise _truncated()
             if not memory.copied:
-                self.map = mmap.mmap(self.fd, memory.byte_size)
+                try:
+                    self.map = mmap.mmap(self.fd, memory.byte_size)
+                except (OSError, ValueError) as error:
+                    # Its owner has sealed it against writing, or truncated it just now.
+                    raise Unavailable("the memory of a tensor cannot be mapped") from error
                 self.view = memoryview(self.map)
                 if memory.pinned and pin is not None:
                     self._unpin = pin(self.view)

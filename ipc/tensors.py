@@ -183,11 +183,18 @@ class MalformedMessage(Exception):
     """Bytes from a socket are not a message; the text is for our log only."""
 
 
+BEYOND = 2**64  # elements
+
+
 def element_count(shape: tuple[int, ...] | list[int]) -> int:
-    """How many elements a tensor of `shape` has; 1 for a scalar."""
+    """How many elements a tensor of `shape` has; 1 for a scalar. If they are more than any can
+    have, it is `BEYOND`: exact, that number has as many digits as a client likes, and takes hours.
+    """
     count = 1
     for dim in shape:
         count *= dim
+        if not -BEYOND < count < BEYOND:
+            return 0 if 0 in shape else BEYOND
     return count
 
 

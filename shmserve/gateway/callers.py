@@ -56,7 +56,6 @@ class Door:
         self.kind = kind
         self.authorisation = authorisation
         self.shm = kind is not DoorKind.REMOTE if allow_shm is None else allow_shm
-        self.shm_of_strangers = allow_shm is True
         self.names = names
 
 
@@ -148,14 +147,16 @@ class Caller:
         return self._peer
 
     def _find_peer(self) -> Peer:
+        if self.door.kind is DoorKind.REMOTE:
+            return REMOTE
+        # No client of this host counts as one of another: what the kernel knows of it is gone as
+        # soon as it hangs up, and the server's own objects are not for whoever does that.
         found: Peer | None = None
         if self.door.kind is DoorKind.LOOPBACK:
             with contextlib.suppress(OSError):
                 found = self._find_user()
         if found is None:
-            if not self.door.shm_of_strangers:
-                raise PermissionDenied("the server cannot tell which user of this host asks")
-            found = REMOTE
+            raise PermissionDenied("the server cannot tell which user of this host asks")
         return found
 
     def _find_user(self) -> Peer | None:

@@ -6,6 +6,7 @@ inputs. Checks and their order are Triton's, and so are the texts.
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,11 @@ from shmserve.gateway.values import (
 )
 from shmserve.ipc.ranges import LARGEST
 from shmserve.ipc.signature import check_extent
-from shmserve.ipc.tensors import ITEM_SIZE
+from shmserve.ipc.tensors import ITEM_SIZE, element_count
 
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128
+_MOST_TENSORS = 16384
 
 _SOURCES = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
@@ -106,7 +108,9 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> W
     if type(header) is dict and "parameters" in header:
         _take_parameters(request, header["parameters"])
     at = 0
-    for raw in member_array(header, "inputs"):
+    inputs = member_array(header, "inputs")
+    check_number(inputs, "inputs")
+    for raw in inputs:
         tensor = _input(raw, json_limit)
         size = tensor.binary_size
         if size >= 0:
@@ -120,8 +124,19 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> W
     if at != tail_size:
         raise InvalidArgument(f"unexpected additional input data for model '{model}'")
     if "outputs" in header:
-        request.outputs = [_output(raw) for raw in member_array(header, "outputs")]
+        outputs = member_array(header, "outputs")
+        check_number(outputs, "outputs")
+        request.outputs = [_output(raw) for raw in outputs]
     return request
+
+
+def check_number(tensors: Sized, noun: str) -> None:
+    """Raise InvalidArgument for more than any model has: nobody else is answered while a request is
+    understood, and there is room for millions in it."""
+    if len(tensors) > _MOST_TENSORS:
+        raise InvalidArgument(
+            f"a request may have {_MOST_TENSORS} {noun} at most, this one has {len(tensors)}"
+        )
 
 
 def _input(raw: Any, json_limit: int) -> WireInput:
@@ -138,11 +153,10 @@ def _input(raw: Any, json_limit: int) -> WireInput:
     datatype = member_string(raw, "datatype")
     item = ITEM_SIZE.get(datatype)
     shape = member_array(raw, "shape")
-    count = 1
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
             raise mistyped("shape", "unsigned-integer")
-        count *= dim
+    count = element_count(shape)
     if item is None:
         raise InvalidArgument(f"invalid datatype for input {name}")
     if count * (item or 1) > LARGEST or count == 0:

@@ -103,6 +103,8 @@ class Connection(web.RequestHandler):
         try:
             while await self._serve_next():
                 self._since = self._loop.time()
+                if self._messages:
+                    await asyncio.sleep(0)  # others' turn: who asks on and on never waits for one
         except ConnectionError:
             logger.debug("a client left before its response")
         except asyncio.CancelledError:
@@ -271,7 +273,7 @@ class Connection(web.RequestHandler):
     @property
     def idle_since(self) -> float | None:
         """Since when no request is here, not even the whole head of one; None when one is."""
-        return None if self._busy or self._held else self._since
+        return None if self._busy or self._held or self._messages else self._since
 
     @property
     def sending_since(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from typing import Any
@@ -20,6 +21,9 @@ LARGEST_UNSIGNED = 2**64 - 1
 # A second, slow reading finds the words for what is wrong: milliseconds at most.
 _LONGEST_EXPLAINED = 16 * 1024
 
+_LARGE = 1024 * 1024
+_LONGEST_LENIENT = 8 * _LARGE
+
 _UNREADABLE = "failed to parse the request JSON buffer: "
 _TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEEP})"
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -35,13 +39,13 @@ class JsonFault(Internal):
 
 
 def loads(raw: bytes) -> Any:
-    """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton.
+    """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton, in up to 8 MiB.
 
     Raises JsonFault for what is not JSON, InvalidArgument for nesting deeper than 100 and for a
     name that stands twice in one object.
     """
     try:
-        value = orjson.loads(raw)
+        value = orjson.loads(raw) if len(raw) < _LARGE else _loads_large(raw)
     except orjson.JSONDecodeError as error:
         return _loads_lenient(raw, error)
     plain = raw.count(b":") == members_of_request(value)
@@ -53,14 +57,30 @@ def loads(raw: bytes) -> Any:
     return value
 
 
+def _loads_large(raw: bytes) -> Any:
+    # Millions of arrays that are being made are looked at again and again by the collector of
+    # cycles, which finds none: that would be most of the time, and nobody is answered in it.
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        return orjson.loads(raw)
+    finally:
+        if collected:
+            gc.enable()
+
+
 def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
     if raw.startswith(b"\xef\xbb\xbf"):
         return loads(raw[3:])
     if _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
-    fault = JsonFault(_UNREADABLE + _reason(raw, strict))
-    if b"NaN" not in raw and b"Inf" not in raw:
-        raise fault
+    # No variable may hold the exception: with its frames, and the text, it would wait for the
+    # collector.
+    reason = _UNREADABLE + _reason(raw, strict)
+    # What is larger has its numbers in arrays, which are read in slices (bigjson.py). As a whole it
+    # would keep everybody waiting for ten times as long as with the quick parser.
+    if len(raw) > _LONGEST_LENIENT or (b"NaN" not in raw and b"Inf" not in raw):
+        raise JsonFault(reason)
     spelled = _STRING_OR_INF.sub(lambda m: b"Infinity" if m[0] == b"Inf" else m[0], raw)
     try:
         value = json.loads(
@@ -70,7 +90,7 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
     except DoubledName as found:
         raise InvalidArgument(f"{_UNREADABLE}{found}") from None
     except (ValueError, TypeError, RecursionError):
-        raise fault from None
+        raise JsonFault(reason) from None
     return value
 
 

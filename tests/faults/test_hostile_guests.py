@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import time
@@ -36,6 +37,7 @@ from tests.servers import Server, running
 from tests.waiting import until
 
 MIB = 1 << 20
+_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +306,25 @@ def memory_of_which_little_is_there(guest: Guest, stage: Scene) -> None:
             assert isinstance(answer(link), m.Finished)
 
 
+def memory_that_cannot_be_written(guest: Guest, stage: Scene) -> None:
+    """Sealed against it, before it is shared or after: said to the guest, and no worker dies."""
+    link = guest.link("identity")
+    before = len(stage.server.log())
+    for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
+        with memfd() as fd:
+            memory = Memory(*guest.ask(m.ShareMemory(number, 4096, False), fd).payload["memory"])
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
+            place = Place(memory, 0, 16)
+            for work in (
+                submit((TensorRef("INPUT0", "FP32", (4,), place),)),
+                submit((small(),), outputs=(RequestedOutput("OUTPUT0", place),)),
+            ):
+                link.send(work)
+                refused = answer(link)
+                assert isinstance(refused, m.Failed) and "cannot be mapped" in refused.message
+    assert " ended (" not in stage.server.log()[before:]
+
+
 def many_memories(guest: Guest, stage: Scene) -> None:
     """There is a limit, it is said, and all is given back when the guest goes."""
     refused = None
@@ -361,6 +382,7 @@ CRIMES: list[Callable[[Guest, Scene], None]] = [
     tensors_that_cannot_be,
     deep_messages,
     memory_of_which_little_is_there,
+    memory_that_cannot_be_written,
     many_memories,
     many_descriptors_at_the_door,
     crowd_at_the_door,

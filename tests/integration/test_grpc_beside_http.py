@@ -19,6 +19,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from shmserve.gateway.grpc.service import RPCS
 from tests import repositories
 from tests.grpc_calls import place, request_of, stub
 from tests.raw_http import Http, in_region, shm_input
@@ -322,6 +323,29 @@ def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerCl
             code, text = refused(ask)
             assert code == "StatusCode.UNAUTHENTICATED"
             assert "token" in text
+
+
+def test_what_a_stranger_sends_is_not_taken(guarded: Server) -> None:
+    """It is refused before its requests are here: they can be of 2 GB, and as many as it likes."""
+    never = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        never.wait(60)
+        yield from ()
+
+    try:
+        with grpc.insecure_channel(guarded.grpc_url) as channel:
+            for path, rpc in RPCS.items():
+                if rpc.scope == "health":
+                    continue
+                # Many: of some calls gRPC's own way is asked for, of most ours.
+                calls = [channel.stream_stream(path)(nothing(), timeout=15) for _ in range(70)]
+                for call in calls:
+                    with pytest.raises(grpc.RpcError):
+                        next(call)
+                    assert call.code() is grpc.StatusCode.UNAUTHENTICATED, path
+    finally:
+        never.set()
 
 
 def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> None:

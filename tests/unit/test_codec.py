@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import gzip
 import json
 import random
 import struct
+import weakref
 import zlib
 from typing import Any
 
@@ -22,10 +24,12 @@ from shmserve.gateway.answers import Form
 from shmserve.gateway.assembly import check_room, raw_request
 from shmserve.gateway.codec import RegionRange, WireOutput, WireRequest, parse_request
 from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding, deflated
+from shmserve.gateway.grpc.codec import wire_request
 from shmserve.gateway.intake import header_size
 from shmserve.gateway.values import JsonFault, loads
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import NUMPY, Inferred, TensorRef, decode_bytes, element_count
+from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 from tests.gateway_rig import SIMPLE, identity_config
 
 NUMERIC = [name for name in NUMPY if name not in ("BYTES", "FP16", "BOOL")]
@@ -44,6 +48,65 @@ def one_input(**members: Any) -> dict[str, Any]:
 def test_what_is_not_finite_is_a_number(text: bytes) -> None:
     plain = text.replace(b"Inf,", b"Infinity,").replace(b"Inf]", b"Infinity]")
     assert repr(loads(text)) == repr(json.loads(plain))
+
+
+def test_a_large_text_is_read_at_one_go() -> None:
+    """The collector of cycles would look at its arrays again and again, for most of the time."""
+    seen: list[Any] = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        seen.append(info)
+
+    gc.callbacks.append(look)
+    try:
+        assert len(loads(b"[" + b"[]," * 500_000 + b"[]]")) == 500_001
+    finally:
+        gc.callbacks.remove(look)
+    assert len(seen) < 20  # in pieces: a thousand
+    assert gc.isenabled()
+
+
+def test_what_the_quick_parser_does_not_take_must_not_be_large() -> None:
+    """One client's request keeps all others waiting for as long as it takes."""
+    assert len(loads(b"[NaN," + b"1," * (1 << 20) + b"1]")) == (1 << 20) + 2
+    with pytest.raises(JsonFault, match="failed to parse the request JSON"):
+        loads(b"[NaN," + b"1," * (5 << 20) + b"1]")
+
+
+@pytest.mark.parametrize("text", [b"[nul", b"[NaN, 1e400]"])
+def test_a_refusal_is_gone_with_the_text_as_soon_as_it_is_told(text: bytes) -> None:
+    gc.disable()
+    try:
+        try:
+            loads(text)
+        except JsonFault as error:
+            told = weakref.ref(error)
+        assert told() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("noun", ["inputs", "outputs"])
+def test_tensors_have_a_number_that_no_model_has(noun: str) -> None:
+    """A request of 60 MB has room for a million, and all others would wait for it."""
+    tensor = {"name": "A", "datatype": "INT32", "shape": [1], "data": [1]}
+    header = {"inputs": [tensor], noun: [tensor] * 20_000}
+    with pytest.raises(InvalidArgument, match=f"16384 {noun} at most, this one has 20000"):
+        parse_request(header, 0, "m", LIMIT)
+    message = ModelInferRequest()
+    for _ in range(20_000):
+        getattr(message, noun).add(name="A")
+    with pytest.raises(InvalidArgument, match=f"16384 {noun} at most, this one has 20000"):
+        wire_request(message)
+
+
+@pytest.mark.parametrize("dim", [2, 2**63 - 1, -2, -(2**63)])
+def test_elements_beyond_counting_are_not_counted(dim: int) -> None:
+    """All others would wait: 100,000 dimensions are 2 MB of JSON, and half a minute's product."""
+    shape = [dim] * 1000
+    assert element_count(shape) == 2**64
+    assert element_count([*shape, 0]) == 0
+    assert element_count([2**31, 2**32]) == 2**63
 
 
 def test_a_byte_order_mark_is_skipped() -> None:

@@ -169,6 +169,31 @@ def test_what_is_known_may_stand_in_the_middle_of_something(apart: bool, meanwhi
     assert asyncio.run(answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
 
 
+def test_who_asks_on_and_on_takes_turns_with_others() -> None:
+    """A hundred requests that come in one piece are not all answered before a neighbour's one."""
+
+    async def ask() -> tuple[int, int]:
+        greedy, other = connected(), connected()
+        await asyncio.sleep(0)
+        greedy[0].data_received(packed("GET", "/a", (), b"", "length") * 100)
+        other[0].data_received(packed("GET", "/b", (), b"", "length"))
+        for _ in range(1000):
+            if other[1].written:
+                break
+            await asyncio.sleep(0)
+        before = len(replies(greedy[1].written))
+        await settle(1000)
+        after = len(replies(greedy[1].written))
+        for connection, _ in (greedy, other):
+            connection.connection_lost(None)
+        await asyncio.sleep(0)
+        return before, after
+
+    before, after = asyncio.run(ask())
+    assert before < 5
+    assert after == 100
+
+
 async def settle(count: int = 20) -> None:
     for _ in range(count):
         await asyncio.sleep(0)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import posix_ipc
 import pytest
 
-from shmserve.errors import Internal, InvalidArgument
+from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc import posix_shm
+from shmserve.ipc.regions import Mappings
+from shmserve.ipc.tensors import Memory, Place
 
 KEY = f"/test-{os.getpid()}-posix"
 
@@ -84,6 +89,38 @@ def test_missing_and_wrong_objects_leave_no_descriptor() -> None:
         os.unlink(link)
         os.unlink(fifo)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@contextlib.contextmanager
+def leased(path: str) -> Iterator[None]:
+    """The file's owner is asked, and says nothing, when others open it."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, before)
+
+
+def test_nobody_waits_for_a_lease(sparse: str) -> None:
+    """Whoever may register an object may hold a lease on it, and all others' registrations would
+    wait behind its own until the kernel ends that, after 45 s."""
+    with leased(f"/dev/shm{sparse}"), pytest.raises(Internal, match="Unable to open"):
+        posix_shm.open_object(sparse)
+
+
+def test_nobody_waits_for_a_lease_on_what_a_program_shares() -> None:
+    fd = os.memfd_create("leased")
+    try:
+        os.ftruncate(fd, 4096)
+        place = Place(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096)
+        with leased(f"/proc/self/fd/{fd}"), pytest.raises(Unavailable, match="is gone"):
+            Mappings().view(place)
+        assert len(Mappings().view(place)) == 4096
+    finally:
+        os.close(fd)
 
 
 def test_a_folder_is_no_object() -> None:

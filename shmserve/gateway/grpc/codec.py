@@ -19,6 +19,7 @@ from shmserve.gateway.codec import (
     WireInput,
     WireOutput,
     WireRequest,
+    check_number,
     correlation_id,
 )
 from shmserve.gateway.values import LARGEST_UNSIGNED
@@ -58,6 +59,8 @@ def wire_request(message: ModelInferRequest) -> WireRequest:
     request = WireRequest(message.id, [], [], binary=True)
     if message.parameters:
         _take_parameters(request, message.parameters)
+    check_number(message.inputs, "inputs")
+    check_number(message.outputs, "outputs")
     raw = message.raw_input_contents
     taken = 0
     for tensor in message.inputs:

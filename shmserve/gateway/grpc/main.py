@@ -123,7 +123,14 @@ class GrpcFront(process.Front):
             else:
                 _add_secure_port(server, address, settings.tls)
         service = self._service
-        frequent = acceptor(server, MODEL_INFER, service.infer_handler, service.infer, self._calls)
+        frequent = acceptor(
+            server,
+            MODEL_INFER,
+            service.infer_handler,
+            service.infer,
+            service.refuses_inference,
+            self._calls,
+        )
         await server.start()
         self._server = server
         self._crowds.open()

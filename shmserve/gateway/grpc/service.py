@@ -135,8 +135,13 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     @property
     def infer_handler(self) -> Any:
-        """grpc.aio's own way for ModelInfer."""
-        return self._handlers[MODEL_INFER]
+        """grpc.aio's own way for ModelInfer, on which calls do not pass `service`."""
+        return self._unary(self._infer, self.refuses_inference)
+
+    def refuses_inference(self, call: Any) -> _Ending | None:
+        """How a ModelInfer ends that the door's rules refuse; None when it may go on."""
+        error = self._refuse(MODEL_INFER, call.invocation_metadata)
+        return None if error is None else _ending(error)
 
     def health_changed(self) -> None:
         """Tell those who watch."""
@@ -166,8 +171,13 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         return answer
 
-    def _unary(self, answer: Callable[[bytes, Any], Awaitable[bytes | _Ending]]) -> Any:
-        """grpc.aio's handler of a call with one request, which gets what `answer` makes of it.
+    def _unary(
+        self,
+        answer: Callable[[bytes, Any], Awaitable[bytes | _Ending]],
+        refuse: Callable[[Any], _Ending | None] = lambda _: None,
+    ) -> Any:
+        """grpc.aio's handler of a call with one request, which gets what `answer` makes of it,
+        unless `refuse` gives what the call ends with.
 
         To gRPC it is one with many, so that it begins before its request is here.
 
@@ -177,6 +187,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """
 
         async def run(_: Any, context: Any) -> bytes:
+            if (ending := refuse(context)) is not None:
+                await context.abort(*ending)
             with Reading(self._calls, context) as reading:
                 raw = await reading.request()
                 if not self._gateway.draining:  # what comes then could keep a drain waiting
@@ -228,9 +240,6 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         submitted.when_answered(answered)
 
     def _submitted(self, raw: bytes, call: Any) -> Submitted:
-        error = self._refuse(MODEL_INFER, call.invocation_metadata)
-        if error is not None:
-            raise error
         return self._inferences.submit(raw, self._caller(call), call.time_remaining())
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:

@@ -167,8 +167,9 @@ class Call:
         if over is not None:
             over()
 
-    def begin(self, handler: Callable[[bytes, Call], None]) -> None:
-        """Wait for its message, and for its client to leave."""
+    def begin(self, handler: Callable[[bytes, Call], None], refuse: Refuse) -> None:
+        """Wait for its message, and for its client to leave; of who is refused no message is taken,
+        for they can be large."""
         close = cygrpc.ReceiveCloseOnServerOperation(0)
 
         def closed(_: Any) -> None:
@@ -193,19 +194,33 @@ class Call:
                 self.fail(grpc.StatusCode.INTERNAL, "internal error")
 
         _start(cygrpc.execute_batch(self._state, (close,), _HERE), closed)
+        if (ending := refuse(self)) is not None:
+            self.fail(*ending)
+            return
         _start(cygrpc._receive_message(self._state, _HERE), received)
         self._calls.begin(self)
 
 
+# How a call ends that may not be made: its status, text and trailing metadata.
+Refuse = Callable[[Call], tuple[grpc.StatusCode, str, Metadata] | None]
+
+
 class Acceptor:
-    """Asks a server for calls of one method, and hands each with its message to `handler`."""
+    """Asks a server for calls of one method, and hands each with its message to `handler`, unless
+    `refuse` gives what it ends with."""
 
     def __init__(
-        self, server: Any, path: str, handler: Callable[[bytes, Call], None], calls: Calls
+        self,
+        server: Any,
+        path: str,
+        handler: Callable[[bytes, Call], None],
+        refuse: Refuse,
+        calls: Calls,
     ) -> None:
         self._server = server
         self._path = path.encode()
         self._handler = handler
+        self._refuse = refuse
         self._calls = calls
 
     def open(self) -> None:
@@ -224,7 +239,7 @@ class Acceptor:
             if self._server.is_running():
                 self._ask()
             try:
-                Call(end.value, self._calls).begin(self._handler)
+                Call(end.value, self._calls).begin(self._handler, self._refuse)
             except Exception:
                 logger.exception("a call could not be taken")
         except Exception:
@@ -238,6 +253,7 @@ def acceptor(
     path: str,
     way: Any,
     handler: Callable[[bytes, Call], None],
+    refuse: Refuse,
     calls: Calls,
 ) -> Acceptor | None:
     """Whoever takes calls of the method `path`, for a server that is not started yet.
@@ -252,4 +268,4 @@ def acceptor(
     ):
         return None
     core.add_registered_method_handlers({path: way})  # type: ignore[union-attr]
-    return Acceptor(core, path, handler, calls)
+    return Acceptor(core, path, handler, refuse, calls)
