@@ -142,12 +142,17 @@ def unix_sockets(folder: Path) -> int:
 def resident_bytes(server: servers.Server) -> dict[str, int]:
     """The proportional memory of a server's processes, in bytes, by title: shared pages count
     once; of several with one title, all together.
+
+    Without pages of files: those of libraries count for less while other programs on the machine
+    have them too, and for more when one of those ends.
     """
     found: Counter[str] = Counter()
     for process in server.tree():
         with contextlib.suppress(OSError), open(f"/proc/{process.pid}/smaps_rollup") as rollup:
-            size = next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
-            found[servers.title(process)] += size
+            kilobytes = [
+                int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shm"))
+            ]
+            found[servers.title(process)] += 1024 * sum(kilobytes)
     return dict(found)
 
 
