@@ -8,8 +8,8 @@ import gzip
 import json
 import random
 import struct
-import time
 import zlib
+from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,14 +28,7 @@ from shmserve.gateway.compression import Inflater, accepted_encoding, check_enco
 from shmserve.gateway.intake import header_size
 from shmserve.gateway.values import JsonFault, loads
 from shmserve.ipc.signature import Signature
-from shmserve.ipc.tensors import (
-    NUMPY,
-    Inferred,
-    TensorRef,
-    decode_bytes,
-    element_count,
-    encode_bytes,
-)
+from shmserve.ipc.tensors import NUMPY, Inferred, TensorRef, decode_bytes, element_count
 from tests.gateway_rig import SIMPLE, identity_config
 
 NUMERIC = [name for name in NUMPY if name not in ("BYTES", "FP16", "BOOL")]
@@ -484,10 +477,10 @@ def test_only_data_of_inputs_is_cut() -> None:
 )
 def test_no_text_takes_much_longer_than_a_parser_does(text: bytes) -> None:
     """Nobody else is answered meanwhile."""
-    began = time.process_time()
+    began = process_time()
     with contextlib.suppress(ShmserveError):
         bigjson.loads_large(text)
-    assert time.process_time() - began < 0.8
+    assert process_time() - began < 0.8
 
 
 def test_a_text_has_no_more_members_than_any_request() -> None:
@@ -555,7 +548,7 @@ def test_long_lists_are_refused_as_short_ones_are() -> None:
 
 def test_long_strings_are_written_in_parts() -> None:
     words = [f"{number}\N{SNOWMAN}" for number in range(50_000)]
-    raw = encode_bytes(np.array(words, np.object_))
+    raw = b"".join(struct.pack("<I", len(word.encode())) + word.encode() for word in words)
     parts = list(jsontensors.encode_parts(memoryview(raw), "BYTES", (50_000,), "A"))
     assert len(parts) > 3
     assert json.loads(b"".join(parts)) == words
