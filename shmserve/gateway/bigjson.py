@@ -10,6 +10,7 @@ slices that are cut at commas and made whole JSON again with the brackets that a
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,9 @@ LARGE = 1024 * 1024
 _WORTH_CUTTING = 64 * 1024
 _SLICE = 128 * 1024
 _BLANK = b" \t\r\n"
+# Numbers hold no quote and no brace, so an array of them ends before the next of either. A pattern
+# finds the few that are long enough: a look at each of millions of short ones takes seconds.
+_LONG_ARRAY = rb'"data"[ \t\r\n]*+:[ \t\r\n]*+(\[[^"{}]{%d,}+)'
 
 
 class Numbers:
@@ -84,27 +88,10 @@ def _put_back(header: Any, cuts: dict[str, Numbers]) -> None:
 
 def _arrays(body: bytes) -> Iterator[tuple[int, int]]:
     """Spans of large arrays under the key "data" that hold no strings and no objects."""
-    at = 0
-    while (key := body.find(b'"data"', at)) >= 0:
-        at = key + 6
+    for found in re.finditer(_LONG_ARRAY % (_WORTH_CUTTING - 1), body):
+        key, (start, end) = found.start(), found.span(1)
         if body[key - 1 : key] == b"\\":
             continue  # inside a string
-        colon = _skip_blank(body, at)
-        start = _skip_blank(body, colon + 1)
-        if body[colon : colon + 1] != b":" or body[start : start + 1] != b"[":
-            continue
-        # Numbers hold no quote and no brace, so the array ends before the next of either.
-        stop = body.find(b'"', start)
-        stop = len(body) if stop < 0 else stop
-        brace = body.find(b"}", start, stop)
-        stop = stop if brace < 0 else brace
-        stop = body.rfind(b"]", start, stop) + 1
+        stop = body.rfind(b"]", start, end) + 1
         if stop - start >= _WORTH_CUTTING:
             yield start, stop
-            at = stop
-
-
-def _skip_blank(body: bytes, at: int) -> int:
-    while body[at : at + 1] in (b" ", b"\t", b"\r", b"\n"):
-        at += 1
-    return at

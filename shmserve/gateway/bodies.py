@@ -10,7 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestPayloadError
 
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.gateway import trim
 from shmserve.gateway.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.requests import (
@@ -42,6 +42,31 @@ class BodyTimeout(ShmserveError):
 
 class BrokenBody(InvalidArgument):
     """The body is not framed as HTTP says; the connection cannot go on."""
+
+
+class _Arriving:
+    """What this process keeps of all bodies that are still arriving, outside of its arena: clients
+    may take minutes to send the rest of theirs."""
+
+    def __init__(self) -> None:
+        self._used = 0
+
+    def take(self, more: int, size: int, settings: Settings) -> None:
+        """`more` bytes are here of a body, which makes `size`; to be given back in any case.
+
+        Raises Unavailable when they are too many with those of others: one alone has its own limit.
+        """
+        self._used += more
+        most = max(settings.arena_byte_size, settings.max_input_size)
+        if self._used > max(most, size):
+            raise Unavailable(f"server memory for request bodies ({most} bytes) is full")
+
+    def give(self, size: int) -> None:
+        """`size` bytes are no longer here, or belong to a whole body."""
+        self._used -= size
+
+
+_arriving = _Arriving()
 
 
 class Body:
@@ -113,7 +138,8 @@ class Body:
     async def read(self, limit: int, too_large: str) -> bytes:
         """All of it, of at most `limit` bytes.
 
-        Raises InvalidArgument with `too_large`, {size} and {limit} filled in, when it is more.
+        Raises InvalidArgument with `too_large`, {size} and {limit} filled in, when it is more, and
+        Unavailable when too much of others' is here.
         """
         if self.declared > limit:
             raise InvalidArgument(too_large.format(size=self.declared, limit=limit))
@@ -125,8 +151,10 @@ class Body:
                 while size <= limit and (piece := await self.next()):
                     pieces.append(piece)
                     size += len(piece)
+                    _arriving.take(len(piece), size, self._settings)
                 whole = b"".join(pieces)
             finally:
+                _arriving.give(size)
                 trim.soon(size)
         if len(whole) > limit:
             raise InvalidArgument(too_large.format(size=len(whole), limit=limit))
@@ -152,7 +180,7 @@ class Body:
         return True
 
     async def inflate(self) -> bytes:
-        """The decompressed body, of at most `max_input_size` bytes."""
+        """The decompressed body, of at most `max_input_size` bytes; raises as `read`."""
         inflater = Inflater(self._settings.max_input_size)
         pieces: list[bytes] = []
         size = 0
@@ -161,10 +189,12 @@ class Body:
                 for piece in inflater.feed(chunk):
                     pieces.append(piece)
                     size += len(piece)
+                    _arriving.take(len(piece), size, self._settings)
                     await asyncio.sleep(0)
             inflater.finish()
             return b"".join(pieces)
         finally:
+            _arriving.give(size)
             trim.soon(size)
 
     def compressed(self) -> bool:

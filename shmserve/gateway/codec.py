@@ -28,6 +28,11 @@ SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128
 _MOST_TENSORS = 16384
 
+# More than any program sends: millions fit into a request, and take every process that handles them
+# seconds in which it does nothing else.
+_MOST_PARAMETERS = 16384
+_MOST_DIMS = 1024
+
 _SOURCES = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
     "'shared_memory_region' in 'parameters'. "
@@ -152,6 +157,7 @@ def _input(raw: Any, json_limit: int) -> WireInput:
     name = member_string(raw, "name")
     datatype = member_string(raw, "datatype")
     item = ITEM_SIZE.get(datatype)
+    _check_rank(raw, name)
     shape = member_array(raw, "shape")
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
@@ -172,6 +178,14 @@ def _input(raw: Any, json_limit: int) -> WireInput:
             excess = TOO_LARGE.format(size=count * item, limit=json_limit)
             raise InvalidArgument(f"JSON input '{name}'{excess}")
     return tensor
+
+
+def _check_rank(raw: dict[str, Any], name: str) -> None:
+    rank = len(member_array(raw, "shape"))
+    if rank > _MOST_DIMS:
+        raise InvalidArgument(
+            f"input '{name}' may have {_MOST_DIMS} dimensions at most, it has {rank}"
+        )
 
 
 def _not_one_source(inline: bool, binary: bool, region: bool) -> InvalidArgument:
@@ -224,6 +238,10 @@ def _output(raw: Any) -> WireOutput:
 def _take_parameters(request: WireRequest, raw: Any) -> None:
     if type(raw) is not dict:
         raise JsonFault("failed to get request params.: attempt to get members for non-object")
+    if len(raw) > _MOST_PARAMETERS:
+        raise InvalidArgument(
+            f"a request may have {_MOST_PARAMETERS} parameters at most, this one has {len(raw)}"
+        )
     for key, value in raw.items():
         match key:
             case "sequence_id":

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
+from typing import Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway import jsontensors
@@ -23,7 +25,7 @@ from shmserve.gateway.assembly import (
 from shmserve.gateway.bigjson import LARGE, Numbers, loads_large
 from shmserve.gateway.bodies import JSON_TOO_LARGE, Body
 from shmserve.gateway.callers import Caller
-from shmserve.gateway.codec import TOO_LARGE, WireRequest, parse_request
+from shmserve.gateway.codec import TOO_LARGE, WireInput, WireRequest, parse_request
 from shmserve.gateway.models import Model
 from shmserve.gateway.plans import split
 from shmserve.gateway.regions import admit as admit_user
@@ -122,16 +124,17 @@ async def _parse(header: bytes, tail_size: int, model: Model, limit: int) -> Wir
         return parse_request(loads(header), tail_size, model.name, limit)
     wire = parse_request(loads_large(header), tail_size, model.name, limit)
     for tensor in wire.inputs:
-        if isinstance(tensor.data, Numbers):
-            tensor.data = await _read_numbers(
-                tensor.data, tensor.datatype, tensor.count, tensor.name
-            )
+        data = tensor.data
+        if isinstance(data, Numbers):
+            tensor.data = await _read_parts(data.parts(), tensor)
+        elif type(data) is list and tensor.count:
+            tensor.data = await _read_parts(jsontensors.parts(data), tensor)
     return wire
 
 
-async def _read_numbers(numbers: Numbers, datatype: str, count: int, name: str) -> bytes:
+async def _read_parts(parts: Iterator[list[Any]], tensor: WireInput) -> bytes:
     pieces: list[bytes] = []
-    for piece in jsontensors.decode_parts(numbers.parts(), datatype, count, name):
+    for piece in jsontensors.decode_parts(parts, tensor.datatype, tensor.count, tensor.name):
         pieces.append(piece)
         await asyncio.sleep(0)  # the loop answers others between two slices
     return b"".join(pieces)

@@ -12,10 +12,11 @@ import json
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shmserve.doubles import DoubledName, members
 
-_NOT_MARKS = bytes(set(range(256)) - set(b'":'))
+_ALL = frozenset(range(256))
 _HOLDERS = frozenset((dict, list))
 # Finding which name it is takes tens of milliseconds at most.
 _LONGEST_NAMED = 1024 * 1024
@@ -69,8 +70,17 @@ def _members(value: Any) -> int:
 
 def _colons(raw: bytes) -> int:
     """How many colons of a JSON text stand outside of strings."""
+    return len(outside_strings(raw, b":"))
+
+
+def outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
+    """Those of the bytes `marks` that stand outside of the strings of a JSON text, in order.
+
+    What follows the first fault of a text that is not JSON may be taken for a string or not.
+    """
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = np.frombuffer(raw.translate(None, _NOT_MARKS), np.uint8)
-    quotes = marks == ord('"')
-    return int(np.count_nonzero(~(quotes | np.logical_xor.accumulate(quotes))))
+    kept = np.frombuffer(raw.translate(None, bytes(_ALL.difference(marks, b'"'))), np.uint8)
+    quotes = kept == ord('"')
+    found: NDArray[np.uint8] = kept[~(quotes | np.logical_xor.accumulate(quotes))]
+    return found

@@ -16,7 +16,7 @@ import orjson
 
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway.values import JsonFault, mistyped
-from shmserve.ipc.tensors import ITEM_SIZE, NUMPY, decode_bytes
+from shmserve.ipc.tensors import ITEM_SIZE, NUMPY, element_count
 
 # Values turned into text at a time: about a millisecond's work.
 _STEP = 32 * 1024
@@ -43,6 +43,13 @@ _REAL = frozenset((int, float))
 def flat(values: list[Any]) -> list[Any]:
     """The values of nested lists, in order, as one list."""
     return _flat(values)[0]
+
+
+def parts(values: list[Any]) -> Iterator[list[Any]]:
+    """The values of nested lists, in order, a millisecond's work at a time."""
+    values = flat(values)
+    for at in range(0, len(values), _STEP):
+        yield values[at : at + _STEP]
 
 
 def _flat(values: list[Any]) -> tuple[list[Any], set[type]]:
@@ -80,9 +87,10 @@ def decode_parts(
     got = 0
     for part in parts:
         values, kinds = _flat(part)
+        data = _packed(values, kinds, datatype)
         got += len(values)
         _check_count(got, count, datatype)
-        yield _packed(values, kinds, datatype)
+        yield data
     if got < count:
         raise JsonFault(_TOO_FEW)
 
@@ -159,15 +167,20 @@ def encode(data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name
             f"sending {datatype} data via JSON is not supported. "
             "Please use the binary data format for output"
         )
-    return _strings_text(data, shape, name) if datatype == "BYTES" else _text(data, datatype)
+    if datatype == "BYTES":
+        return b"".join(_string_parts(data, shape, name))
+    return _text(data, datatype)
 
 
 def encode_parts(
     data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name: str
 ) -> Iterator[bytes]:
     """Like `encode`, in parts that join to the array, each a millisecond's work."""
+    if datatype == "BYTES":
+        yield from _string_parts(data, shape, name)
+        return
     size = _STEP * ITEM_SIZE[datatype]
-    if not size or datatype in _NO_JSON or len(data) <= size:
+    if datatype in _NO_JSON or len(data) <= size:
         yield encode(data, datatype, shape, name)
         return
     opening = b"["
@@ -191,15 +204,31 @@ def _word(value: float) -> bytes:
     return b"NaN" if value != value else b"Infinity" if value > 0 else b"-Infinity"
 
 
-def _strings_text(data: bytes | memoryview, shape: tuple[int, ...], name: str) -> bytes:
-    try:
-        items = decode_bytes(data, shape, name, "").ravel().tolist()
-    except InvalidArgument:
-        raise Internal("internal error") from None
-    try:
-        return orjson.dumps([item.decode() for item in items])
-    except UnicodeDecodeError:
-        raise InvalidArgument(
-            f"output '{name}' holds bytes that are not UTF-8 text. "
-            "Please use the binary data format for output"
-        ) from None
+def _string_parts(data: bytes | memoryview, shape: tuple[int, ...], name: str) -> Iterator[bytes]:
+    opening, got = b"[", 0
+    for values in _strings(memoryview(data), name):
+        yield opening + orjson.dumps(values)[1:-1]
+        opening, got = b",", got + len(values)
+    if got != element_count(shape):
+        raise Internal("internal error")
+    yield b"]" if got else b"[]"
+
+
+def _strings(data: memoryview, name: str) -> Iterator[list[str]]:
+    values: list[str] = []
+    at, pause = 0, _STEP
+    while at < len(data):
+        start = at + 4
+        at = start + int.from_bytes(data[at:start], "little")
+        if at > len(data):
+            raise Internal("internal error")
+        try:
+            values.append(str(data[start:at], "utf-8"))
+        except UnicodeDecodeError:
+            raise InvalidArgument(
+                f"output '{name}' holds bytes that are not UTF-8 text. "
+                "Please use the binary data format for output"
+            ) from None
+        if at >= pause or at == len(data):
+            yield values
+            values, pause = [], at + _STEP

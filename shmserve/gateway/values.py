@@ -13,9 +13,16 @@ import orjson
 from shmserve.doubles import DoubledName, members
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway.jsonfaults import explain
-from shmserve.gateway.jsonnames import OBJECTS_IN_REQUEST, doubled, members_of_request
+from shmserve.gateway.jsonnames import (
+    OBJECTS_IN_REQUEST,
+    doubled,
+    members_of_request,
+    outside_strings,
+)
 
 MOST_DEEP = 100
+# Of objects, and of their members. No request needs more, and each takes the time of many numbers.
+MOST_MEMBERS = 256 * 1024
 LARGEST_UNSIGNED = 2**64 - 1
 
 # A second, slow reading finds the words for what is wrong: milliseconds at most.
@@ -25,12 +32,11 @@ _LARGE = 1024 * 1024
 _LONGEST_LENIENT = 8 * _LARGE
 
 _UNREADABLE = "failed to parse the request JSON buffer: "
+_TOO_MANY = f"more than {MOST_MEMBERS} objects or members"
 _TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEEP})"
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _STRING_OR_INF = re.compile(rb'"(?:[^"\\]|\\.)*+"|\bInf\b', re.DOTALL)
 
 
@@ -41,9 +47,11 @@ class JsonFault(Internal):
 def loads(raw: bytes) -> Any:
     """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton, in up to 8 MiB.
 
-    Raises JsonFault for what is not JSON, InvalidArgument for nesting deeper than 100 and for a
-    name that stands twice in one object.
+    Raises JsonFault for what is not JSON, InvalidArgument for nesting deeper than 100, for a name
+    that stands twice in one object and for far too many members.
     """
+    if len(raw) > 2 * MOST_MEMBERS and any(_too_many(raw, mark) for mark in (b"{", b":")):
+        raise InvalidArgument(_UNREADABLE + _TOO_MANY)
     try:
         value = orjson.loads(raw) if len(raw) < _LARGE else _loads_large(raw)
     except orjson.JSONDecodeError as error:
@@ -111,14 +119,14 @@ def _whole(text: str) -> int | float:
     return value if -(2**63) <= value <= LARGEST_UNSIGNED else float(value)
 
 
+def _too_many(raw: bytes, mark: bytes) -> bool:
+    return raw.count(mark) > MOST_MEMBERS and len(outside_strings(raw, mark)) > MOST_MEMBERS
+
+
 def _too_deep(raw: bytes) -> bool:
     # Brackets in strings are no nesting, and must not hide any.
-    return _depth(_STRING.sub(b"", raw)) > MOST_DEEP
-
-
-def _depth(raw: bytes) -> int:
-    brackets = np.frombuffer(raw.translate(None, _NOT_BRACKETS), np.uint8)
-    return int(np.cumsum(_STEPS[brackets], dtype=np.int32).max(initial=0))
+    steps = _STEPS[outside_strings(raw, b"[]{}")]
+    return bool(np.cumsum(steps, dtype=np.int32).max(initial=0) > MOST_DEEP)
 
 
 def missing(field: str) -> JsonFault:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import gzip
@@ -10,6 +11,8 @@ import random
 import struct
 import weakref
 import zlib
+from time import process_time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
-from shmserve.gateway import bigjson, jsontensors
+from shmserve.gateway import bigjson, intake, jsontensors
 from shmserve.gateway.answers import Form
 from shmserve.gateway.assembly import check_room, raw_request
 from shmserve.gateway.codec import RegionRange, WireOutput, WireRequest, parse_request
@@ -522,6 +525,99 @@ def test_only_data_of_inputs_is_cut() -> None:
         bigjson.loads_large(b'{"parameters": {"data": [1, 2, 3, 4]}, "inputs": []}')
     strings = b'{"inputs": [{"data": ["a", "b,", "c"]}], "x": "\\"data\\": [1, 2, 3, 4]"}'
     assert bigjson.loads_large(strings) == json.loads(strings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"inputs": [' + b'"data":[,' * 1_500_000,
+        b'{"inputs": {"data"' + b" " * (40 << 20) + b": []}}",
+        b'{"inputs": [' + b'"",' * 6_000_000 + b"[]," * 200 + b"[]]}",
+        b'{"inputs": [' + b'"",' * 6_000_000,
+        b'{"inputs": [' + b'{"data":[]},' * 2_000_000 + b"[]]}",
+    ],
+    ids=["short arrays", "blanks", "strings", "strings, cut off", "objects"],
+)
+def test_no_text_takes_much_longer_than_a_parser_does(text: bytes) -> None:
+    """Nobody else is answered meanwhile."""
+    began = process_time()
+    with contextlib.suppress(ShmserveError):
+        bigjson.loads_large(text)
+    assert process_time() - began < 0.8
+
+
+def test_a_text_has_no_more_members_than_any_request() -> None:
+    """Objects cost ten times what numbers do, and a body has room for 20 million."""
+    brackets = json.dumps({"id": "{:" * 300_000}).encode()
+    assert loads(brackets) == json.loads(brackets)
+    for text in (b"[" + b"{}," * 300_000 + b"{}]", orjson.dumps(dict.fromkeys(_names(300_000)))):
+        with pytest.raises(InvalidArgument, match="more than 262144 objects or members"):
+            loads(text)
+
+
+def _names(count: int) -> list[str]:
+    return [f"{number}" for number in range(count)]
+
+
+def test_dimensions_and_parameters_have_a_number() -> None:
+    """They go on to schedulers and workers, and into texts."""
+    tensor = {"name": "A", "datatype": "INT32", "shape": [1] * 1025, "data": [1]}
+    with pytest.raises(InvalidArgument, match="'A' may have 1024 dimensions at most, it has 1025"):
+        parse_request({"inputs": [tensor]}, 0, "m", LIMIT)
+    parameters = dict.fromkeys(_names(16385), 1)
+    with pytest.raises(InvalidArgument, match="16384 parameters at most, this one has 16385"):
+        parse_request({"inputs": [], "parameters": parameters}, 0, "m", LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [("BYTES", ["a"] * 300_000), ("BYTES", [["b"]] * 300_000), ("BOOL", [True, False] * 150_000)],
+)
+def test_others_have_their_turn_while_a_long_list_is_read(datatype: str, values: list[Any]) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def read(header: bytes) -> WireRequest:
+        task = asyncio.create_task(others())
+        wire = await intake._parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
+        task.cancel()
+        return wire
+
+    tensor = {"name": "A", "datatype": datatype, "shape": [300_000], "data": values}
+    wire = asyncio.run(read(json.dumps({"inputs": [tensor]}).encode()))
+    assert wire.inputs[0].data == jsontensors.decode(values, datatype, 300_000, "A")
+    assert turns > 5
+
+
+def test_long_lists_are_refused_as_short_ones_are() -> None:
+    def refusal(values: list[Any]) -> str:
+        parts = jsontensors.parts(values)
+        with pytest.raises(ShmserveError) as by_parts:
+            list(jsontensors.decode_parts(parts, "BYTES", 50_000, "A"))
+        with pytest.raises(ShmserveError) as at_once:
+            jsontensors.decode(values, "BYTES", 50_000, "A")
+        assert by_parts.value.message == at_once.value.message
+        return by_parts.value.message
+
+    assert "shape does not match true shape" in refusal(["a"] * 49_999)
+    assert "shape does not match true shape" in refusal(["a"] * 50_001)
+    assert "non-string as string" in refusal([["a"] * 40_000, [1] * 10_000])
+
+
+def test_long_strings_are_written_in_parts() -> None:
+    words = [f"{number}\N{SNOWMAN}" for number in range(50_000)]
+    raw = b"".join(struct.pack("<I", len(word.encode())) + word.encode() for word in words)
+    parts = list(jsontensors.encode_parts(memoryview(raw), "BYTES", (50_000,), "A"))
+    assert len(parts) > 3
+    assert json.loads(b"".join(parts)) == words
+    for shape, broken in (((50_001,), raw), ((50_000,), raw[:-1]), ((50_000,), raw[:-10] + b"1")):
+        with pytest.raises(Internal, match="internal error"):
+            list(jsontensors.encode_parts(broken, "BYTES", shape, "A"))
 
 
 # --- binary ---------------------------------------------------------------------------------

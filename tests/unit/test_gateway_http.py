@@ -627,3 +627,28 @@ def test_a_known_head_that_asks_to_close_is_obeyed(gateway: Rig) -> None:
         connection.sendall(head(len(body), "Connection: close") + body)
         read_reply(connection).ok()
         assert is_closed(connection)
+
+
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+def test_bodies_that_never_end_do_not_fill_the_memory(tmp_path: Path, encoding: str) -> None:
+    """Each may be 64 MiB, and there may be thousands of connections that wait in the middle."""
+    begun = b" " * (700 << 10)
+    lines = [f"Content-Encoding: {encoding}"] if encoding else []
+    if encoding:
+        stream = zlib.compressobj(wbits=31)
+        begun = stream.compress(begun) + stream.flush(zlib.Z_SYNC_FLUSH)
+    with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        made.open()
+        infer = "/v2/models/simple/infer"
+
+        def ask() -> Reply:
+            return made.http.post(infer, b" " * (700 << 10))
+
+        with raw_connection(made.port) as connection:
+            connection.sendall(head(MIB, *lines) + begun)
+            until("the memory is full", lambda: ask().status == 503)
+            assert ask().error == "server memory for request bodies (1048576 bytes) is full"
+            made.http.infer("simple", numbered(1)).ok()
+        until("it is free again", lambda: ask().status == 500)
+        assert made.http.post(infer, b" " * (2 * MIB)).status == 400
