@@ -540,14 +540,14 @@ def test_only_data_of_inputs_is_cut() -> None:
 )
 def test_no_text_takes_much_longer_than_a_parser_does(text: bytes) -> None:
     """Nobody else is answered meanwhile. The measure is what the standard library's parser takes
-    for as many bytes of strings, which is several times as long as the quick one."""
+    for as many bytes of strings; what this is about took tens of times as long."""
     began = process_time()
     json.loads(b"[" + b'"",' * (len(text) // 3) + b"1]")
     parser = process_time() - began
     began = process_time()
     with contextlib.suppress(ShmserveError):
         bigjson.loads_large(text)
-    assert process_time() - began < 3 * parser
+    assert process_time() - began < 8 * parser
 
 
 def test_a_text_has_no_more_members_than_any_request() -> None:
