@@ -88,7 +88,8 @@ class _HostMapping:
 
 
 class Mappings:
-    """Maps `Memory`s once each and gives views of `Place`s in them.
+    """Maps `Memory`s once each and gives views of `Place`s in them. For any thread, as far as they
+    are sealed.
 
     `open_device` maps memory that lies on a device; without it there is none. `pin` locks memory
     that is to be pinned; without it that is not done.
@@ -118,7 +119,10 @@ class Mappings:
         memory = place.memory
         mapping: Any = self._known.get(memory.id)
         if mapping is None:
-            mapping = self._known[memory.id] = self._open(memory)
+            opened = self._open(memory)
+            mapping = self._known.setdefault(memory.id, opened)
+            if mapping is not opened:
+                opened.close()  # another thread was faster
         if not memory.sealed and mapping.shrunk(place.offset + place.byte_size):
             raise _truncated()
         if not fits(place.offset, place.byte_size, memory.byte_size):
@@ -170,8 +174,9 @@ class Mappings:
 
     def drop_process(self, pid: int) -> None:
         """Forget every memory that process `pid` held: it is gone."""
-        for memory_id in [key for key, mapping in self._known.items() if mapping.pid == pid]:
-            self.drop(memory_id)
+        for memory_id, mapping in list(self._known.items()):
+            if mapping.pid == pid:
+                self.drop(memory_id)
 
     def drop_all(self) -> None:
         """Forget every memory."""

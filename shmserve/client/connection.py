@@ -52,7 +52,6 @@ class Connection:
         self.losses = 0
         self.alive = True
         self._mappings = Mappings()
-        self._mapping = threading.Lock()
         self.pid = os.getpid()
         self.identity = ""
         self._names = itertools.count(1)
@@ -109,8 +108,7 @@ class Connection:
                 case m.SchedulerLost(endpoint, successor):
                     self._lose(endpoint, successor)
                 case m.ProcessExited(pid):
-                    with self._mapping:
-                        self._mappings.drop_process(pid)
+                    self._mappings.drop_process(pid)
                 case m.HealthChanged(ready=ready):
                     self.models.ready = ready
                     informed = True
@@ -177,8 +175,9 @@ class Connection:
 
     def copied(self, place: Place) -> bytes:
         """What a worker wrote to its own memory. Raises Unavailable when that cannot be had."""
-        with self._mapping:
-            return bytes(self._mappings.view(place))
+        # Without a lock: a signal's handler that asks in the middle of this waits for our thread,
+        # which may be about to copy, too.
+        return bytes(self._mappings.view(place))
 
     # --- exchanges
 

@@ -133,7 +133,7 @@ class Memories:
         self._lock = threading.RLock()
         self._segments: list[AnySegment] = []
         self._returned: deque[Block] = deque()
-        self._keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
+        self._keepers: weakref.WeakKeyDictionary[Keeper, None] = weakref.WeakKeyDictionary()
 
     def allocate(self, byte_size: int, *, alone: bool = False) -> Block:
         """A block, in a segment of its own if `alone`.
@@ -170,15 +170,18 @@ class Memories:
         """Take back what is kept for later requests, if so much more were too much."""
         if self._used() + byte_size <= self._limit:
             return False
-        for keeper in self._keepers:
-            keeper.give_up()
+        # As they are now: a signal's handler may ask in the middle of this, and be another one.
+        for reference in self._keepers.keyrefs():
+            keeper = reference()
+            if keeper is not None:
+                keeper.give_up()
         self.settle()
         return True
 
     def serve(self, keeper: Keeper) -> None:
         """Who allocates here and keeps blocks that it does not use; asked for them when short."""
         with self._lock:
-            self._keepers.add(keeper)
+            self._keepers[keeper] = None
 
     def add(self, segment: AnySegment) -> Block:
         """All of a segment that was made elsewhere, as one block; raises as `allocate` does."""

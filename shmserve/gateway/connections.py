@@ -113,6 +113,9 @@ class Connection(web.RequestHandler):
         except Exception:
             logger.exception("a connection failed")
         self._task_handler = None
+        # What is behind the last one is not answered: the connection is idle until it is closed,
+        # which takes as long as its client does not read the rest.
+        self._messages.clear()
         if self.transport is not None:
             self.transport.close()
 

@@ -24,6 +24,8 @@ from shmserve.client.session import Session
 from shmserve.client.sync import _Waiter
 from shmserve.ipc import frames
 from shmserve.ipc import messages as m
+from shmserve.ipc.regions import Mappings
+from shmserve.ipc.tensors import Memory, Place
 from tests.waiting import until
 
 
@@ -208,3 +210,34 @@ def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
     go_on.set()
     lost._thread.join(10)
     session.close()
+
+
+def test_answers_are_copied_by_several_at_a_time(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of one copy a signal's handler may ask, and wait for another thread's copy."""
+    mapped = Mappings._open
+    copies: list[bytes] = []
+
+    def copy() -> None:
+        copies.append(connection.copied(place))
+
+    def meanwhile(mappings: Mappings, memory: Memory) -> Any:
+        monkeypatch.setattr(Mappings, "_open", mapped)
+        opened = mappings._open(memory)
+        other = threading.Thread(target=copy, daemon=True)
+        other.start()
+        other.join(10)
+        return opened
+
+    monkeypatch.setattr(Mappings, "_open", meanwhile)
+    fd = os.memfd_create("answers")
+    try:
+        os.write(fd, bytes(4095) + b"!")
+        place = Place(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
+        before = len(os.listdir("/proc/self/fd"))
+        copy()
+        assert copies == [b"!", b"!"]
+        assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two
+    finally:
+        os.close(fd)

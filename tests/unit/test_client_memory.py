@@ -110,6 +110,22 @@ def test_slots_that_nobody_uses_make_room_for_others(memories: Memories) -> None
     assert memories.allocate(60 << 20, alone=True)
 
 
+def test_who_asks_while_room_is_made_is_served(memories: Memories) -> None:
+    """As a signal's handler does, which needs memory itself."""
+
+    class Interrupted:
+        def give_up(self) -> None:
+            further.append(Interrupted())
+            memories.serve(further[-1])
+
+    first = Interrupted()
+    further: list[Interrupted] = []
+    memories.serve(first)
+    with pytest.raises(Unavailable, match="may use 67108864 bytes"):
+        memories.allocate(65 << 20)
+    assert len(further) == 1
+
+
 def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
     block = memories.allocate(100)
     segment = weakref.ref(block.segment)

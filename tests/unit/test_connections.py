@@ -194,6 +194,24 @@ def test_who_asks_on_and_on_takes_turns_with_others() -> None:
     assert after == 100
 
 
+def test_what_is_behind_the_last_request_keeps_no_connection_from_making_room() -> None:
+    """One that is on its way out, and waits for its client to read, counts as idle."""
+
+    async def leave() -> tuple[bool, int]:
+        connection, transport = connected()
+        await asyncio.sleep(0)
+        last = packed("GET", "/a", ("Connection: close",), b"", "length")
+        connection.data_received(packed("GET", "/a", (), b"", "length") + last)
+        connection.data_received(packed("GET", "/b", (), b"", "length"))
+        assert connection.idle_since is None
+        await settle()
+        idle = connection.idle_since is not None
+        connection.connection_lost(None)
+        return idle, len(replies(transport.written))
+
+    assert asyncio.run(leave()) == (True, 2)
+
+
 async def settle(count: int = 20) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
