@@ -22,9 +22,9 @@ LARGE = 1024 * 1024
 _WORTH_CUTTING = 64 * 1024
 _SLICE = 128 * 1024
 _BLANK = b" \t\r\n"
-# Numbers hold no quote and no brace, so an array of them ends before the next of either. A pattern
-# finds the few that are long enough: a look at each of millions of short ones takes seconds.
-_LONG_ARRAY = rb'"data"[ \t\r\n]*+:[ \t\r\n]*+(\[[^"{}]{%d,}+)'
+# Numbers hold no quote and no brace. A pattern finds the few arrays that are long enough by their
+# beginning: a look at each of millions of short ones takes seconds.
+_LONG_ARRAY = rb'"data"[ \t\r\n]*+:[ \t\r\n]*+(\[)[^"{}]{%d}'
 
 
 class Numbers:
@@ -88,10 +88,18 @@ def _put_back(header: Any, cuts: dict[str, Numbers]) -> None:
 
 def _arrays(body: bytes) -> Iterator[tuple[int, int]]:
     """Spans of large arrays under the key "data" that hold no strings and no objects."""
-    for found in re.finditer(_LONG_ARRAY % (_WORTH_CUTTING - 1), body):
-        key, (start, end) = found.start(), found.span(1)
+    pattern = re.compile(_LONG_ARRAY % (_WORTH_CUTTING - 1))
+    at = 0
+    while found := pattern.search(body, at):
+        key, start = found.start(), found.start(1)
+        at = found.end()
         if body[key - 1 : key] == b"\\":
             continue  # inside a string
-        stop = body.rfind(b"]", start, end) + 1
+        # It ends before the next quote or brace.
+        stop = body.find(b'"', at)
+        stop = len(body) if stop < 0 else stop
+        brace = body.find(b"}", at, stop)
+        stop = body.rfind(b"]", start, stop if brace < 0 else brace) + 1
         if stop - start >= _WORTH_CUTTING:
             yield start, stop
+            at = stop
