@@ -26,11 +26,10 @@ from shmserve.ipc.tensors import ITEM_SIZE, element_count
 
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128
-_MOST_TENSORS = 16384
 
 # More than any program sends: millions fit into a request, and take every process that handles them
-# seconds in which it does nothing else.
-_MOST_PARAMETERS = 16384
+# seconds in which it does nothing else. Inputs, outputs and parameters; and dims of one input.
+_MOST_OF_A_KIND = 16384
 _MOST_DIMS = 1024
 
 _SOURCES = (
@@ -135,12 +134,12 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> W
     return request
 
 
-def check_number(tensors: Sized, noun: str) -> None:
+def check_number(members: Sized, noun: str) -> None:
     """Raise InvalidArgument for more than any model has: nobody else is answered while a request is
     understood, and there is room for millions in it."""
-    if len(tensors) > _MOST_TENSORS:
+    if len(members) > _MOST_OF_A_KIND:
         raise InvalidArgument(
-            f"a request may have {_MOST_TENSORS} {noun} at most, this one has {len(tensors)}"
+            f"a request may have {_MOST_OF_A_KIND} {noun} at most, this one has {len(members)}"
         )
 
 
@@ -157,8 +156,11 @@ def _input(raw: Any, json_limit: int) -> WireInput:
     name = member_string(raw, "name")
     datatype = member_string(raw, "datatype")
     item = ITEM_SIZE.get(datatype)
-    _check_rank(raw, name)
     shape = member_array(raw, "shape")
+    if len(shape) > _MOST_DIMS:
+        raise InvalidArgument(
+            f"input '{name}' may have {_MOST_DIMS} dimensions at most, it has {len(shape)}"
+        )
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
             raise mistyped("shape", "unsigned-integer")
@@ -178,14 +180,6 @@ def _input(raw: Any, json_limit: int) -> WireInput:
             excess = TOO_LARGE.format(size=count * item, limit=json_limit)
             raise InvalidArgument(f"JSON input '{name}'{excess}")
     return tensor
-
-
-def _check_rank(raw: dict[str, Any], name: str) -> None:
-    rank = len(member_array(raw, "shape"))
-    if rank > _MOST_DIMS:
-        raise InvalidArgument(
-            f"input '{name}' may have {_MOST_DIMS} dimensions at most, it has {rank}"
-        )
 
 
 def _not_one_source(inline: bool, binary: bool, region: bool) -> InvalidArgument:
@@ -238,10 +232,7 @@ def _output(raw: Any) -> WireOutput:
 def _take_parameters(request: WireRequest, raw: Any) -> None:
     if type(raw) is not dict:
         raise JsonFault("failed to get request params.: attempt to get members for non-object")
-    if len(raw) > _MOST_PARAMETERS:
-        raise InvalidArgument(
-            f"a request may have {_MOST_PARAMETERS} parameters at most, this one has {len(raw)}"
-        )
+    check_number(raw, "parameters")
     for key, value in raw.items():
         match key:
             case "sequence_id":
