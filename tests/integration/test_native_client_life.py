@@ -47,6 +47,14 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
+@pytest.fixture(autouse=True)
+def settled(gated: Server) -> Iterator[None]:
+    """No test leaves an execution to the next one, which would take it for its own."""
+    yield
+    until("nothing is executed", lambda: not gated.metric("shmserve_executing_requests"), 10)
+    assert gated.gate.is_idle(0.001)
+
+
 def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]:
     spec = server._session.connection().models.resolve("gated", "").signature
     (tensor,) = spec.inputs.values()
@@ -62,6 +70,7 @@ def test_a_timeout_cancels_the_request(gated: Server) -> None:
         with pytest.raises(TimeoutError) as caught:
             client.infer("gated", _value(client, 2), timeout=0.05)
         assert isinstance(caught.value, shmserve.client.TimedOut)
+        gated.wait_pending("gated", 0)
         visit.release()
         assert blocker.result(20)["OUTPUT0"].flat[0] == 1
         assert gated.gate.is_idle()
@@ -101,9 +110,11 @@ def test_who_waits_for_many_futures_hears_of_a_cancelled_one(gated: Server) -> N
         blocker = client.infer_async("gated", _value(client, 1))
         visit = gated.gate.next()
         waiting = client.infer_async("gated", _value(client, 2))
+        gated.wait_pending("gated", 1)
         threading.Timer(0.1, waiting.cancel).start()
         assert concurrent.futures.wait([waiting], 10).done == {waiting}
         assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
+        gated.wait_pending("gated", 0)  # the server hears of it later than they do
         visit.release()
         assert blocker.result(20)
 
