@@ -30,6 +30,7 @@ from shmserve.ipc.tensors import (
 from shmserve.workers.requests import Copied, Input, Request
 
 _MOST_IN_MEMORY = 256
+_ROOM_AT_ONCE = 64 * 1024 * 1024  # bytes that a buffer may get for batches yet to come
 
 
 def reshape(
@@ -231,9 +232,10 @@ class Gatherer:
         total = sum(len(item.raw) for item in inputs)
         rows = sum(request.batch_size for request in requests)
         self._copied.inputs += total
+        most = room(total, rows, self._most_rows)
         if any(item.on_device for item in inputs):
-            return self._gather_on_device(name, inputs, self._most(total, rows)), shape, False
-        buffer = self._buffer(name, total, rows)
+            return self._gather_on_device(name, inputs, most), shape, False
+        buffer = self._buffer(name, total, most)
         at = 0
         for item in inputs:
             end = at + len(item.raw)
@@ -268,17 +270,29 @@ class Gatherer:
             end += place.byte_size
         return self._mappings.view(Place(first.memory, first.offset, end - first.offset))
 
-    def _buffer(self, name: str, byte_size: int, rows: int) -> memoryview:
+    def _buffer(self, name: str, byte_size: int, most: int) -> memoryview:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < byte_size:
-            buffer = self._buffers[name] = self._allocate(self._most(byte_size, rows))
+            self._buffers.pop(name, None)  # before there is another one
+            buffer = self._buffers[name] = self._allocate(most)
         return buffer
 
-    def _most(self, byte_size: int, rows: int) -> int:
-        # Room for the largest batch of such rows at once: it is never grown again unless rows get
-        # larger.
-        rows = max(1, rows)
-        return (byte_size + rows - 1) // rows * max(self._most_rows, rows)
+
+def room(byte_size: int, rows: int, most_rows: int) -> int:
+    """The bytes that a buffer is given in which the first batch has `byte_size` and `rows`.
+
+    Small ones have room for the largest batch of such rows at once, and never grow unless rows get
+    larger. What is beyond `_ROOM_AT_ONCE` grows with what comes: by a quarter more, so that it does
+    so seldom.
+
+    >>> room(1000, 2, 8)
+    4000
+    >>> room(2 << 30, 2, 32) == 5 << 29
+    True
+    """
+    rows = max(1, rows)
+    largest = (byte_size + rows - 1) // rows * max(most_rows, rows)
+    return min(largest, max(byte_size + byte_size // 4, _ROOM_AT_ONCE))
 
 
 def _check_elements(tensor: Input, request_id: str) -> None:

@@ -243,17 +243,19 @@ class DeviceBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def gather(self, name: str, rows: Sequence[Bytes], most: int) -> torch.Tensor:
+    def gather(self, name: str, rows: Sequence[Bytes], room: int) -> torch.Tensor:
         """The rows one after the other, on the device of the first that is on one.
 
         Copied from device to device in the order of the current stream; rows in host memory are
-        copied to it. `most` is the room, in bytes, that the buffer gets when it is made.
+        copied to it. `room` is how many bytes the buffer gets when it is made.
         """
         device = next(row.device for row in rows if isinstance(row, torch.Tensor))
         total = sum(map(len, rows))
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < total or buffer.device != device:
-            buffer = torch.empty(max(most, total), dtype=torch.uint8, device=device)
+            buffer = None
+            self._buffers.pop(name, None)  # before there is another one
+            buffer = torch.empty(max(room, total), dtype=torch.uint8, device=device)
             self._buffers[name] = buffer
         at = 0
         for row in rows:

@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 Reply = list[Any]  # [key, code, message, body], an entry of BatchFinished.replies
 
+# Input bytes; a batch of more runs in parts. Many requests may name the same memory of a client's:
+# what is copied for them, or gathered, is no longer bounded by what that client has.
+LARGEST_PART = 1 << 30
+
 
 class Instance:
     """One loaded model and its link to the scheduler that feeds it."""
@@ -181,13 +185,20 @@ class Instance:
         watch.input_end_ns = watch.output_start_ns = 0
         replies: list[Reply] = []
         requests: list[Request] = []
+        byte_size = 0
+        ran = False
         self._work = {key: (client_pid, work) for key, client_pid, work in batch.requests}
         for key in self._work:
             unpacked = _CANCELLED if key in self._cancelled else self._unpack(key)
-            if isinstance(unpacked, Request):
-                requests.append(unpacked)
-            else:
+            if not isinstance(unpacked, Request):
                 replies.append(_failed(key, unpacked))
+                continue
+            byte_size += unpacked.byte_size
+            if byte_size > LARGEST_PART and requests:
+                replies += self._run(requests)
+                requests, byte_size = [], unpacked.byte_size
+            requests.append(unpacked)
+            ran = True
         if requests:
             replies += self._run(requests)
         self._cancelled.difference_update(self._work)
@@ -196,7 +207,7 @@ class Instance:
         input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)
         output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
         times = (start_ns, input_end_ns, output_start_ns, end_ns)
-        return BatchFinished(batch.batch, *times, replies, *self._copied.take(), bool(requests))
+        return BatchFinished(batch.batch, *times, replies, *self._copied.take(), ran)
 
     def _unpack(self, key: int) -> Request | ShmserveError:
         client_pid, work = self._work[key]

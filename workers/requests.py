@@ -163,6 +163,11 @@ class Request:
     bodies: dict[Any, bytes] = field(default_factory=dict)
     overlaid: bool = False
 
+    @property
+    def byte_size(self) -> int:
+        """Of all inputs together."""
+        return sum([len(item.raw) for item in self.inputs.values()])
+
     def is_cancelled(self) -> bool:
         """Whether nobody waits for this request any more (looks at what has arrived until now)."""
         return self.probe(self.key)

@@ -20,8 +20,9 @@ from shmserve.ipc.arena import Arena
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import Inference, Place, RequestedOutput, TensorRef, pack_inference
+from shmserve.workers import loop
 from shmserve.workers.backends import Answer, Output, Request
-from shmserve.workers.batch import Gatherer, Unpacker, reshape
+from shmserve.workers.batch import Gatherer, Unpacker, reshape, room
 from shmserve.workers.memory import OutputMemory
 from tests.worker_rig import (
     CLIENT_PID,
@@ -134,6 +135,15 @@ def test_the_buffer_has_room_for_the_largest_batch_from_the_start() -> None:
         assert not view
         assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), np.concatenate(rows))
     assert [len(buffer) for buffer in buffers] == [8 * 2 * 4]
+
+
+@given(rows=st.integers(0, 64), row=st.integers(0, 1 << 32), most=st.integers(1, 64))
+def test_how_much_room_a_buffer_gets(rows: int, row: int, most: int) -> None:
+    byte_size = rows * row
+    found = room(byte_size, rows, most)
+    assert byte_size <= found <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
+    if row * max(rows, most) <= 64 * MIB:
+        assert found == (row * max(rows, most) if rows else 0), "never grown"
 
 
 def test_a_ragged_input_comes_flat() -> None:
@@ -488,6 +498,29 @@ def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> N
     (reply,) = worker.batch(inference(tensor("X", data, place)))
     assert reply.code == "INVALID_ARG"
     assert "truncated" in reply.message
+
+
+def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often requests name the same memory, not more than so much is gathered at a time."""
+    monkeypatch.setattr(loop, "LARGEST_PART", 100)
+    seen: list[list[int]] = []
+
+    def execute(requests: list[Request]) -> list[Answer]:
+        seen.append([request.key for request in requests])
+        if 5 in seen[-1]:
+            worker.cancel(7)
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, execute), one_tensor(most=16))
+    rows = [np.full((1, n), n, F32) for n in (10, 10, 5, 1, 40, 10, 5, 5)]
+    items = [inference(tensor("X", row)) for row in rows]
+    items[3] = inference(tensor("Z", rows[3]))
+    replies = worker.batch(*items)
+    assert seen == [[1, 2, 3], [5], [6, 8]]
+    assert worker.finished.executed
+    assert [reply.code for reply in replies] == ["", "", "", "INVALID_ARG", "", "", "CANCELLED", ""]
+    for number in (0, 1, 2, 4, 5, 7):
+        assert np.array_equal(replies[number].array("Y"), rows[number])
 
 
 def test_a_batch_that_raises_is_run_again_one_by_one(worker: Rig) -> None:
