@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from shmserve.errors import Internal, InvalidArgument
+from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.gateway import jsontensors
 from shmserve.gateway.answers import Form
+from shmserve.gateway.bodies import make_room
 from shmserve.gateway.codec import WireInput, WireRequest
 from shmserve.gateway.models import Model
 from shmserve.gateway.regions import Region, Uses
@@ -68,12 +69,20 @@ class Holds:
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        block = self._arena.allocate(starts.pop())
+        block = self._block(starts.pop())
         self._offset = block.offset
         return [
             Place(block.memory, block.offset + start, size)
             for start, size in zip(starts, sizes, strict=True)
         ]
+
+    def _block(self, byte_size: int) -> Place:
+        while True:
+            try:
+                return self._arena.allocate(byte_size)
+            except Unavailable:
+                if byte_size > self._arena.memory.byte_size or not make_room():
+                    raise
 
     def __bool__(self) -> bool:
         return self._offset >= 0 or self._uses is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
@@ -31,6 +32,10 @@ _MOST_CHUNKS = 65536
 _TOGETHER = 1024
 # A body may take `body_timeout_s` and a second more for each of these bytes that came.
 SLOWEST_RATE = 64 * 1024
+# Where memory is full, a body gives up its own that has come for this part of `body_timeout_s` with
+# less than so many bytes a second.
+_GRACE = 1 / 30
+_SLOW_RATE = 1024 * 1024
 
 
 class BodyTimeout(ShmserveError):
@@ -45,28 +50,53 @@ class BrokenBody(InvalidArgument):
 
 
 class _Arriving:
-    """What this process keeps of all bodies that are still arriving, outside of its arena: clients
-    may take minutes to send the rest of theirs."""
+    """The bodies that are arriving, and what this process keeps of them outside of its arena:
+    clients may take minutes to send the rest of theirs."""
 
     def __init__(self) -> None:
         self._used = 0
+        self._bodies: set[Body] = set()
 
-    def take(self, more: int, size: int, settings: Settings) -> None:
-        """`more` bytes are here of a body, which makes `size`; to be given back in any case.
+    def take(self, body: Body, more: int, settings: Settings) -> None:
+        """`more` bytes of it are here; to be given back in any case.
 
         Raises Unavailable when they are too many with those of others: one alone has its own limit.
         """
+        self._bodies.add(body)
+        body.held += more
         self._used += more
         most = max(settings.arena_byte_size, settings.max_input_size)
-        if self._used > max(most, size):
-            raise Unavailable(f"server memory for request bodies ({most} bytes) is full")
+        while self._used > max(most, body.held):
+            if not self.make_room():
+                raise Unavailable(f"server memory for request bodies ({most} bytes) is full")
+        body.check()
 
-    def give(self, size: int) -> None:
-        """`size` bytes are no longer here, or belong to a whole body."""
-        self._used -= size
+    def give(self, body: Body) -> None:
+        """What was taken is no longer here, or belongs to a whole body."""
+        self._used -= body.held
+        body.held = 0
+        self._bodies.discard(body)
+
+    def keep(self, body: Body) -> None:
+        """It has memory elsewhere."""
+        self._bodies.add(body)
+
+    def make_room(self) -> bool:
+        """End the slowest of those that hardly come; whether there was one."""
+        now = time.monotonic()
+        slow = [(body.rate(now), id(body), body) for body in self._bodies if body.is_slow(now)]
+        if not slow:
+            return False
+        min(slow)[2].dismiss()
+        return True
 
 
 _arriving = _Arriving()
+
+
+def make_room() -> bool:
+    """Memory is full: have the slowest of the bodies that hardly come give its back, if any."""
+    return _arriving.make_room()
 
 
 class Body:
@@ -82,6 +112,10 @@ class Body:
         self._began = time.monotonic()
         self._received = 0
         self._chunks = 0
+        self._waiting: asyncio.Timeout | None = None
+        self._release: Callable[[], None] | None = None
+        self._dismissed = False
+        self.held = 0  # bytes outside of the arena
         self._chunked = TRANSFER_ENCODING in request.headers
         self.declared = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
@@ -100,14 +134,56 @@ class Body:
             self._invite()
         limit = self._began + self._settings.body_timeout_s + self._received / SLOWEST_RATE
         try:
-            async with asyncio.timeout(limit - time.monotonic()):
+            async with asyncio.timeout(limit - time.monotonic()) as self._waiting:
                 data = await self._next_chunks() if self._chunked else await self._content.readany()
         except TimeoutError:
+            self.check()
             raise BodyTimeout("the request body did not arrive in time") from None
         except (RequestPayloadError, HttpProcessingError):
             raise BrokenBody("malformed HTTP request body") from None
+        finally:
+            self._waiting = None
+        self.check()
         self._received += len(data)
         return data
+
+    # --- giving way to others
+
+    def rate(self, now: float) -> float:
+        """Bytes a second until now."""
+        return self._received / max(now - self._began, 1e-9)
+
+    def is_slow(self, now: float) -> bool:
+        """Whether it must give way when memory is full."""
+        grace_s = _GRACE * self._settings.body_timeout_s
+        return now - self._began > grace_s and self.rate(now) < _SLOW_RATE
+
+    def check(self) -> None:
+        """Raise BodyTimeout if it had to give way; then no byte of its memory is its own."""
+        if self._dismissed:
+            raise BodyTimeout("the request body came too slowly: others need the memory for it")
+
+    def dismiss(self) -> None:
+        """Give its memory back now; who waits for the rest is told."""
+        self._dismissed = True
+        _arriving.give(self)
+        if self._release is not None:
+            self._release()
+        if self._waiting is not None:
+            self._waiting.reschedule(0)
+
+    @contextmanager
+    def keeping(self, release: Callable[[], None]) -> Iterator[None]:
+        """It has memory that `release` gives back, which `dismiss` may do while the block runs."""
+        self._release = release
+        _arriving.keep(self)
+        try:
+            yield
+        finally:
+            self._release = None
+            _arriving.give(self)
+
+    # --- the whole of it
 
     async def _next_chunks(self) -> bytes:
         # Those that are here go together: one by one, tiny ones keep everybody else waiting.
@@ -151,14 +227,26 @@ class Body:
                 while size <= limit and (piece := await self.next()):
                     pieces.append(piece)
                     size += len(piece)
-                    _arriving.take(len(piece), size, self._settings)
+                    _arriving.take(self, len(piece), self._settings)
                 whole = b"".join(pieces)
             finally:
-                _arriving.give(size)
+                _arriving.give(self)
                 trim.soon(size)
         if len(whole) > limit:
             raise InvalidArgument(too_large.format(size=len(whole), limit=limit))
         return whole
+
+    async def read_start(self, size: int) -> bytes:
+        """The first `size` bytes and what came with them; fewer at the end. Raises as `read`."""
+        start = bytearray()
+        try:
+            while len(start) < size and (piece := await self.next()):
+                start += piece
+                _arriving.take(self, len(piece), self._settings)
+            return bytes(start)
+        finally:
+            _arriving.give(self)
+            trim.soon(len(start))
 
     async def read_into(self, views: Sequence[memoryview], start: bytes = b"") -> bool:
         """Fill `views`, one after the other, with `start` and then with what comes.
@@ -189,12 +277,12 @@ class Body:
                 for piece in inflater.feed(chunk):
                     pieces.append(piece)
                     size += len(piece)
-                    _arriving.take(len(piece), size, self._settings)
+                    _arriving.take(self, len(piece), self._settings)
                     await asyncio.sleep(0)
             inflater.finish()
             return b"".join(pieces)
         finally:
-            _arriving.give(size)
+            _arriving.give(self)
             trim.soon(size)
 
     def compressed(self) -> bool:

@@ -147,21 +147,19 @@ async def _take_streamed(
     limit = gateway.settings.max_input_size
     if size > limit:
         raise InvalidArgument(JSON_TOO_LARGE.format(size=size, limit=limit))
-    start = bytearray()
-    while len(start) < size:
-        piece = await body.next()
-        if not piece:
-            raise InvalidArgument(_CUT_SHORT)
-        start += piece
-    wire = await _parse(bytes(start[:size]), body.declared - size, model, limit)
+    start = await body.read_start(size)
+    if len(start) < size:
+        raise InvalidArgument(_CUT_SHORT)
+    wire = await _parse(start[:size], body.declared - size, model, limit)
     holds = Holds(gateway.arena)
     try:
         taken, views = _room(gateway, model, wire, holds)
         if holds.regions:
             # Nobody waits for the body with another's region in use.
             admit_user(holds.regions, caller.peer())
-        if not await body.read_into(views, bytes(start[size:])):
-            raise InvalidArgument(_CUT_SHORT)
+        with body.keeping(holds.release):
+            if not await body.read_into(views, start[size:]):
+                raise InvalidArgument(_CUT_SHORT)
     except BaseException:
         holds.release()
         raise

@@ -31,7 +31,7 @@ from tests.gateway_rig import (
     rig,
     tensor_config,
 )
-from tests.raw_http import Http, Reply, raw_connection, read_reply
+from tests.raw_http import Http, Reply, binary_request, raw_connection, read_reply
 from tests.waiting import until
 
 MIB = 1024 * 1024
@@ -637,7 +637,8 @@ def test_bodies_that_never_end_do_not_fill_the_memory(tmp_path: Path, encoding: 
     if encoding:
         stream = zlib.compressobj(wbits=31)
         begun = stream.compress(begun) + stream.flush(zlib.Z_SYNC_FLUSH)
-    with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as made:
+    limits = {"max_input_size": MIB, "arena_byte_size": MIB, "body_timeout_s": 300.0}
+    with rig(tmp_path, **limits) as made:
         made.publish(SIMPLE, made.scheduler(add_sub))
         made.open()
         infer = "/v2/models/simple/infer"
@@ -652,3 +653,52 @@ def test_bodies_that_never_end_do_not_fill_the_memory(tmp_path: Path, encoding: 
             made.http.infer("simple", numbered(1)).ok()
         until("it is free again", lambda: ask().status == 500)
         assert made.http.post(infer, b" " * (2 * MIB)).status == 400
+
+
+@pytest.mark.parametrize("kind", ["json", "gzip", "start", "binary"])
+def test_a_body_that_hardly_comes_gives_way(tmp_path: Path, kind: str) -> None:
+    """One that is declared and not sent holds memory for those that others send at once."""
+    size = 700 << 10
+    tensor = ("IN", "FP32", [size // 4], bytes(size))
+    if kind == "binary":
+        whole, headers = binary_request([tensor])
+        begun = whole[:-1]
+    elif kind == "start":
+        whole, headers = binary_request([tensor], id="i" * size)
+        begun = whole[: size - 1000]
+    else:
+        whole, headers = b" " * size, {}
+        begun = whole[:-1]
+    if kind == "gzip":
+        stream = zlib.compressobj(wbits=31)
+        begun = stream.compress(whole) + stream.flush(zlib.Z_SYNC_FLUSH)
+        headers["Content-Encoding"] = "gzip"
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
+    with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as made:
+        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
+        made.open()
+        with contextlib.ExitStack() as stack:
+            slow = [stack.enter_context(raw_connection(made.port)) for _ in range(3)]
+            for connection in slow:
+                connection.sendall(start + begun)
+                began = time.monotonic()
+
+            def ask() -> int:
+                if kind == "binary":
+                    return made.http.infer_binary("id", [tensor]).status
+                return made.http.post("/v2/models/id/infer", b" " * size).status
+
+            done = 200 if kind == "binary" else 500
+            seen: list[int] = []
+            until("it is taken", lambda: seen.append(ask()) or seen[-1] == done, 20)
+            assert set(seen) <= {503, done}
+            assert time.monotonic() - began < 20, "before its own patience is over"
+            refused = [reply for reply in map(read_reply, slow) if reply.status != 503]
+            assert len(refused) == 1
+            assert (refused[0].status, refused[0].error) == (
+                408,
+                "the request body came too slowly: others need the memory for it",
+            )
+            for _ in range(3):
+                assert ask() == done
