@@ -124,7 +124,7 @@ def test_hang_up_ends_a_server_that_is_not_told_to_live_on(serve: Callable[..., 
     server = serve()
     members = server.tree()
     os.killpg(server.pid, signal.SIGHUP)
-    server.process.wait(_ORPHANS_S)
+    server.process.wait(10)
     assert_nothing_is_left(server, members)
 
 

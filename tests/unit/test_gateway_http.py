@@ -637,7 +637,11 @@ def test_bodies_that_never_end_do_not_fill_the_memory(tmp_path: Path, encoding: 
     if encoding:
         stream = zlib.compressobj(wbits=31)
         begun = stream.compress(begun) + stream.flush(zlib.Z_SYNC_FLUSH)
-    limits = {"max_input_size": MIB, "arena_byte_size": MIB, "body_timeout_s": 300.0}
+    limits: dict[str, Any] = {
+        "max_input_size": MIB,
+        "arena_byte_size": MIB,
+        "body_timeout_s": 300.0,
+    }
     with rig(tmp_path, **limits) as made:
         made.publish(SIMPLE, made.scheduler(add_sub))
         made.open()
@@ -690,9 +694,14 @@ def test_a_body_that_hardly_comes_gives_way(tmp_path: Path, kind: str) -> None:
                 return made.http.post("/v2/models/id/infer", b" " * size).status
 
             done = 200 if kind == "binary" else 500
-            seen: list[int] = []
-            until("it is taken", lambda: seen.append(ask()) or seen[-1] == done, 20)
-            assert set(seen) <= {503, done}
+            seen: set[int] = set()
+
+            def taken() -> bool:
+                seen.add(ask())
+                return done in seen
+
+            until("it is taken", taken, 20)
+            assert seen <= {503, done}
             assert time.monotonic() - began < 20, "before its own patience is over"
             refused = [reply for reply in map(read_reply, slow) if reply.status != 503]
             assert len(refused) == 1
