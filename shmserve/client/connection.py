@@ -149,14 +149,15 @@ class Connection:
         self._tell(*segment.sharing(number))
         if threading.current_thread() is self._thread:  # a future's callback wants memory
             self._read_until(answer)
-        answer.done.wait()
+        with answer.pending:
+            pass
         if isinstance(answer.payload, ShmserveError):
             raise answer.payload
         segment.shared(answer.payload["memory"])
 
     def _read_until(self, answer: _Answer) -> None:
         try:
-            while not answer.done.is_set():
+            while answer.pending.locked():
                 self._informed(self._receive())
         except (OSError, MalformedMessage) as error:
             raise Disconnected(_GONE) from error
@@ -171,7 +172,7 @@ class Connection:
         answer = self._answers.pop(number, None)
         if answer is not None:
             answer.payload = payload
-            answer.done.set()
+            answer.pending.release()
 
     def copied(self, place: Place) -> bytes:
         """What a worker wrote to its own memory. Raises Unavailable when that cannot be had."""
@@ -315,10 +316,13 @@ def _why_not(error: Exception) -> str:
 
 
 class _Answer:
-    """Room for the server's answer to something that was asked at the door."""
+    """Room for the server's answer to something that was asked at the door. `pending` is locked
+    until it is there: not an Event, in which a thread that waits holds a lock of its own, and
+    whoever answers would wait for a signal's handler in it that asks, too."""
 
-    __slots__ = ("done", "payload")
+    __slots__ = ("payload", "pending")
 
     def __init__(self) -> None:
-        self.done = threading.Event()
+        self.pending = threading.Lock()
+        self.pending.acquire()
         self.payload: Any = None

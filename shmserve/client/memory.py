@@ -131,6 +131,9 @@ class Memories:
         self._share = share
         self._withdraw = withdraw
         self._lock = threading.RLock()
+        # Held in the middle of a step: a signal's handler that our own thread runs may find it so,
+        # and then gets memory of its own.
+        self._steps = threading.Lock()
         self._segments: list[AnySegment] = []
         self._returned: deque[Block] = deque()
         self._keepers: weakref.WeakKeyDictionary[Keeper, None] = weakref.WeakKeyDictionary()
@@ -141,21 +144,29 @@ class Memories:
         Raises Unavailable when that were more than the client may use, or than there is.
         """
         with self._lock:
-            self.settle()
-            found = None if alone else self._found(byte_size)
-            if found is None and self._make_room(byte_size) and not alone:
-                found = self._found(byte_size)
-            if found is not None:
-                return found
-            used = self._used()
-            # Room for others too, as far as there is any.
-            roomy = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
-            size = byte_size if alone else max(byte_size, roomy)
-            self._check_limit(used, size)
-            made = Segment(size)
-            block = self._first_block(made, made.size if alone else byte_size)
-        self._tell(made)
+            if self._steps.locked():
+                block = self._in_another(byte_size)
+            else:
+                with self._steps:
+                    self._settle()
+                    found = None if alone else self._found(byte_size)
+                    if found is None and self._make_room(byte_size) and not alone:
+                        found = self._found(byte_size)
+                    if found is not None:
+                        return found
+                    used = self._used()
+                    # Room for others too, as far as there is any.
+                    roomy = min(max(_SMALLEST, min(used, _LARGEST_SHARED)), self._limit - used)
+                    size = byte_size if alone else max(byte_size, roomy)
+                    block = self._in_another(size, None if alone else byte_size)
+        self._tell(block.segment)
         return block
+
+    def _in_another(self, size: int, byte_size: int | None = None) -> Block:
+        """A block in a new segment, or all of it."""
+        self._check_limit(self._used(), size)
+        made = Segment(size)
+        return self._first_block(made, made.size if byte_size is None else byte_size)
 
     def _found(self, byte_size: int) -> Block | None:
         for segment in self._segments:
@@ -175,7 +186,7 @@ class Memories:
             keeper = reference()
             if keeper is not None:
                 keeper.give_up()
-        self.settle()
+        self._settle()
         return True
 
     def serve(self, keeper: Keeper) -> None:
@@ -186,9 +197,12 @@ class Memories:
     def add(self, segment: AnySegment) -> Block:
         """All of a segment that was made elsewhere, as one block; raises as `allocate` does."""
         with self._lock:
-            self.settle()
+            if not self._steps.locked():
+                with self._steps:
+                    self._settle()
+                    if type(segment) is Segment:
+                        self._make_room(segment.size)
             if type(segment) is Segment:
-                self._make_room(segment.size)
                 try:
                     self._check_limit(self._used(), segment.size)
                 except Unavailable:
@@ -210,9 +224,9 @@ class Memories:
             )
 
     def _first_block(self, segment: AnySegment, byte_size: int) -> Block:
-        self._segments.append(segment)
         offset = segment.free.allocate(byte_size)
         assert offset is not None
+        self._segments.append(segment)
         return Block(segment, offset, byte_size)
 
     def _tell(self, segment: AnySegment) -> None:
@@ -248,14 +262,19 @@ class Memories:
     def settle(self) -> None:
         """Take back what was given back."""
         with self._lock:
-            while self._returned:
-                block = self._returned.popleft()
-                segment = block.segment
-                segment.free.free(block.offset)
-                if not segment.free.used and segment in self._segments:
-                    self._segments.remove(segment)
-                    self._withdraw(segment)
-                    segment.close()
+            if not self._steps.locked():
+                with self._steps:
+                    self._settle()
+
+    def _settle(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            segment = block.segment
+            segment.free.free(block.offset)
+            if not segment.free.used and segment in self._segments:
+                self._segments.remove(segment)
+                self._withdraw(segment)
+                segment.close()
 
     def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
         """The segment, and the offset in it, of memory at an address of this process."""
@@ -274,7 +293,7 @@ class Memories:
     def share_again(self, share: Callable[[AnySegment], None]) -> None:
         """Make everything known, by `share`, to a server that has started anew."""
         with self._lock:
-            for segment in self._segments:
+            for segment in tuple(self._segments):
                 share(segment)
 
     def close(self) -> None:

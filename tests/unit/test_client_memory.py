@@ -6,14 +6,18 @@ import copy
 import gc
 import os
 import pickle
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from shmserve.client import memory
 from shmserve.client.arrays import from_program
 from shmserve.client.errors import Released
 from shmserve.client.memory import AnySegment, Memories, Segment
@@ -124,6 +128,67 @@ def test_who_asks_while_room_is_made_is_served(memories: Memories) -> None:
     with pytest.raises(Unavailable, match="may use 67108864 bytes"):
         memories.allocate(65 << 20)
     assert len(further) == 1
+
+
+def test_who_asks_in_the_middle_of_any_step_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a signal's handler may, between any two steps of the interpreter: no two get the same."""
+    monkeypatch.setattr(memory, "_SMALLEST", 1 << 16)  # less to reserve each time
+    step = 0
+    while interrupted_at(step):
+        step += 1
+    assert step > 1000
+
+
+def interrupted_at(moment: int) -> bool:
+    """Allocate and give back, and do so again in between before one step; whether there was one."""
+
+    def share(segment: AnySegment) -> None:
+        segment.shared([1, 0, 0, 0, segment.size, True, False, False])
+
+    memories = Memories(4 << 20, share, lambda segment: None)
+    held = [memories.allocate(10_000) for _ in range(5)]
+    memories.give_back(held.pop(2))
+    seen = 0
+
+    def handler() -> None:
+        held.append(memories.allocate(20_000))
+        memories.give_back(memories.allocate(64, alone=True))
+        memories.settle()
+
+    def trace(frame: types.FrameType, event: str, _: object) -> Any:
+        nonlocal seen
+        frame.f_trace_opcodes = True
+        if not frame.f_code.co_filename.endswith(("client/memory.py", "ipc/arena.py")):
+            return None
+        if event == "opcode":
+            seen += 1
+            if seen == moment + 1:
+                sys.settrace(None)
+                handler()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        held.append(memories.allocate(5_000))
+        memories.give_back(held.pop(0))
+        memories.give_back(memories.allocate(1 << 19, alone=True))
+        held.append(memories.allocate(7_000))
+        memories.settle()
+    finally:
+        sys.settrace(None)
+    spans = sorted((id(block.segment), block.offset, block.size) for block in held)
+    for (one, start, size), (other, begin, _) in pairwise(spans):
+        assert one != other or start + size <= begin, (moment, spans)
+    for segment in {block.segment for block in held}:
+        segment.free.check_integrity()
+    for block in held:
+        memories.give_back(block)
+    memories.settle()
+    assert not memories._segments, moment
+    memories.close()
+    return seen > moment
 
 
 def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
