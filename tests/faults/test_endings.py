@@ -121,10 +121,14 @@ def test_a_parent_that_has_blocked_every_signal(serve: Callable[..., Server]) ->
 
 
 def test_hang_up_ends_a_server_that_is_not_told_to_live_on(serve: Callable[..., Server]) -> None:
-    server = serve()
+    told = (  # also where the tests themselves are
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    server = serve(prefix=(sys.executable, "-c", told))
     members = server.tree()
     os.killpg(server.pid, signal.SIGHUP)
-    server.process.wait(10)
+    server.process.wait(_ORPHANS_S)
     assert_nothing_is_left(server, members)
 
 
