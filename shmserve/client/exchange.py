@@ -146,8 +146,10 @@ class Exchange:
         return pending
 
     def _send(self, pending: Pending) -> None:
-        self._post(pending.endpoint, pending.submit)
+        link = self._link(pending.endpoint)
+        # Before it leaves: its memory is kept until it is answered, wherever we are interrupted.
         self._pending[pending.submit.id] = pending
+        self._queue(link, pending.submit)
         self._unsent_bytes += len(pending.submit.work)
         if self._unsent_bytes > _MOST_UNSENT:
             self.flush()
@@ -178,6 +180,9 @@ class Exchange:
             link.flush()
 
     def _post(self, endpoint: str, message: Any) -> None:
+        self._queue(self._link(endpoint), message)
+
+    def _link(self, endpoint: str) -> Dealer:
         link = self._links.get(endpoint)
         if link is None:
             link = self._connect(endpoint)
@@ -187,6 +192,9 @@ class Exchange:
                 # those that were on their way.
                 self._losses = -1
                 self.wake()
+        return link
+
+    def _queue(self, link: Dealer, message: Any) -> None:
         link.post(message)
         self.unsent += 1
         if link not in self._busy:
@@ -226,9 +234,7 @@ class Exchange:
         elif type(message) is Failed:
             self._fail(message)
         elif type(message) is Settled:
-            pending = self._settling.pop(message.id, None)
-            if pending is not None:
-                pending.prepared.end()
+            self._end_settling(message.id)
 
     def _finish(self, pending: Pending, body: bytes) -> None:
         def release(pid: int, offsets: list[int]) -> None:
@@ -255,16 +261,23 @@ class Exchange:
         self._done(pending, outcome)
 
     def _fail(self, message: Failed) -> None:
+        if message.early and message.id in self._pending:  # first: a worker has its memory yet
+            self._settling[message.id] = self._pending[message.id]
         pending = self._pending.pop(message.id, None)
         if pending is None:
             return
         if message.code == "UNAVAILABLE" and not message.early and self._moved(pending):
             return
-        if message.early:
-            self._settling[message.id] = pending
-        else:
+        if not message.early:
             pending.prepared.end()
         self._done(pending, _error(pending, message))
+
+    def _end_settling(self, number: int) -> None:
+        pending = self._settling.get(number)
+        if pending is not None:
+            self._pending.pop(number, None)  # where `_fail` was interrupted
+            del self._settling[number]
+            pending.prepared.end()
 
     def _moved(self, pending: Pending) -> bool:
         """Submit to who serves the model now, if that is another scheduler than refused it."""
@@ -318,16 +331,17 @@ class Exchange:
         """Take out what a scheduler that will not answer had; those that somebody waits for, and
         that can run again."""
         left: list[Pending] = []
-        for waiting in (self._settling, self._pending):
-            for number in [n for n, pending in waiting.items() if pending.endpoint == endpoint]:
-                pending = waiting.pop(number)
-                if pending.abandoned or waiting is self._settling:
-                    pending.prepared.end()
-                elif runs_once(pending.submit.work):
-                    pending.prepared.end()
-                    self._done(pending, Unavailable(_ONCE))
-                else:
-                    left.append(pending)
+        for number in [n for n, pending in self._settling.items() if pending.endpoint == endpoint]:
+            self._end_settling(number)
+        for number in [n for n, pending in self._pending.items() if pending.endpoint == endpoint]:
+            pending = self._pending.pop(number)
+            if pending.abandoned:
+                pending.prepared.end()
+            elif runs_once(pending.submit.work):
+                pending.prepared.end()
+                self._done(pending, Unavailable(_ONCE))
+            else:
+                left.append(pending)
         return left
 
     def _cut_off(self, link: Dealer) -> None:
@@ -356,9 +370,8 @@ class Exchange:
         for link in self._links.values():
             self._close(link)
         self._links.clear()
-        for pending in self._settling.values():
-            pending.prepared.end()
-        self._settling.clear()
+        for number in list(self._settling):
+            self._end_settling(number)
         for pending in list(self._pending.values()):
             pending.prepared.end()
             self._done(pending, Disconnected(ENDED))

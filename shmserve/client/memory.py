@@ -43,6 +43,8 @@ def aligned(byte_size: int) -> int:
 class Segment:
     """One memfd, mapped; `memory` is how the connected server knows it."""
 
+    fd = -1  # until there is one
+
     def __init__(self, byte_size: int, *, pin: bool = False, huge_pages: bool = False) -> None:
         """Reserve the memory. Raises Unavailable when the machine has none left."""
         self._pin = pin
@@ -59,7 +61,7 @@ class Segment:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             mapped = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except BaseException as error:  # also where a program is interrupted, as this may take long
-            os.close(self.fd)
+            self.close()
             if not isinstance(error, OSError):
                 raise
             text = f"{byte_size} bytes of shared memory cannot be had"
@@ -90,22 +92,39 @@ class Segment:
         return Place(self.memory, offset, byte_size)
 
     def close(self) -> None:
-        """Give the memory back once the last array over it is gone."""
-        os.close(self.fd)
+        """Give the memory back once the last array over it is gone. A second time is fine."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()  # nobody has it, since its program was interrupted
 
 
 AnySegment = Segment | DeviceSegment
 
 
 class Block:
-    """Bytes [offset, offset + size) of a segment."""
+    """Bytes [offset, offset + size) of a segment. One that nobody gives back, since its program was
+    interrupted, goes back when it is collected."""
 
-    __slots__ = ("offset", "segment", "size")
+    __slots__ = ("_memories", "offset", "segment", "size")
 
-    def __init__(self, segment: Any, offset: int, size: int) -> None:
+    def __init__(self, segment: Any, offset: int, size: int, memories: Memories) -> None:
         self.segment = segment  # most are a Segment, with `bytes`
         self.offset = offset
         self.size = size
+        self._memories: Memories | None = memories
+
+    def give_back(self) -> None:
+        """Nothing uses it any more. It is free from the next `settle` on, so this may run at any
+        moment: where the last array over it is collected. A second time is fine."""
+        memories, self._memories = self._memories, None
+        if memories is not None:
+            memories.returned.append((self.segment, self.offset))
+
+    def __del__(self) -> None:
+        self.give_back()
 
 
 class Keeper(Protocol):
@@ -135,7 +154,7 @@ class Memories:
         # and then gets memory of its own.
         self._steps = threading.Lock()
         self._segments: list[AnySegment] = []
-        self._returned: deque[Block] = deque()
+        self.returned: deque[tuple[AnySegment, int]] = deque()
         self._keepers: weakref.WeakKeyDictionary[Keeper, None] = weakref.WeakKeyDictionary()
 
     def allocate(self, byte_size: int, *, alone: bool = False) -> Block:
@@ -174,7 +193,7 @@ class Memories:
                 continue  # the server does not know it yet
             offset = segment.free.allocate(byte_size)
             if offset is not None:
-                return Block(segment, offset, byte_size)
+                return Block(segment, offset, byte_size, self)
         return None
 
     def _make_room(self, byte_size: int) -> bool:
@@ -227,7 +246,7 @@ class Memories:
         offset = segment.free.allocate(byte_size)
         assert offset is not None
         self._segments.append(segment)
-        return Block(segment, offset, byte_size)
+        return Block(segment, offset, byte_size, self)
 
     def _tell(self, segment: AnySegment) -> None:
         # Without the lock: the answer is read by a thread that may want memory itself.
@@ -241,14 +260,9 @@ class Memories:
             raise
         self.settle()
 
-    def give_back(self, block: Block) -> None:
-        """Nothing uses the block any more. It is free from the next `settle` on, so this may run at
-        any moment: where the last array over it is collected."""
-        self._returned.append(block)
-
     def part_with(self, block: Block) -> None:
-        """`give_back`, of a whole segment: the server, and the machine, have it back soon."""
-        self._returned.append(block)
+        """Give a whole segment back: the server, and the machine, have it soon."""
+        block.give_back()
         self._nudge()
 
     def settle_if_free(self) -> None:
@@ -267,14 +281,15 @@ class Memories:
                     self._settle()
 
     def _settle(self) -> None:
-        while self._returned:
-            block = self._returned.popleft()
-            segment = block.segment
-            segment.free.free(block.offset)
+        while self.returned:
+            segment, offset = self.returned[0]
+            segment.free.free(offset)
             if not segment.free.used and segment in self._segments:
                 self._segments.remove(segment)
                 self._withdraw(segment)
                 segment.close()
+            # Last: who is interrupted before does it again.
+            self.returned.popleft()
 
     def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
         """The segment, and the offset in it, of memory at an address of this process."""
@@ -302,4 +317,4 @@ class Memories:
             for segment in self._segments:
                 segment.close()
             self._segments.clear()
-            self._returned = deque(maxlen=0)  # what comes back yet is kept by nobody
+            self.returned = deque(maxlen=0)  # what comes back yet is kept by nobody

@@ -198,7 +198,7 @@ class Plan:
         """Give the slots back that are not in use; at any moment, in any thread."""
         with contextlib.suppress(IndexError):  # somebody else may be at it
             while True:
-                self._memories.give_back(self._ring.popleft().block)
+                self._ring.popleft().block.give_back()
 
 
 class Reader:

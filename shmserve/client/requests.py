@@ -250,7 +250,7 @@ class _Loose:
                 data = segment.place(at, array.nbytes)
                 at += aligned(array.nbytes)
             refs.append(form.ref(data))
-        end = nothing if block is None else lambda: self._memories.give_back(block)
+        end = nothing if block is None else block.give_back
         try:
             admission = signature.admit(self._options.request_id, refs, asked)
         except InvalidArgument:

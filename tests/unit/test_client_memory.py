@@ -24,6 +24,7 @@ from shmserve.client.memory import AnySegment, Memories, Segment
 from shmserve.client.models import Model, Models
 from shmserve.client.options import PLAIN, options_of
 from shmserve.client.plans import Form, Plan, Reader
+from shmserve.client.region import Region
 from shmserve.client.requests import prepare
 from shmserve.client.views import Lease, View
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
@@ -75,7 +76,7 @@ def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
     with pytest.raises(Unavailable, match="may use 67108864 bytes"):
         memories.allocate(100 << 20)
     for block in [*blocks, alone]:
-        memories.give_back(block)
+        block.give_back()
     memories.settle()
     assert memories.find(blocks[0].segment.address, 1) is None
 
@@ -149,12 +150,12 @@ def interrupted_at(moment: int) -> bool:
 
     memories = Memories(4 << 20, share, lambda segment: None)
     held = [memories.allocate(10_000) for _ in range(5)]
-    memories.give_back(held.pop(2))
+    held.pop(2).give_back()
     seen = 0
 
     def handler() -> None:
         held.append(memories.allocate(20_000))
-        memories.give_back(memories.allocate(64, alone=True))
+        memories.allocate(64, alone=True).give_back()
         memories.settle()
 
     def trace(frame: types.FrameType, event: str, _: object) -> Any:
@@ -172,8 +173,8 @@ def interrupted_at(moment: int) -> bool:
     sys.settrace(trace)
     try:
         held.append(memories.allocate(5_000))
-        memories.give_back(held.pop(0))
-        memories.give_back(memories.allocate(1 << 19, alone=True))
+        held.pop(0).give_back()
+        memories.allocate(1 << 19, alone=True).give_back()
         held.append(memories.allocate(7_000))
         memories.settle()
     finally:
@@ -184,7 +185,7 @@ def interrupted_at(moment: int) -> bool:
     for segment in {block.segment for block in held}:
         segment.free.check_integrity()
     for block in held:
-        memories.give_back(block)
+        block.give_back()
     memories.settle()
     assert not memories._segments, moment
     memories.close()
@@ -195,7 +196,7 @@ def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
     block = memories.allocate(100)
     segment = weakref.ref(block.segment)
     memories.close()
-    memories.give_back(block)
+    block.give_back()
     del block
     gc.collect()
     assert segment() is None
@@ -213,6 +214,31 @@ def test_memory_whose_making_is_interrupted_is_gone(
         with pytest.raises(KeyboardInterrupt):
             memories.allocate(1 << 20)
     assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_a_request_whose_making_is_interrupted_keeps_no_memory(
+    memories: Memories, monkeypatch: pytest.MonkeyPatch, loose: bool
+) -> None:
+    """Most often while its inputs are copied, which takes longest."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = Model(published())
+    x = np.ones((1, 2_000_000), np.float32)
+    region = Region(memories, {"y": ((1, 8192), "FP32")})
+    outputs = region if loose else None
+    for _ in range(20):  # of which eight would have all that there may be
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "copyto", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(memories, model, {"x": x}, outputs, PLAIN)
+    prepare(memories, model, {"x": x}, outputs, PLAIN).end()
+    region.release()
+    model.close()
+    memories.settle()
+    assert not memories._segments
 
 
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
