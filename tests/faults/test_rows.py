@@ -86,7 +86,7 @@ class Stage:
         victim.kill()
         until(
             f"{title} is back",
-            lambda: self.server.find(title) and self.server.one(title).pid != victim.pid,
+            lambda: any(process.pid != victim.pid for process in self.server.find(title)),
         )
         self.server.wait_ready()
 
