@@ -24,6 +24,7 @@ from shmserve.client.memory import AnySegment, Memories, Segment
 from shmserve.client.models import Model, Models
 from shmserve.client.options import PLAIN, options_of
 from shmserve.client.plans import Form, Plan, Reader
+from shmserve.client.region import Region
 from shmserve.client.requests import prepare
 from shmserve.client.views import Lease, View
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
@@ -329,6 +330,18 @@ def test_plans_that_are_over_keep_no_memory(memories: Memories) -> None:
     late.end()
     memories.settle()
     assert memories._used() == 0
+
+
+def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories) -> None:
+    region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
+    models = Models()
+    models.publish(published("other"))
+    for _ in range(3):
+        models.publish(published("m"))
+        for name in ("m", "other"):
+            prepare(memories, models.resolve(name, ""), region, None, PLAIN).end()
+    assert list(region.requests) == [models.resolve(name, "") for name in ("other", "m")]
+    region.release()
 
 
 @pytest.mark.parametrize(
