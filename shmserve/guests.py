@@ -56,8 +56,11 @@ _AT_ONCE = 64  # so many come in before those who did are listened to
 _MOST_UNREAD = 4096  # messages for a guest that does not read; then it is shown out
 _PATIENCE_S = 1.0  # a guest that is stopped must not hold up a reload for longer
 _MESSAGE = 64 * 1024
-# What a guest needs of a model's configuration.
+# What a guest needs of a model's configuration, and of each input and output.
 _TOLD = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
+_TOLD_OF_TENSOR = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
+_LARGEST_TOLD = 4 * 1024 * 1024  # bytes of a packet
+_OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot have
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +110,8 @@ class Guests:
         if group != NO_GROUP:
             admit_group(path.parent, group)
             admit_group(path, group)
+        buffer = door.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # that of every link, too
+        self._largest = min(buffer - _OVERHEAD, _LARGEST_TOLD)
         self._door = Listener(door)
         self._loop.add_reader(self._door.fileno(), self._accept)
 
@@ -124,10 +129,24 @@ class Guests:
 
     def tell(self, message: Any) -> None:
         """Tell every guest."""
-        data = frames.pack([_for_guests(message)])
+        data = self._packet(message, logging.WARNING)
         for guest in list(self._guests.values()):
             if guest.welcomed:
                 self._send(guest, data)
+
+    def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
+        """What guests are told. A model that no packet can tell of is none of theirs, and costs
+        nobody the connection; `level` is how loudly that is said."""
+        data = frames.pack([_for_guests(message)])
+        if len(data) <= self._largest or not isinstance(message, m.ModelPublished):
+            return data
+        logger.log(
+            level,
+            "model '%s' version %s is not for shmserve.client: its inputs and outputs take %d bytes"
+            " to describe, and a socket carries %d (net.core.wmem_default)",
+            *(message.name, message.version, len(data), self._largest),
+        )
+        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])
 
     # --- coming and going
 
@@ -233,7 +252,7 @@ class Guests:
                 guest.welcomed = True
                 welcome = m.Welcome(guest.number, self._seals.token(guest.number))
                 for item in (welcome, *self._snapshot()):
-                    self._send(guest, frames.pack([_for_guests(item)]))
+                    self._send(guest, self._packet(item))
             case m.Acknowledged(number=number) if guest.welcomed:
                 self._acknowledgements.acknowledged(guest.number, number)
             case m.ShareMemory(number, size, pin) if guest.welcomed:
@@ -320,6 +339,8 @@ def _for_guests(message: Any) -> Any:
     match message:
         case m.ModelPublished(config=config, endpoint=endpoint):
             told = {key: config[key] for key in _TOLD if key in config}
+            for which in ("input", "output"):
+                told[which] = [_brief(tensor) for tensor in config.get(which, ())]
             guests = endpoints.for_guests(endpoint)
             return replace(message, config=told, metadata={}, endpoint=guests)
         case m.SchedulerLost(endpoint, successor):
@@ -341,3 +362,8 @@ def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
             os.close(fd)
         return b"", []
     return data, list(fds)
+
+
+def _brief(tensor: dict[str, Any]) -> dict[str, Any]:
+    """An input or output without what is not set."""
+    return {key: tensor[key] for key in _TOLD_OF_TENSOR if tensor.get(key, False) is not False}

@@ -18,11 +18,11 @@ _MOST_PLANS = 64
 class Model:
     """One version of a model: where its scheduler is, and what it takes. `plans` is what the client
     remembers of requests it has made, `answers` packed answers that it has read; `source` are the
-    models of which it is one."""
+    models of which it is one. `closed`: another has taken its place, or none."""
 
     __slots__ = (
-        "_closed",
         "answers",
+        "closed",
         "endpoint",
         "name",
         "plans",
@@ -39,7 +39,7 @@ class Model:
         self.signature = Signature(published.config, published.version)
         self.plans: dict[Any, Plan] = {}
         self.answers: dict[bytes, Inferred] = {}
-        self._closed = False
+        self.closed = False
 
     def remember(self, key: Any, plan: Plan) -> Plan:
         """Keep a plan, for which the oldest makes room; gives the one that is used, which another
@@ -49,13 +49,13 @@ class Model:
             if forgotten is not None:
                 forgotten.close()
         used = self.plans.setdefault(key, plan)
-        if self._closed:
+        if self.closed:
             self.close()
         return used
 
     def close(self) -> None:
         """Forget the plans; their memory comes back."""
-        self._closed = True
+        self.closed = True
         plans, self.plans = self.plans, {}
         for plan in plans.values():
             plan.close()

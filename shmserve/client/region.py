@@ -69,6 +69,13 @@ class Region(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._forms)
 
+    def remember(self, model: Model, request: tuple[bytes, int, bytes]) -> None:
+        """Keep what a request of `model` comes to; nothing of models that are not there any more,
+        as after each reload."""
+        for known in [known for known in list(self.requests) if known.closed]:
+            self.requests.pop(known, None)
+        self.requests[model] = request
+
     def view(self, name: str, shape: Shape | None = None) -> Any:
         """The array (`View`, on a device `DeviceView`) of a tensor; with a smaller `shape` (fewer
         rows, say) of its first bytes.

@@ -150,7 +150,7 @@ def _in_place(model: Model, region: Region, options: Options) -> Prepared:
         admission = signature.admit(options.request_id, refs, asked)
         known = pack(refs, asked, options), admission.batch_size, admission.shape_key
         if options is PLAIN:
-            region.requests[model] = known
+            region.remember(model, known)
     lease, segment = region.lease, region.segment
     return Prepared(model, *known, options, segments=(segment,), holders=(lease,))
 

@@ -37,10 +37,12 @@ def merge_autocomplete(
         ("input", merged.input, model.input),
         ("output", merged.output, model.output),
     ):
+        places: dict[str, int] = {}
+        for index, name in enumerate([known.name for known in written]):
+            places.setdefault(name, index)
         for tensor in derived:
-            names = [known.name for known in written]
-            if tensor.name in names:
-                index = names.index(tensor.name)
+            index = places.setdefault(tensor.name, len(written))
+            if index < len(written):
                 conflicts += _merge_tensor(config.name, (kind, index), written[index], tensor)
             else:
                 written.add().CopyFrom(tensor)  # type: ignore[arg-type]

@@ -357,6 +357,18 @@ def test_plans_that_are_over_keep_no_memory(memories: Memories) -> None:
     assert memories._used() == 0
 
 
+def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories) -> None:
+    region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
+    models = Models()
+    models.publish(published("other"))
+    for _ in range(3):
+        models.publish(published("m"))
+        for name in ("m", "other"):
+            prepare(memories, models.resolve(name, ""), region, None, PLAIN).end()
+    assert list(region.requests) == [models.resolve(name, "") for name in ("other", "m")]
+    region.release()
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [

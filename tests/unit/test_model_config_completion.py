@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from shmserve.model_config import (
     ModelConfig,
     ModelDefaults,
     detect_backend,
+    from_json,
     ignored_fields,
     merge_autocomplete,
     normalise,
@@ -23,6 +25,7 @@ from shmserve.model_config import (
 )
 from shmserve.proto import model_config_pb2
 from tests.marked_configs import PYTHON, place
+from tests.repositories import identity_config
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("data").joinpath("triton_configs.json").read_text()
@@ -178,6 +181,18 @@ def test_what_the_author_wrote_stays_but_for_a_batch_size_that_the_model_raises(
         InvalidArgument, match=r"auto-completed configuration: input\[0\].dims\[0\]"
     ):
         merge_autocomplete(written, {"input": [{"name": "X", "dims": ["a"]}]})
+
+
+def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
+    """The supervisor does nothing else meanwhile: measured against reading what the model says."""
+    written = parse_pbtxt(identity_config("m", "FP32", [1], inputs=4000))
+    completed = to_dict(written)
+    began = process_time()
+    from_json(completed)
+    reading = process_time() - began
+    began = process_time()
+    assert merge_autocomplete(written, completed) == written
+    assert process_time() - began < 4 * reading
 
 
 # --- what is not done --------------------------------------------------------------------------
