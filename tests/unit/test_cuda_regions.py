@@ -201,6 +201,34 @@ def test_what_no_worker_can_open_is_not_registered() -> None:
     asyncio.run(steps())
 
 
+def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> None:
+    async def steps() -> None:
+        office = Office()
+        registrar, asked, answered = office.registrar, asyncio.Event(), asyncio.Event()
+
+        async def slow(memory: Memory) -> None:
+            asked.set()
+            await answered.wait()
+
+        await registrar.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
+        assert registrar._handles is not None
+        registrar._handles.check = slow  # type: ignore[method-assign]
+        waiting = [
+            asyncio.create_task(registrar.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
+            for _ in range(2)
+        ]
+        await asked.wait()
+        async with asyncio.timeout(10):
+            await registrar.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
+            await registrar.unregister("mine", ME, cuda=True)
+        answered.set()
+        await asyncio.gather(*waiting)
+        assert [region.name for region in registrar.active()] == ["theirs"]
+        assert sum(isinstance(told, m.RegionPublished) for told in office.told) == 2
+
+    asyncio.run(steps())
+
+
 def test_without_gpus() -> None:
     async def steps() -> None:
         registrar = Registrar(Office().publish, list, lambda message: None, POLICY)
