@@ -20,7 +20,7 @@ import uvloop
 
 from shmserve import cuda_regions
 from shmserve.cuda_regions import HandleCheck
-from shmserve.devices import cuda_devices
+from shmserve.devices import Accelerators, accelerators, cuda_devices
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.codec import RegionRange
 from shmserve.gateway.cuda_memory import decode_uuid
@@ -686,3 +686,26 @@ def test_other_connections_have_no_known_peer() -> None:
 
 def test_devices_of_this_host() -> None:
     assert cuda_devices("") == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 2),
+        ("", 0),
+        ("1", 1),
+        ("0, 1", 2),
+        ("1,7,0", 1),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("NoDevFiles", 0),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("0,1,0", 2),
+    ],
+)
+def test_devices_that_the_driver_shows(tmp_path: Path, visible: str | None, count: int) -> None:
+    """CUDA_VISIBLE_DEVICES, as the driver reads it; "-1" is how people turn a GPU off."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert accelerators(tmp_path, visible) == Accelerators("cuda" if count else "", count)
