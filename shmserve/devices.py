@@ -3,6 +3,7 @@ driver."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,19 @@ def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None)
         count = sum(bool(re.fullmatch(pattern, entry.name)) for entry in device_folder.iterdir())
         if count:
             if kind == "cuda" and visible is not None:
-                count = min(count, len([part for part in visible.split(",") if part.strip()]))
+                count = _visible(visible, count)
             return Accelerators(kind if count else "", count)
     return Accelerators("", 0)
+
+
+def _visible(listed: str, count: int) -> int:
+    # As the driver reads it: what follows a name that is no device's is not visible ("-1": none).
+    names = [part.strip() for part in listed.split(",")]
+    known = itertools.takewhile(
+        lambda name: name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count),
+        names,
+    )
+    return min(count, len(list(known)))
 
 
 def cuda_devices(visible: str | None = None) -> int:

@@ -221,16 +221,14 @@ class Registrar:
         """
         if self._handles is None:
             raise not_supported(name)
-        async with self._turn:
-            known = self._active.get(name)
-            if known is not None and not known.owner.admits(peer):
-                raise _taken(name)
-            if known is not None and not known.orphaned:
-                if (known.cuda, known.offset, known.byte_size) != (handle, offset, byte_size):
-                    raise _taken(name)
-                return
-            memory_id = secrets.randbits(62)
+        memory_id = secrets.randbits(62)
+        if not self._has_cuda(name, handle, offset, byte_size, peer):
+            # Before our turn: workers may be busy, and nobody else waits for them.
             await self._handles.check(Memory.on_device(memory_id, offset + byte_size, handle))
+        async with self._turn:
+            if self._has_cuda(name, handle, offset, byte_size, peer):
+                return
+            known = self._active.get(name)
             # Whoever has a handle may use the memory; nobody can truncate it.
             owner = Ownership(peer.uid, NO_GROUP, copied=False)
             region = Region(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
@@ -245,6 +243,18 @@ class Registrar:
                 await self._withdraw(known)
             self._active[name] = region
             await self._publish(region.published)
+
+    def _has_cuda(
+        self, name: str, handle: CudaHandle, offset: int, byte_size: int, peer: Peer
+    ) -> bool:
+        """Whether it is registered as just this. Raises AlreadyExists where `name` is taken."""
+        known = self._active.get(name)
+        if known is None or (known.orphaned and known.owner.admits(peer)):
+            return False
+        same = (known.cuda, known.offset, known.byte_size) == (handle, offset, byte_size)
+        if not same or not known.owner.admits(peer):
+            raise _taken(name)
+        return True
 
     def _exporter_exited(self, region: Region) -> None:
         async def end() -> None:

@@ -16,6 +16,10 @@ from shmserve.errors import InvalidArgument, Unavailable
 _PACKAGES = {"npu": "torch_npu"}
 
 
+class DeviceLost(Exception):
+    """A device cannot be used by this process any more: it must end, and another one start."""
+
+
 class Device:
     """The CPU: tensors in host memory are where they are needed."""
 
@@ -109,7 +113,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def lost(error: BaseException) -> bool:
     """Whether `error` says that this process can use its device no more."""
-    return isinstance(error, getattr(torch, "AcceleratorError", ()))
+    return isinstance(error, (DeviceLost, getattr(torch, "AcceleratorError", DeviceLost)))
 
 
 def _import_support(kind: str, name: str) -> None:

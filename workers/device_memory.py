@@ -24,6 +24,8 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.cuda_ipc import Cuda, CudaError, Driver, address_of
 from shmserve.ipc.messages import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors import CudaHandle, Memory
+from shmserve.workers.device import DeviceLost, lost
+from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +89,15 @@ class DeviceMemory:
         )
         self._unused: deque[tuple[int, int]] = deque()  # (pointer, device), to be closed
         self._written: set[int] = set()
+        self._used: set[int] = set()  # devices that worked
         self._thread = threading.get_ident()
 
     def open(self, memory: Memory) -> _Mapping:
         """Map the memory of a region, for `Mappings`.
 
         Raises InvalidArgument when the handle opens nothing, or less than the region says, or on
-        another device than it says; Unavailable where there is no CUDA.
+        another device than it says; Unavailable where there is no CUDA, or torch was built without,
+        or the device has no room for this process; DeviceLost when it can be used no more.
         """
         handle = memory.cuda
         assert handle is not None and threading.get_ident() == self._thread
@@ -105,22 +109,31 @@ class DeviceMemory:
             del allocation
             self.collect()
             raise InvalidArgument("a shared memory region is larger than the allocation behind it")
-        return _Mapping(self._as_tensor(allocation)[: memory.byte_size], self.collect)
+        try:
+            view = self._as_tensor(allocation)
+        except Exception as error:  # starting torch's CUDA fails in many ways
+            if lost(error):
+                raise
+            logger.error("torch cannot use device %d: %s", allocation.device, in_words(error))
+            raise _unusable(allocation.device) from None
+        return _Mapping(view[: memory.byte_size], self.collect)
 
     def _allocation(self, cuda: Cuda, handle: CudaHandle) -> Allocation:
         key = (handle.raw, handle.device)
         known = self._open.get(key)
-        if known is not None:
-            return known
         try:
             if handle.uuid and handle.uuid != cuda.uuid(handle.device):
                 raise InvalidArgument(
                     f"device {handle.device} of the server is not the one with the 'device_uuid' "
                     "that the shared memory region was registered with"
                 )
+            if known is not None:
+                return known
             pointer = cuda.open(handle.raw, handle.device)
+            self._used.add(handle.device)
         except CudaError as error:
             logger.warning("a client's memory on device %d: %s", handle.device, error)
+            self._blame(cuda, handle.device)
             raise InvalidArgument(
                 "the CUDA handle of a shared memory region cannot be opened: its owner is gone, or "
                 f"it is not of device {handle.device} of the server"
@@ -138,6 +151,17 @@ class DeviceMemory:
         weakref.finalize(made, self._unused.append, (pointer, handle.device)).atexit = False
         self._open[key] = made
         return made
+
+    def _blame(self, cuda: Cuda, device: int) -> None:
+        """Return where it was a handle's fault that it did not open; raise where the device's."""
+        try:
+            cuda.synchronize(device)
+        except CudaError as error:
+            if device in self._used:
+                raise DeviceLost(f"device {device}: {error}") from None
+            logger.error("device %d cannot be used: %s", device, error)
+            raise _unusable(device) from None
+        self._used.add(device)
 
     def collect(self) -> None:
         """Close what nobody refers to any more; nothing outside the device's thread."""
@@ -221,12 +245,12 @@ class DeviceMemory:
         return len(self._open) + len(self._unused)
 
 
+def _unusable(device: int) -> Unavailable:
+    return Unavailable(f"this model's process cannot use shared memory on device {device} now")
+
+
 def _nothing() -> None:
     """What was not pinned."""
-
-
-class DeviceLost(Exception):
-    """A device cannot be used by this process any more: it must end, and another one start."""
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -277,10 +301,12 @@ def as_bytes(raw: Bytes) -> torch.Tensor:
 def to_host(raw: Bytes) -> memoryview:
     """A copy of a device's bytes in host memory, once all that was asked of the device is done.
 
-    Raises Unavailable when the device fails.
+    Raises Unavailable when that fails, and what torch raises when the device can be used no more.
     """
     try:
         return memoryview(raw.to("cpu", copy=True).numpy())
     except RuntimeError as error:
+        if lost(error):
+            raise
         logger.error("reading a client's memory: %s", error)
         raise Unavailable("the memory of a tensor cannot be read") from error

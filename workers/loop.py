@@ -213,14 +213,16 @@ class Instance:
         client_pid, work = self._work[key]
         try:
             request = self._unpacker.request(key, client_pid, work)
+            if self._copy_inputs:
+                for item in request.inputs.values():
+                    self._copied.inputs += item.detach()
         except ShmserveError as error:
             return error
         except MalformedMessage as error:
             logger.error("a request cannot be read: %s", error)
             return Internal("internal error")
-        if self._copy_inputs:
-            for item in request.inputs.values():
-                self._copied.inputs += item.detach()
+        except Exception as error:  # no memory for a copy of an input, a device that fails
+            return self._explain(error)
         return request
 
     def _run(self, requests: list[Request]) -> list[Reply]:
@@ -289,8 +291,11 @@ class Instance:
         except BaseException as error:
             return _failed(request.key, self._explain(error, request))
 
-    def _explain(self, error: BaseException, request: Request) -> ShmserveError:
-        """What a client is told of what a model, or writing its outputs, raised."""
+    def _explain(self, error: BaseException, request: Request | None = None) -> ShmserveError:
+        """What a client is told of what a model, reading its inputs or writing its outputs raised.
+
+        A `request` that could not be read is not known.
+        """
         if isinstance(error, ShmserveError):
             return error
         where = self._context.instance_name
@@ -302,7 +307,7 @@ class Instance:
             "model '%s' failed",
             self._context.model_name,
             exc_info=error,
-            extra={"request_id": request.inference.request_id},
+            extra={"request_id": request.inference.request_id} if request else None,
         )
         if _device_lost(error):
             raise error  # the process ends, another one starts, and what was in it runs there

@@ -49,12 +49,12 @@ class Connection(web.RequestHandler):
         "_busy",
         "_clock",
         "_content",
+        "_deadline",
         "_held",
         "_known_head",
         "_known_message",
         "_known_size",
         "_missing",
-        "_requests_then",
         "_settings",
         "_since",
         "_starts",
@@ -84,7 +84,7 @@ class Connection(web.RequestHandler):
         self._answer = answer
         self._settings = settings
         self._clock: asyncio.TimerHandle | None = None
-        self._requests_then = 0
+        self._deadline = 0.0  # of what is missing now, by the loop's clock
         self._busy = False  # a request is being answered
         self._starts = False  # bytes of the next one are here, but not its whole head
         self._content: StreamReader | None = None  # a body that is not all here
@@ -178,7 +178,7 @@ class Connection(web.RequestHandler):
         if content.exception() is not None:
             return
         self._awaiting = True
-        self._start_clock()
+        self._start_clock(self._settings.body_timeout_s)
         try:
             await content.wait_eof()
         except (TimeoutError, HttpProcessingError):
@@ -205,7 +205,7 @@ class Connection(web.RequestHandler):
                 return
             if not held:
                 self._held = data
-                self._start_clock()
+                self._start_clock(self._settings.body_timeout_s)
                 return
         self._parse(data, between)
 
@@ -223,8 +223,9 @@ class Connection(web.RequestHandler):
                 # What follows is no part of the body and no request: the parser gave up.
                 content.set_exception(HttpProcessingError(message="malformed body"))
         if data and not self._busy and not self._messages:
-            self._starts = True
-            self._start_clock()
+            if not self._starts:
+                self._starts = True
+                self._start_clock(self._settings.header_timeout_s)
         else:
             self._starts = False
 
@@ -246,18 +247,22 @@ class Connection(web.RequestHandler):
             self._known_head, self._known_message = data[:head_size], message
             self._known_size = size
 
-    def _start_clock(self) -> None:
+    def _start_clock(self, patience_s: float) -> None:
+        """What is missing from now on has so long to come."""
         # One coarse timer a connection, which looks at what it finds: one a request costs more.
+        self._deadline = self._loop.time() + patience_s
+        if self._clock is not None and self._clock.when() > self._deadline:
+            self._clock.cancel()
+            self._clock = None
         if self._clock is None:
-            self._requests_then = self._request_count
-            self._clock = self._loop.call_later(self._settings.header_timeout_s, self._tick)
+            self._clock = self._loop.call_at(self._deadline, self._tick)
 
     def _tick(self) -> None:
         self._clock = None
         if not (self._held or self._starts or self._awaiting):
             return
-        if self._request_count != self._requests_then:
-            self._start_clock()
+        if self._loop.time() < self._deadline:
+            self._clock = self._loop.call_at(self._deadline, self._tick)
         elif self._held:
             held, self._held = self._held, b""
             self._parse(held, True)

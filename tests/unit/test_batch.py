@@ -580,6 +580,24 @@ def test_what_a_model_raises(worker: Rig, error: BaseException, code: str, messa
         assert message in reply.message
 
 
+def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
+    worker: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a client of another user has shared is copied, and the host may be short of memory."""
+    worker.serve(Calls(worker.context, echo), one_tensor(most=8))
+    data = np.ones((1, 4), F32)
+    copied = Place(replace(region.memory, copied=True), 0, data.nbytes)
+
+    def full(place: Place) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr(worker.context.mappings, "read", full)
+    theirs, ours = worker.batch(inference(tensor("X", data, copied)), inference(tensor("X", data)))
+    assert theirs.code == "UNAVAILABLE"
+    assert "not enough memory on device 'cpu' for model 'm'" in theirs.message
+    assert ours.code == ""
+
+
 def test_per_request_errors_and_parameters(worker: Rig) -> None:
     def mixed(requests: list[Request]) -> list[Answer]:
         good, bad = echo(requests)

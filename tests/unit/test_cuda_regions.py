@@ -20,7 +20,7 @@ import uvloop
 
 from shmserve import cuda_regions
 from shmserve.cuda_regions import HandleCheck
-from shmserve.devices import cuda_devices
+from shmserve.devices import Accelerators, accelerators, cuda_devices
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.codec import RegionRange
 from shmserve.gateway.cuda_memory import decode_uuid
@@ -197,6 +197,34 @@ def test_what_no_worker_can_open_is_not_registered() -> None:
             await office.registrar.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
         assert office.told == []
         assert office.registrar.active() == []
+
+    asyncio.run(steps())
+
+
+def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> None:
+    async def steps() -> None:
+        office = Office()
+        registrar, asked, answered = office.registrar, asyncio.Event(), asyncio.Event()
+
+        async def slow(memory: Memory) -> None:
+            asked.set()
+            await answered.wait()
+
+        await registrar.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
+        assert registrar._handles is not None
+        registrar._handles.check = slow  # type: ignore[method-assign]
+        waiting = [
+            asyncio.create_task(registrar.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
+            for _ in range(2)
+        ]
+        await asked.wait()
+        async with asyncio.timeout(10):
+            await registrar.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
+            await registrar.unregister("mine", ME, cuda=True)
+        answered.set()
+        await asyncio.gather(*waiting)
+        assert [region.name for region in registrar.active()] == ["theirs"]
+        assert sum(isinstance(told, m.RegionPublished) for told in office.told) == 2
 
     asyncio.run(steps())
 
@@ -658,3 +686,26 @@ def test_other_connections_have_no_known_peer() -> None:
 
 def test_devices_of_this_host() -> None:
     assert cuda_devices("") == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 2),
+        ("", 0),
+        ("1", 1),
+        ("0, 1", 2),
+        ("1,7,0", 1),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("NoDevFiles", 0),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("0,1,0", 2),
+    ],
+)
+def test_devices_that_the_driver_shows(tmp_path: Path, visible: str | None, count: int) -> None:
+    """CUDA_VISIBLE_DEVICES, as the driver reads it; "-1" is how people turn a GPU off."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert accelerators(tmp_path, visible) == Accelerators("cuda" if count else "", count)

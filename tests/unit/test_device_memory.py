@@ -35,7 +35,8 @@ from shmserve.workers.backends import Answer, Output, Request
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.device_memory import DeviceLost, DeviceMemory
+from shmserve.workers.device import DeviceLost
+from shmserve.workers.device_memory import Allocation, DeviceMemory
 from tests.fake_cuda import Exported, FakeCuda, FakeDevice
 from tests.worker_rig import Calls, Region, Rig, inference, model_config, rig, tensor, tensor_config
 
@@ -201,6 +202,10 @@ def test_the_uuid_is_compared_before_anything_is_opened(cuda: FakeCuda) -> None:
     with pytest.raises(InvalidArgument, match="device 1 of the server is not the one"):
         memory.open(exported.memory(uuid=cuda.uuid(0)))
     assert cuda.asked == []
+    open_already = memory.open(exported.memory())
+    with pytest.raises(InvalidArgument, match="device 1 of the server is not the one"):
+        memory.open(exported.memory(uuid=cuda.uuid(0)))
+    open_already.close()
 
 
 def test_what_a_worker_says_of_a_handle(cuda: FakeCuda) -> None:
@@ -229,6 +234,40 @@ def test_a_driver_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match="extra 'cuda'"):
         Driver()
+
+
+def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: FakeCuda) -> None:
+    def refuse(allocation: Allocation) -> torch.Tensor:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    memory = DeviceMemory(lambda: cuda, refuse)
+    worker.context = dataclasses.replace(
+        worker.context, mappings=Mappings(memory.open), device_memory=memory
+    )
+    config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
+    worker.serve(Calls(worker.context, lambda requests: []), config)
+    exported = cuda.export(64)
+    (reply,) = worker.batch(inference(at(exported.memory(), 0, ROW)))
+    assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
+    assert memory.check(CheckMemory(7, exported.raw, 0, b"", 64)).code == "UNAVAILABLE"
+    gc.collect()
+    memory.collect()
+    assert cuda.opened == 0
+
+
+def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: FakeCuda) -> None:
+    memory = cuda.device_memory()
+    exported = cuda.export(64)
+    cuda.forget(exported)
+    cuda.broken = True
+    with pytest.raises(Unavailable, match="cannot use shared memory on device 0 now"):
+        memory.open(exported.memory())
+    cuda.broken = False
+    with pytest.raises(InvalidArgument, match="cannot be opened"):
+        memory.open(exported.memory())
+    cuda.broken = True  # after it has worked, as when a kernel failed
+    with pytest.raises(DeviceLost):
+        memory.check(CheckMemory(7, exported.raw, 0, b"", 64))
 
 
 # --- on the wire
@@ -417,7 +456,46 @@ def test_a_device_that_fails_ends_the_process(
         worker.batch(inference(at(exported.memory(), 0, ROW), outputs=out(exported.memory(), 32)))
 
 
+def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
+    twice(worker)
+    gone = cuda.export(64)
+    worker.batch(inference(at(gone.memory(), 0, ROW), outputs=out(gone.memory(), 32)))
+    worker.context.mappings.drop_all()
+    cuda.forget(gone)
+    cuda.broken = True
+    with pytest.raises(DeviceLost):
+        worker.batch(inference(tensor("x", ROW), outputs=out(gone.memory(), 32)))
+
+
 # --- other backends
+
+
+class _Lost(RuntimeError):
+    """As torch's AcceleratorError."""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_device_that_is_not_read_any_more(
+    worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """A process that cannot use its device again makes room for one that can."""
+    config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
+    worker.serve(Calls(worker.context, lambda requests: []), config)
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise _Lost("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.Tensor, "to", fail)
+    request = inference(at(cuda.export(64).memory(), 0, ROW))
+    if lost:
+        monkeypatch.setattr(torch, "AcceleratorError", _Lost, raising=False)
+        with pytest.raises(_Lost):
+            worker.batch(request)
+    else:
+        (reply,) = worker.batch(request)
+        assert reply.code == "UNAVAILABLE"
 
 
 def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> None:

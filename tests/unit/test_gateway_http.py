@@ -301,6 +301,45 @@ def test_a_body_that_stops_behind_a_known_head_is_given_up(gateway: Rig, sent: i
         assert is_closed(connection)
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("impatient", ["body_timeout_s", "header_timeout_s"])
+def test_small_bodies_have_the_time_that_bodies_have(
+    tmp_path: Path, known: bool, impatient: str
+) -> None:
+    """--http-body-timeout-secs, whatever the time for heads; both of a few seconds or minutes."""
+    body = simple_body()
+    limits: dict[str, Any] = {impatient: SECONDS}
+    with rig(tmp_path, **limits) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        made.open()
+        with raw_connection(made.port) as connection:
+            if known:
+                connection.sendall(head(len(body)) + body)
+                read_reply(connection).ok()
+            connection.sendall(head(len(body)) + body[:100])
+            if impatient == "body_timeout_s":
+                connection.settimeout(20 * SECONDS)
+                assert read_reply(connection).status == 408
+                return
+            time.sleep(2 * SECONDS)
+            connection.sendall(body[100:])
+            read_reply(connection).ok()
+
+
+def test_the_time_of_one_request_is_not_that_of_the_next(gateway: Rig) -> None:
+    body = simple_body()
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(len(body)) + body[:100])
+        time.sleep(SECONDS / 4)
+        connection.sendall(body[100:])
+        read_reply(connection).ok()
+        time.sleep(SECONDS / 2)
+        connection.sendall(HEALTH[:10])
+        time.sleep(SECONDS / 2)
+        connection.sendall(HEALTH[10:])
+        read_reply(connection).ok()
+
+
 def test_a_body_that_drips_is_given_up(gateway: Rig) -> None:
     """R15: bodies have a deadline."""
     began = time.monotonic()
