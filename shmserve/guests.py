@@ -161,13 +161,13 @@ class Guests:
             return
         self._loop.remove_reader(guest.link.fileno())
         self._loop.remove_writer(guest.link.fileno())
-        passed.part(guest.link)
         if guest.process >= 0:
             self._loop.remove_reader(guest.process)
             os.close(guest.process)
         self._acknowledgements.exited(guest.number)
         if guest.welcomed:
             self._on_left(guest.number)
+        passed.part(guest.link)
 
     def close(self) -> None:
         """Show everybody out and close the door."""

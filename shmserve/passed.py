@@ -15,32 +15,41 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 _MESSAGE = 64 * 1024
 _MOST = 253  # SCM_MAX_FD; the kernel would close what there is no room for, and we would wait
 _MOST_TAKEN = 4
-_MOST_UNREAD = 1024
+_CREDENTIALS = 12
 _NO_LINGER = struct.pack("ii", 0, 0)
 
 
 def receive(link: socket.socket) -> tuple[bytes, list[int]]:
     """One message and its descriptors; b"" at the end, or for more than anybody needs. Raises
     OSError."""
-    data, fds, whole = _received(link, _MESSAGE)
-    if not whole or len(fds) > _MOST_TAKEN:
-        let_go(fds)
+    received = _received(link, _MESSAGE)
+    if not received.whole or len(received.fds) > _MOST_TAKEN:
+        let_go(received.fds)
         return b"", []
-    return data, fds
+    return received.data, received.fds
 
 
-def _received(link: socket.socket, size: int) -> tuple[bytes, list[int], bool]:
-    room = socket.CMSG_SPACE(_MOST * 4)
+class _Received(NamedTuple):
+    data: bytes
+    fds: list[int]
+    whole: bool
+    any: bool  # with data or something beside it
+
+
+def _received(link: socket.socket, size: int) -> _Received:
+    room = socket.CMSG_SPACE(_MOST * 4) + socket.CMSG_SPACE(_CREDENTIALS)
     data, ancillary, flags, _ = link.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return data, list(fds), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+    whole = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+    return _Received(data, list(fds), whole, bool(data or ancillary))
 
 
 def let_go(fds: Iterable[int]) -> None:
@@ -72,10 +81,11 @@ def part(link: socket.socket) -> None:
 
 
 def _drain(link: socket.socket) -> None:
-    # An empty message looks like the end. More than this does not fit into a socket.
     with contextlib.suppress(OSError):
-        for _ in range(_MOST_UNREAD):
-            _close(_received(link, 1)[1])
+        # So that an empty message, which has a sender, does not look like the end.
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        while (received := _received(link, 1)).any:
+            _close(received.fds)
     link.close()
 
 
