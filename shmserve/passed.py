@@ -2,7 +2,7 @@
 
 Who closes the last one of a socket that lingers, or of a file in a file system that does not
 answer, waits for as long as its maker likes. So no loop does: what is no memory is closed in a
-thread, and what nobody has read of a link goes there with it.
+thread, and so is what nobody has read of a link.
 """
 
 from __future__ import annotations
@@ -77,15 +77,11 @@ def part(link: socket.socket) -> None:
     """End a link, and close it with what of it was not read."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
-    _aside(lambda: _drain(link))
-
-
-def _drain(link: socket.socket) -> None:
     with contextlib.suppress(OSError):
         # So that an empty message, which has a sender, does not look like the end.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         while (received := _received(link, 1)).any:
-            _close(received.fds)
+            let_go(received.fds)
     link.close()
 
 
