@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import secrets
+from bisect import bisect
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.tensors import Memory, Place
@@ -36,15 +37,13 @@ class FreeList:
         self.capacity = capacity - capacity % _ALIGNMENT
         self._holes: list[tuple[int, int]] = [(0, self.capacity)]  # (offset, size), by offset
         self._used: dict[int, int] = {}
-
-    @property
-    def used(self) -> int:
-        """Bytes allocated now."""
-        return sum(self._used.values())
+        self.used = 0  # bytes allocated now
 
     def allocate(self, byte_size: int) -> int | None:
         """The offset of a new block of at least `byte_size` bytes, or None when none is free."""
         size = max(_ALIGNMENT, (byte_size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT)
+        if size > self.capacity - self.used:
+            return None
         for index, (offset, room) in enumerate(self._holes):
             if room >= size:
                 if room == size:
@@ -52,6 +51,7 @@ class FreeList:
                 else:
                     self._holes[index] = (offset + size, room - size)
                 self._used[offset] = size
+                self.used += size
                 return offset
         return None
 
@@ -61,9 +61,8 @@ class FreeList:
         size = self._used.pop(offset, None)
         if size is None:
             return False
-        index = 0
-        while index < len(self._holes) and self._holes[index][0] < offset:
-            index += 1
+        self.used -= size
+        index = bisect(self._holes, (offset, 0))
         self._holes.insert(index, (offset, size))
         self._join(index)
         if index:
@@ -84,6 +83,7 @@ class FreeList:
             assert offset == at and size > 0, spans
             at += size
         assert at == self.capacity, spans
+        assert self.used == sum(self._used.values())
 
 
 class Arena:

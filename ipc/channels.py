@@ -23,7 +23,7 @@ from typing import Any
 
 from shmserve.ipc import zmtp
 from shmserve.ipc.frames import pack, unpack
-from shmserve.ipc.listener import Listener, listening, no_room
+from shmserve.ipc.listener import Listener, listening, no_room, refuse_descriptors
 from shmserve.ipc.tensors import MalformedMessage
 
 logger = logging.getLogger(__name__)
@@ -210,8 +210,11 @@ class Dealer:
 class Router:
     """The bound end of links from many `Dealer`s, told apart by their identity.
 
-    An identity that is connected already is not given to another connection.
+    An identity that is connected already is not given to another connection. `most` is how many
+    elements an array in a frame may have (-1: any number).
     """
+
+    most = -1
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -226,6 +229,7 @@ class Router:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # a server that was killed left it
         self._listener = Listener(listening(socket.SOCK_STREAM, self._path, _BACKLOG))
+        refuse_descriptors(self._listener.sock)
         try:
             self._made = os.stat(self._path)
         except OSError as error:  # the folder was removed just now
@@ -280,7 +284,7 @@ class Router:
             if decoder.broken and connection.identity is None:
                 break
             try:
-                messages = unpack(frame)
+                messages = unpack(frame, self.most)
             except MalformedMessage as error:
                 connection.malformed += 1
                 self._complain("dropped a malformed frame: %s", error)

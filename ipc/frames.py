@@ -8,6 +8,7 @@ method names.
 
 from __future__ import annotations
 
+import gc
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -20,6 +21,7 @@ from shmserve.ipc.records import record
 from shmserve.ipc.tensors import MalformedMessage
 
 VERSION = 1
+_LARGE = 64 * 1024
 
 T = TypeVar("T")
 
@@ -89,13 +91,20 @@ def pack(messages: Iterable[Any]) -> bytes:
     return frame
 
 
-def unpack(frame: bytes) -> list[Any]:
+def unpack(frame: bytes, most: int = -1) -> list[Any]:
     """The messages of a frame, typed; raises MalformedMessage for anything else, and takes none of
-    it."""
+    it. No array may have more than `most` elements (-1: any number)."""
+    # Were it a million small ones, the collector would look at them again and again.
+    collects = len(frame) > _LARGE and gc.isenabled()
+    if collects:
+        gc.disable()
     try:
-        raw = msgpack.unpackb(frame)
+        raw = msgpack.unpackb(frame, max_array_len=most)
     except Exception as error:  # msgpack raises a dozen kinds; all mean the same
         raise MalformedMessage(f"not MessagePack: {error}") from error
+    finally:
+        if collects:
+            gc.enable()
     if type(raw) is not list or not raw or raw[0] != VERSION:
         raise MalformedMessage("not a frame of this protocol version")
     del raw[0]

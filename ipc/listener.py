@@ -14,6 +14,8 @@ import socket
 
 from shmserve.errors import Unavailable
 
+# linux/asm-generic/socket.h, since Linux 6.16; Python has no name for it
+_SO_PASSRIGHTS = 83
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
@@ -35,6 +37,16 @@ def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket
     return sock
 
 
+def refuse_descriptors(sock: socket.socket) -> None:
+    """Who connects to `sock` cannot send descriptors.
+
+    The kernel closes those that nobody receives, in the process that reads the bytes: which then
+    waits, where one is of a socket that lingers. Before Linux 6.16 that cannot be refused.
+    """
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+
+
 def no_room(error: OSError) -> Unavailable:
     """What to say when nothing can be made in the run directory."""
     return Unavailable(f"no socket can be made in the run directory: {error.strerror or error}")
@@ -44,18 +56,18 @@ class Listener:
     """Accepts connections at `sock`, which is non-blocking from now on."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        self.sock = sock
         sock.setblocking(False)
         self._spare = _spare()
 
     def fileno(self) -> int:
         """The listening socket's descriptor."""
-        return self._sock.fileno()
+        return self.sock.fileno()
 
     def accept(self) -> socket.socket | None:
         """The next connection, non-blocking; None when nobody waits or who did was turned away."""
         try:
-            accepted, _ = self._sock.accept()
+            accepted, _ = self.sock.accept()
         except OSError as error:
             if error.errno in _NO_DESCRIPTOR:
                 self._turn_away()
@@ -67,12 +79,12 @@ class Listener:
         if self._spare >= 0:
             os.close(self._spare)
             with contextlib.suppress(OSError):
-                self._sock.accept()[0].close()
+                self.sock.accept()[0].close()
         self._spare = _spare()
 
     def close(self) -> None:
         """Close the socket."""
-        self._sock.close()
+        self.sock.close()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1

@@ -14,16 +14,19 @@ from typing import Any
 
 from shmserve.ipc.channels import Connection, Router
 
-LARGEST_FRAME = 64 << 20
+LARGEST_FRAME = 8 << 20  # others wait while it is read
+MOST_ELEMENTS = 1 << 16  # of an array, as the one of its messages
 _MOST_STRANGERS = 64
 _MOST_UNSENT = 4 << 20
-_MOST_HELD = 256 << 20
+_MOST_HELD = 64 << 20
 _MUCH = 1 << 20
 _MOST_MALFORMED = 16
 
 
 class WaryRouter(Router):
     """`admits(identity)` says who may connect."""
+
+    most = MOST_ELEMENTS
 
     def __init__(self, endpoint: str, admits: Callable[[bytes], bool]) -> None:
         super().__init__(endpoint)

@@ -14,7 +14,6 @@ come here: they go to the schedulers, which check them (shmserve/scheduler/guest
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import fcntl
@@ -23,14 +22,13 @@ import logging
 import mmap
 import os
 import socket
-import stat
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shmserve import descriptors
+from shmserve import descriptors, passed
 from shmserve.background import in_background
 from shmserve.control import Acknowledgements
 from shmserve.errors import InvalidArgument, ShmserveError
@@ -55,7 +53,6 @@ _BACKLOG = 128
 _AT_ONCE = 64  # so many come in before those who did are listened to
 _MOST_UNREAD = 4096  # messages for a guest that does not read; then it is shown out
 _PATIENCE_S = 1.0  # a guest that is stopped must not hold up a reload for longer
-_MESSAGE = 64 * 1024
 # What a guest needs of a model's configuration, and of each input and output.
 _TOLD = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
 _TOLD_OF_TENSOR = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
@@ -160,12 +157,12 @@ class Guests:
             if len(strangers) >= _MOST_STRANGERS:
                 self._leave(strangers[0])
             if not self._has_room(uid):
-                link.close()
+                passed.part(link)
                 continue
             try:
                 process = os.pidfd_open(pid) if pid else -1
             except OSError:  # gone already, or no descriptor left
-                link.close()
+                passed.part(link)
                 continue
             guest = _Guest(next(self._numbers), uid, link, process)
             self._guests[guest.number] = guest
@@ -183,13 +180,13 @@ class Guests:
             return
         self._loop.remove_reader(guest.link.fileno())
         self._loop.remove_writer(guest.link.fileno())
-        guest.link.close()
         if guest.process >= 0:
             self._loop.remove_reader(guest.process)
             os.close(guest.process)
         self._acknowledgements.exited(guest.number)
         if guest.welcomed:
             self._on_left(guest.number)
+        passed.part(guest.link)
 
     def close(self) -> None:
         """Show everybody out and close the door."""
@@ -225,7 +222,7 @@ class Guests:
 
     def _read(self, guest: _Guest) -> None:
         try:
-            data, fds = _receive(guest.link)
+            data, fds = passed.receive(guest.link)
         except BlockingIOError:
             return
         except OSError:
@@ -243,8 +240,7 @@ class Guests:
             logger.warning("a client program sent what is no message: %s", error)
             self._leave(guest)
         finally:
-            for fd in fds:
-                os.close(fd)
+            passed.let_go(fds)
 
     def _take(self, guest: _Guest, message: Any, fds: list[int]) -> None:
         match message:
@@ -312,14 +308,10 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     no memory behind it yet, or is of huge pages and of who is not `trusted` to leave them in place:
     the host may have no others.
     """
+    if not passed.is_memory(fd) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
     shared = described(fd)
     status = os.fstat(fd)
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0
-    if not stat.S_ISREG(status.st_mode) or not seals & fcntl.F_SEAL_SHRINK:
-        raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
     page = os.fstatvfs(fd).f_bsize
     if page != mmap.PAGESIZE and (not trusted or byte_size % page):
         raise InvalidArgument(
@@ -347,21 +339,6 @@ def _for_guests(message: Any) -> Any:
             return m.SchedulerLost(endpoints.for_guests(endpoint), endpoints.for_guests(successor))
         case _:
             return message
-
-
-def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
-    """One message and its descriptors; b"" at the end. Raises OSError."""
-    room = socket.CMSG_SPACE(4 * 4)
-    data, ancillary, flags, _ = link.recvmsg(_MESSAGE, room, socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        for fd in fds:
-            os.close(fd)
-        return b"", []
-    return data, list(fds)
 
 
 def _brief(tensor: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.peers import is_loopback
+from shmserve.ipc.listener import refuse_descriptors
 from shmserve.trust import NO_GROUP
 
 # Of the addresses that a name has, those of a family that this host does without.
@@ -115,6 +116,7 @@ def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
         if group != NO_GROUP:
             os.chown(path, -1, group)
             path.chmod(0o660)
+        refuse_descriptors(sock)
         sock.listen(1024)
         sock.setblocking(False)
     except OSError as error:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shmserve.client.connection import Connection
 
 _MOST_UNSENT = 1 << 19  # bytes of requests; more leave at once: a frame has its bounds as well
+_MOST_TOGETHER = 1 << 14  # messages
 LATE = "nobody answered within the timeout"
 ENDED = "the server ended before it answered"
 _ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
@@ -199,6 +200,8 @@ class Exchange:
         self.unsent += 1
         if link not in self._busy:
             self._busy.append(link)
+        if self.unsent >= _MOST_TOGETHER:
+            self.flush()
 
     def _connect(self, endpoint: str) -> Dealer:
         return Dealer(endpoint, f"{self.connection.identity}.{self._name}")

@@ -7,6 +7,7 @@ in a region                        where they are: a place is passed on, nothing
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from functools import partial
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.gateway import jsontensors
 from shmserve.gateway.answers import Form
-from shmserve.gateway.bodies import make_room
+from shmserve.gateway.bodies import give_way
 from shmserve.gateway.codec import WireInput, WireRequest
 from shmserve.gateway.models import Model
 from shmserve.gateway.regions import Region, Uses
@@ -77,12 +78,14 @@ class Holds:
         ]
 
     def _block(self, byte_size: int) -> Place:
-        while True:
-            try:
-                return self._arena.allocate(byte_size)
-            except Unavailable:
-                if byte_size > self._arena.memory.byte_size or not make_room():
-                    raise
+        try:
+            return self._arena.allocate(byte_size)
+        except Unavailable:
+            if byte_size <= self._arena.memory.byte_size:
+                for _ in give_way():
+                    with contextlib.suppress(Unavailable):
+                        return self._arena.allocate(byte_size)
+            raise
 
     def __bool__(self) -> bool:
         return self._offset >= 0 or self._uses is not None

@@ -32,8 +32,8 @@ _MOST_CHUNKS = 65536
 _TOGETHER = 1024
 # A body may take `body_timeout_s` and a second more for each of these bytes that came.
 SLOWEST_RATE = 64 * 1024
-# Where memory is full, a body gives up its own that has come for this part of `body_timeout_s` with
-# less than so many bytes a second.
+# Where memory is full, a body gives up its own that was waited for for this part of
+# `body_timeout_s`, with less than so many bytes a second. What it waited for us does not count.
 _GRACE = 1 / 30
 _SLOW_RATE = 1024 * 1024
 
@@ -66,8 +66,12 @@ class _Arriving:
         body.held += more
         self._used += more
         most = max(settings.arena_byte_size, settings.max_input_size)
-        while self._used > max(most, body.held):
-            if not self.make_room():
+        if self._used > max(most, body.held):
+            for slow in self.slow(lambda other: other.held > 0):
+                slow.dismiss()
+                if self._used <= max(most, body.held):
+                    break
+            else:
                 raise Unavailable(f"server memory for request bodies ({most} bytes) is full")
         body.check()
 
@@ -81,22 +85,22 @@ class _Arriving:
         """It has memory elsewhere."""
         self._bodies.add(body)
 
-    def make_room(self) -> bool:
-        """End the slowest of those that hardly come; whether there was one."""
+    def slow(self, useful: Callable[[Body], bool]) -> list[Body]:
+        """Those that hardly come and are `useful` to end, the slowest first."""
         now = time.monotonic()
-        slow = [(body.rate(now), id(body), body) for body in self._bodies if body.is_slow(now)]
-        if not slow:
-            return False
-        min(slow)[2].dismiss()
-        return True
+        slow = [body for body in self._bodies if useful(body) and body.is_slow(now)]
+        return sorted(slow, key=lambda body: body.rate(now))
 
 
 _arriving = _Arriving()
 
 
-def make_room() -> bool:
-    """Memory is full: have the slowest of the bodies that hardly come give its back, if any."""
-    return _arriving.make_room()
+def give_way() -> Iterator[None]:
+    """The arena is full: at each step, the slowest of the bodies that hardly come and have a block
+    of it has given that back."""
+    for body in _arriving.slow(lambda body: body.has_block):
+        body.dismiss()
+        yield
 
 
 class Body:
@@ -113,6 +117,8 @@ class Body:
         self._received = 0
         self._chunks = 0
         self._waiting: asyncio.Timeout | None = None
+        self._since = 0.0  # when that began
+        self._waited_s = 0.0  # before
         self._release: Callable[[], None] | None = None
         self._dismissed = False
         self.held = 0  # bytes outside of the arena
@@ -133,8 +139,9 @@ class Body:
         if self._received == 0 and not self._content.is_eof():
             self._invite()
         limit = self._began + self._settings.body_timeout_s + self._received / SLOWEST_RATE
+        self._since = time.monotonic()
         try:
-            async with asyncio.timeout(limit - time.monotonic()) as self._waiting:
+            async with asyncio.timeout(limit - self._since) as self._waiting:
                 data = await self._next_chunks() if self._chunked else await self._content.readany()
         except TimeoutError:
             self.check()
@@ -142,6 +149,7 @@ class Body:
         except (RequestPayloadError, HttpProcessingError):
             raise BrokenBody("malformed HTTP request body") from None
         finally:
+            self._waited_s = self._waited(time.monotonic())
             self._waiting = None
         self.check()
         self._received += len(data)
@@ -150,13 +158,16 @@ class Body:
     # --- giving way to others
 
     def rate(self, now: float) -> float:
-        """Bytes a second until now."""
-        return self._received / max(now - self._began, 1e-9)
+        """Bytes for each second that was waited until now."""
+        return self._received / max(self._waited(now), 1e-9)
 
     def is_slow(self, now: float) -> bool:
         """Whether it must give way when memory is full."""
         grace_s = _GRACE * self._settings.body_timeout_s
-        return now - self._began > grace_s and self.rate(now) < _SLOW_RATE
+        return self._waited(now) > grace_s and self.rate(now) < _SLOW_RATE
+
+    def _waited(self, now: float) -> float:
+        return self._waited_s + (now - self._since if self._waiting is not None else 0.0)
 
     def check(self) -> None:
         """Raise BodyTimeout if it had to give way; then no byte of its memory is its own."""
@@ -169,19 +180,33 @@ class Body:
         _arriving.give(self)
         if self._release is not None:
             self._release()
-        if self._waiting is not None:
+        if self._waiting is not None and not self._waiting.expired():
             self._waiting.reschedule(0)
+
+    @property
+    def has_block(self) -> bool:
+        """Whether `dismiss` gives back a block of the arena."""
+        return self._release is not None
 
     @contextmanager
     def keeping(self, release: Callable[[], None]) -> Iterator[None]:
-        """It has memory that `release` gives back, which `dismiss` may do while the block runs."""
+        """It has a block that `release` gives back, which `dismiss` may do while this runs."""
         self._release = release
         _arriving.keep(self)
         try:
             yield
         finally:
             self._release = None
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """What `read_start` gave counts as long as this runs: the rest may be long in coming."""
+        try:
+            yield
+        finally:
+            size = self.held
             _arriving.give(self)
+            trim.soon(size)
 
     # --- the whole of it
 
@@ -237,16 +262,13 @@ class Body:
         return whole
 
     async def read_start(self, size: int) -> bytes:
-        """The first `size` bytes and what came with them; fewer at the end. Raises as `read`."""
+        """The first `size` bytes and what came with them; fewer at the end. While the body is
+        `arriving`; raises as `read`."""
         start = bytearray()
-        try:
-            while len(start) < size and (piece := await self.next()):
-                start += piece
-                _arriving.take(self, len(piece), self._settings)
-            return bytes(start)
-        finally:
-            _arriving.give(self)
-            trim.soon(len(start))
+        while len(start) < size and (piece := await self.next()):
+            start += piece
+            _arriving.take(self, len(piece), self._settings)
+        return bytes(start)
 
     async def read_into(self, views: Sequence[memoryview], start: bytes = b"") -> bool:
         """Fill `views`, one after the other, with `start` and then with what comes.

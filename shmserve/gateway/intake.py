@@ -69,7 +69,9 @@ async def take(gateway: Gateway, model: Model, request: Request) -> Taken:
         size = header_size(said, body.declared)
         tail_size = body.declared - size if size else 0
         if tail_size > INLINE_LIMIT:
-            return await _take_streamed(gateway, model, body, size, request.connection.caller)
+            with body.arriving():
+                caller = request.connection.caller
+                return await _take_streamed(gateway, model, body, size, caller)
         whole = await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
     return await _take_whole(gateway, model, whole, said)
 
@@ -151,6 +153,7 @@ async def _take_streamed(
     if len(start) < size:
         raise InvalidArgument(_CUT_SHORT)
     wire = await _parse(start[:size], body.declared - size, model, limit)
+    start = start[size:]
     holds = Holds(gateway.arena)
     try:
         taken, views = _room(gateway, model, wire, holds)
@@ -158,7 +161,7 @@ async def _take_streamed(
             # Nobody waits for the body with another's region in use.
             admit_user(holds.regions, caller.peer())
         with body.keeping(holds.release):
-            if not await body.read_into(views, start[size:]):
+            if not await body.read_into(views, start):
                 raise InvalidArgument(_CUT_SHORT)
     except BaseException:
         holds.release()

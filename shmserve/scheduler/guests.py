@@ -95,9 +95,10 @@ class GuestRules:
 
         Raises InvalidArgument when it cannot be, MalformedMessage when it is no request at all.
         """
-        if len(submit.work) > LARGEST_WORK:
+        size = len(submit.work) + len(submit.request_id)
+        if size > LARGEST_WORK:
             raise InvalidArgument(
-                f"a request of {len(submit.work)} bytes is larger than {LARGEST_WORK}: large "
+                f"a request of {size} bytes is larger than {LARGEST_WORK}: large "
                 "tensors go through shared memory"
             )
         admission = self._admission(number, submit)

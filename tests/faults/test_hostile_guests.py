@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -125,7 +126,7 @@ def never_read(guest: Guest, stage: Scene) -> None:
 def half_frames(guest: Guest, stage: Scene) -> None:
     """Large frames of which the end does not come, over many links at once."""
     links = [guest.link("identity", f"{guest.number}.{guest.token}.{n}") for n in range(12)]
-    start = b"\2" + (60 * MIB).to_bytes(8, "big") + bytes(40 * MIB)
+    start = b"\2" + (8 * MIB).to_bytes(8, "big") + bytes(8 * MIB - 1)
     for link in links:
         assert link._connection is not None
         link._connection.sock.settimeout(10)
@@ -144,7 +145,7 @@ def half_frames(guest: Guest, stage: Scene) -> None:
 
 def a_frame_too_large(guest: Guest, stage: Scene) -> None:
     """It is not waited for."""
-    for size in (65 * MIB, 1 << 40, 2**64 - 1):
+    for size in (8 * MIB + 1, 1 << 40, 2**64 - 1):
         link = guest.link("identity", f"{guest.number}.{guest.token}.{size}")
         send_raw(link, b"", b"\2" + size.to_bytes(8, "big"))
         until("it is ended", partial(ended, link))
@@ -158,6 +159,76 @@ def a_request_too_large(guest: Guest, stage: Scene) -> None:
     assert isinstance(failed, m.Failed) and "shared memory" in failed.message
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
+
+
+def a_request_with_a_large_name(guest: Guest, stage: Scene) -> None:
+    """It waits in the queue as all of the request does."""
+    link = guest.link("identity")
+    link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, submit((small(),)).work, "x" * MIB))
+    failed = answer(link)
+    assert isinstance(failed, m.Failed) and "larger than" in failed.message
+
+
+def all_in_one_frame(guest: Guest, stage: Scene) -> None:
+    """Millions of messages, or of what is none: the others do not wait until all is read."""
+    began = time.monotonic()
+    one = msgpack.packb(["Cancel", 1])
+    many = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
+    for number, words in enumerate((one * (7 * MIB // len(one)), many, one * 6 * MIB)):
+        count = words.count(b"\xdd") or len(words) // len(one)
+        frame = zmtp.frame(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
+        link = guest.link("identity", f"{guest.number}.{guest.token}.{number}")
+        assert link._connection is not None
+        link._connection.sock.settimeout(20)
+        with contextlib.suppress(OSError):
+            link._connection.sock.sendall(frame)
+        link._connection.sock.setblocking(False)
+    honest(stage)
+    assert time.monotonic() - began < 5
+
+
+def slow_to_close(guest: Guest, stage: Scene) -> None:
+    """Descriptors whose last one takes long to close, everywhere that descriptors can be sent."""
+    packed = [frames.pack([m.Acknowledged(1)]), b"\xff", b""]
+    with contextlib.ExitStack() as stack:
+        for words in packed:
+            for count in (1, 4, 100):
+                send_what_lingers(stack, Guest(stage.server).hello().door, words, count)
+        at_once = Guest(stage.server).hello().door  # who has left before all of it is read
+        for words in (*packed, b""):
+            send_what_lingers(stack, at_once, words, 1)
+        at_once.close()
+        scheduler = stack.enter_context(socket.socket(socket.AF_UNIX))
+        scheduler.connect(guest.models["identity"].removeprefix("ipc://"))
+        send_what_lingers(stack, scheduler, zmtp.GREETING, 1)
+        began = time.monotonic()
+        honest(stage)
+        with shmserve.client.connect(stage.server.run_dir) as program:
+            assert program.models()
+        assert time.monotonic() - began < LINGER_S / 2
+
+
+LINGER_S = 10
+
+
+def send_what_lingers(
+    stack: contextlib.ExitStack, link: socket.socket, words: bytes, count: int
+) -> None:
+    """Who closes it last waits until its other end reads, or for so long."""
+    stack.callback(link.close)
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    lingering = socket.create_connection(listener.getsockname())
+    stack.enter_context(listener.accept()[0])
+    lingering.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            lingering.send(bytes(MIB))
+    lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, LINGER_S))
+    try:
+        socket.send_fds(link, [words], [lingering.fileno()] * count)
+    except OSError:  # the kernel lets the server say no, or it is shown out already
+        lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes(8))
+    lingering.close()
 
 
 def many_links(guest: Guest, stage: Scene) -> None:
@@ -373,6 +444,9 @@ CRIMES: list[Callable[[Guest, Scene], None]] = [
     half_frames,
     a_frame_too_large,
     a_request_too_large,
+    a_request_with_a_large_name,
+    all_in_one_frame,
+    slow_to_close,
     many_links,
     another_s_identity,
     stay_after_leaving,

@@ -26,6 +26,7 @@ from shmserve.ipc import frames
 from shmserve.ipc import messages as m
 from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import Memory, Place
+from shmserve.ipc.wary import MOST_ELEMENTS, WaryRouter
 from tests.waiting import until
 
 
@@ -241,3 +242,30 @@ def test_answers_are_copied_by_several_at_a_time(
         assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two
     finally:
         os.close(fd)
+
+
+def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
+    connection: Connection, tmp_path: Path
+) -> None:
+    """However many are cancelled at once."""
+    count = 2 * MOST_ELEMENTS
+    router = WaryRouter(f"ipc://{tmp_path}/scheduler", lambda identity: True)
+    exchange = Exchange(connection, lambda fd: None, lambda fd: None)
+    try:
+        for number in range(count):
+            exchange._post(router.endpoint, m.Cancel(number))
+        exchange.flush()
+        (link,) = exchange._links.values()
+        numbers: list[int] = []
+
+        def all_are_there() -> bool:
+            numbers.extend(message.id for _, message in router.receive())
+            link.receive()  # sends what was not taken before
+            return len(numbers) == count
+
+        until("all are there", all_are_there)
+        assert numbers == [*range(count)]
+        assert not router.malformed
+    finally:
+        exchange.close()
+        router.close()

@@ -698,6 +698,31 @@ def test_bodies_that_never_end_do_not_fill_the_memory(tmp_path: Path, encoding: 
         assert made.http.post(infer, b" " * (2 * MIB)).status == 400
 
 
+def test_headers_whose_tensors_never_come_do_not_fill_the_memory(tmp_path: Path) -> None:
+    """What came before a tensor is here for as long as that is awaited."""
+    tensor = ("IN", "FP32", [5000], bytes(20_000))
+    whole, headers = binary_request([tensor], id="i" * (700 << 10))
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
+    limits: dict[str, Any] = {"max_input_size": MIB, "arena_byte_size": MIB}
+    with rig(tmp_path, body_timeout_s=300.0, **limits) as made:
+        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
+        made.open()
+
+        def ask() -> int:
+            return made.http.post("/v2/models/id/infer", b" " * (700 << 10)).status
+
+        with raw_connection(made.port) as connection:
+            connection.sendall(start + whole[:-1])
+            until("the memory is full", lambda: ask() == 503)
+            connection.sendall(whole[-1:])
+            read_reply(connection).ok()
+            assert ask() == 500
+            connection.sendall(start + whole[:-1])
+            until("the memory is full again", lambda: ask() == 503)
+        until("it is free again", lambda: ask() == 500)
+
+
 @pytest.mark.parametrize("kind", ["json", "gzip", "start", "binary"])
 def test_a_body_that_hardly_comes_gives_way(tmp_path: Path, kind: str) -> None:
     """One that is declared and not sent holds memory for those that others send at once."""

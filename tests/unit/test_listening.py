@@ -87,3 +87,20 @@ def test_a_unix_socket_that_is_in_use(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
         close(first)
+
+
+def test_unix_sockets_take_no_descriptors(tmp_path: Path) -> None:
+    """Who sends one that is slow to close would have the gateway wait for that."""
+    path = tmp_path / "sock"
+    with socket.socket(socket.AF_UNIX) as known:
+        try:
+            known.setsockopt(socket.SOL_SOCKET, 83, 0)  # SO_PASSRIGHTS
+        except OSError:
+            pytest.skip("this kernel (before Linux 6.16) cannot refuse descriptors")
+    with listen_unix(path, NO_GROUP, "--flag") as sock, socket.socket(socket.AF_UNIX) as client:
+        sock.setblocking(True)
+        client.connect(str(path))
+        with pytest.raises(PermissionError):
+            socket.send_fds(client, [b"x"], [client.fileno()])
+        with sock.accept()[0], pytest.raises(PermissionError):
+            socket.send_fds(client, [b"x"], [client.fileno()])
