@@ -58,9 +58,11 @@ class FreeList:
     def free(self, offset: int) -> bool:
         """Give the block at `offset` back; False when there is none (a second or a forged
         release)."""
-        size = self._used.pop(offset, None)
+        size = self._used.get(offset)
         if size is None:
             return False
+        # No call in between: a program that is interrupted here finds both or neither.
+        del self._used[offset]
         self.used -= size
         index = bisect(self._holes, (offset, 0))
         self._holes.insert(index, (offset, size))

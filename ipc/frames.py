@@ -93,9 +93,9 @@ def pack(messages: Iterable[Any]) -> bytes:
 
 def unpack(frame: bytes, most: int = -1) -> list[Any]:
     """The messages of a frame, typed; raises MalformedMessage for anything else, and takes none of
-    it. No array may have more than `most` elements (-1: any number)."""
+    it. No array may have more than `most` elements (-1: any number, from our own processes)."""
     # Were it a million small ones, the collector would look at them again and again.
-    collects = len(frame) > _LARGE and gc.isenabled()
+    collects = most >= 0 and len(frame) > _LARGE and gc.isenabled()
     if collects:
         gc.disable()
     try:
