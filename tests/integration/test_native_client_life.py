@@ -412,6 +412,7 @@ def test_a_callback_may_close_the_client(gated: Server) -> None:
     thread.join()
     for each in threads:
         each.join()
+    gated.wait_pending("gated", 0)
     visit.release()
     with pytest.raises(shmserve.client.Disconnected, match="closed"):
         client.infer("simple", INPUT0=A, INPUT1=A)
