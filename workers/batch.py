@@ -57,6 +57,7 @@ class _Form(NamedTuple):
     requested: dict[str, RequestedOutput]
     bodies: dict[Any, bytes]
     overlaid: bool
+    byte_size: int
 
 
 class Unpacker:
@@ -115,21 +116,25 @@ class Unpacker:
             self._probe,
             form.bodies,
             form.overlaid,
+            form.byte_size,
         )
 
     def _read(self, work: bytes) -> _Form:
         inference = unpack_inference(work)
         tensors: list[tuple[TensorRef, tuple[int, ...]]] = []
-        batch_size = 0
+        batch_size = byte_size = 0
         for tensor in inference.inputs:
             tensors.append((tensor, self._checked_shape(tensor)))
+            data = tensor.data
+            byte_size += len(data) if isinstance(data, bytes) else data.byte_size
             if self._batched:
                 batch_size = tensor.shape[0]
         if not inference.outputs:
             requested = self._all_outputs
         else:
             requested = {output.name: output for output in inference.outputs}
-        form = _Form(inference, tensors, batch_size, requested, {}, overlaid(inference))
+        in_place = overlaid(inference)
+        form = _Form(inference, tensors, batch_size, requested, {}, in_place, byte_size)
         if any(type(tensor.data) is bytes for tensor in inference.inputs):
             self._forms.learn(work, inference, form)
         elif len(work) <= LONGEST_KNOWN:

@@ -151,6 +151,7 @@ class Request:
     model when the client named none. `probe` asks whether the client has cancelled meanwhile.
     `bodies` keeps packed answers by the form of their outputs, where these all have their places:
     requests that are packed alike share it. `overlaid`: an output goes where an input is.
+    `byte_size`: of all inputs together.
     """
 
     key: int
@@ -162,11 +163,7 @@ class Request:
     probe: Callable[[int], bool] = lambda key: False
     bodies: dict[Any, bytes] = field(default_factory=dict)
     overlaid: bool = False
-
-    @property
-    def byte_size(self) -> int:
-        """Of all inputs together."""
-        return sum([len(item.raw) for item in self.inputs.values()])
+    byte_size: int = 0
 
     def is_cancelled(self) -> bool:
         """Whether nobody waits for this request any more (looks at what has arrived until now)."""

@@ -147,7 +147,7 @@ class Exchange:
         return pending
 
     def _send(self, pending: Pending) -> None:
-        link = self._link(pending.endpoint)
+        link = self._links.get(pending.endpoint) or self._link(pending.endpoint)
         # Before it leaves: its memory is kept until it is answered, wherever we are interrupted.
         self._pending[pending.submit.id] = pending
         self._queue(link, pending.submit)
