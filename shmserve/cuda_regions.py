@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.errors import InvalidArgument, ShmserveError, from_code
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors import Memory
 
@@ -48,7 +48,7 @@ class HandleCheck:
         assert handle is not None
         if handle.device >= self.devices:
             raise InvalidArgument(f"{INVALID} (the server has {self.devices} CUDA devices)")
-        workers = self._workers(handle.device)
+        workers = list(self._workers(handle.device))
         if not workers:
             return
         number = next(self._numbers)
@@ -71,9 +71,13 @@ class HandleCheck:
             raise from_code(answer.code, answer.message)
 
     def checked(self, pid: int, message: MemoryChecked) -> None:
-        """The answer of worker `pid`; the first of those who were asked counts."""
-        workers, future = self._open.get(message.id, ((), None))
-        if future is not None and pid in workers and not future.done():
+        """The answer of worker `pid`; of those who were asked the first counts that can use the
+        device, or the last."""
+        workers, future = self._open.get(message.id, ([], None))
+        if future is None or pid not in workers or future.done():
+            return
+        workers.remove(pid)
+        if message.code != Unavailable.code or not workers:
             future.set_result(message)
 
 

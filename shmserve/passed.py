@@ -90,11 +90,13 @@ def _close(fds: Iterable[int]) -> None:
         try:
             sock = socket.socket(fileno=fd)
         except OSError:  # not a socket
-            os.close(fd)
+            with contextlib.suppress(OSError):  # what a file system says; it is closed
+                os.close(fd)
             continue
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-        sock.close()
+        with contextlib.suppress(OSError):
+            sock.close()
 
 
 def _aside(action: Callable[[], None]) -> None:

@@ -130,11 +130,12 @@ class Connection:
         self._wake_all()
 
     def _tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        with self._lock:
-            try:
-                socket.send_fds(self._door, [frames.pack([message])], fds)
-            except OSError as error:
-                raise Disconnected(_GONE) from error
+        # Without the lock: a signal's handler may find its thread in that, and wait for another one
+        # that has something to tell. A packet goes as a whole.
+        try:
+            socket.send_fds(self._door, [frames.pack([message])], fds)
+        except OSError as error:
+            raise Disconnected(_GONE) from error
 
     # --- memory
 

@@ -281,15 +281,16 @@ class Memories:
                     self._settle()
 
     def _settle(self) -> None:
-        while self.returned:
-            segment, offset = self.returned[0]
+        returned = self.returned  # a signal's handler may close this, which puts another one there
+        while returned:
+            segment, offset = returned[0]
             segment.free.free(offset)
             if not segment.free.used and segment in self._segments:
                 self._segments.remove(segment)
                 self._withdraw(segment)
                 segment.close()
             # Last: who is interrupted before does it again.
-            self.returned.popleft()
+            returned.popleft()
 
     def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
         """The segment, and the offset in it, of memory at an address of this process."""

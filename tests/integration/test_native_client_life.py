@@ -389,6 +389,17 @@ def test_a_client_that_nobody_closes(gated: Server) -> None:
         shmserve.client.connect(gated.run_dir)
 
 
+def test_memory_is_taken_back_though_the_connection_is_interrupted(gated: Server) -> None:
+    """Who wants memory in a signal's handler, where its thread holds the connection's lock, waits
+    for the connection's own thread, which is to wait for nobody."""
+    with shmserve.client.connect(gated.run_dir) as client:
+        memories = client._session.memories
+        region = client.allocate({"INPUT0": ((ROW,), "FP32")})
+        with client._session.connection()._lock:
+            del region
+            until("it is taken back", lambda: not memories.returned and not memories._segments)
+
+
 def test_a_callback_may_close_the_client(gated: Server) -> None:
     client = shmserve.client.connect(gated.run_dir)
     thread = client._session.connection()._thread

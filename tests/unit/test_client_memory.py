@@ -192,6 +192,18 @@ def interrupted_at(moment: int) -> bool:
     return seen > moment
 
 
+def test_who_closes_the_client_in_the_middle_ends_nothing_but_that() -> None:
+    """As a signal's handler may, while what was given back is taken back."""
+
+    def share(segment: AnySegment) -> None:
+        segment.shared([1, 0, 0, 0, segment.size, True, False, False])
+
+    own = Memories(16 << 20, share, lambda segment: own.close())
+    own.allocate(1000).give_back()
+    own.settle()
+    assert not own._segments
+
+
 def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
     block = memories.allocate(100)
     segment = weakref.ref(block.segment)

@@ -325,6 +325,14 @@ def test_who_was_not_asked_is_not_heard() -> None:
     workers.check(0)
 
 
+def test_a_worker_that_cannot_use_the_device_does_not_speak_for_others() -> None:
+    Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: ""}).check(0)
+    with pytest.raises(InvalidArgument, match="reason"):
+        Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: "INVALID_ARG"}).check(0)
+    with pytest.raises(Unavailable, match="reason"):
+        Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: "UNAVAILABLE"}).check(0)
+
+
 def test_what_they_refuse_is_refused() -> None:
     text = r"failed to register shared memory region: invalid args \(reason\)"
     with pytest.raises(InvalidArgument, match=text):
