@@ -192,6 +192,7 @@ def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
 def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
     executing, queued = stage.submit(), stage.submit()
     stage.next(stage.worker)
+    stage.statistics()  # answered behind both of them
     stage.tell(m.Stop())
     assert stage.process.wait(5) == 0
     answers = stage.all(stage.client)
