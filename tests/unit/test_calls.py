@@ -18,6 +18,7 @@ from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import INLINE_LIMIT, Place, TensorRef
 from shmserve.workers.calls import CallInput, CallRequest, Calls, Reply
 from tests.called_models import Others, finished, work
+from tests.waiting import until
 from tests.worker_rig import MIB, Region, Rig, rig, tensor
 
 
@@ -355,16 +356,19 @@ def test_a_coroutine_hears_of_losses_and_errors(calls: Calls, others: Others) ->
 def test_threads_take_answers_for_each_other(calls: Calls, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = [others.run(call, calls, request([n])) for n in range(6)]
-    asked = 0
+    questions: list[m.FindModel] = []
     submits: list[m.Submit] = []
-    while len(submits) < 6:
+
+    def submitted() -> bool:
         # As many threads ask where it is as begin before the first has been told.
-        if scheduler.silent():
-            others.found("s1")
-            asked += 1
-        else:
+        if not others.supervisor.silent():
+            questions.append(others.found("s1"))
+        if not scheduler.silent():
             submits.append(scheduler.next(m.Submit))
-    assert asked <= 6
+        return len(submits) == 6
+
+    until("all have asked", submitted, 20)
+    assert len(questions) <= 6
     for submit in submits:
         scheduler.say(doubled(submit))
     assert [values(future.result()) for future in running] == [[2.0 * n] for n in range(6)]
