@@ -18,6 +18,7 @@ from shmserve.gateway.crowds import Server
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.requests import Request
 from shmserve.gateway.settings import Settings
+from tests.clocks import Clock
 
 _SETTINGS = Settings()
 _BODIES = (b"", b"{}", b"{1}", b"POST /a HTTP/1.1\r\n\r\n", bytes(300))
@@ -244,19 +245,6 @@ def test_a_clock_that_others_have_started_costs_nobody_its_time() -> None:
     assert asyncio.run(run()) == 4
 
 
-class Time:
-    """The running loop's clock, which goes on when the test says so."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        asyncio.get_running_loop().time = lambda: self._now  # type: ignore[method-assign]
-
-    async def at(self, now: float) -> None:
-        """It is so late, and all who waited for it have had their turns."""
-        self._now = now
-        await settle(100)
-
-
 def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
     """Its clock still runs, and ends in the middle of the next one's head."""
     first, second = (
@@ -265,23 +253,21 @@ def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
     )
 
     async def run() -> tuple[int, bool]:
-        time = Time()
-        connection, transport = connected(
-            settings=Settings(header_timeout_s=0.4, body_timeout_s=0.4)
-        )
-        await time.at(0.0)
+        clock = Clock()
+        connection, transport = connected(settings=Settings(header_timeout_s=4, body_timeout_s=4))
+        await settle()
         connection.data_received(first[:-2])
-        await time.at(0.1)
+        await clock.go_on(1)
         connection.data_received(first[-2:])
-        await time.at(0.3)
+        await clock.go_on(2)
         connection.data_received(second[:10])
-        await time.at(0.45)
-        await time.at(0.65)
+        await clock.go_on(1.5)
+        await clock.go_on(2)
         connection.data_received(second[10:])
         await settle()
         answered = len(replies(transport.written))
         connection.data_received(second[:10])
-        await time.at(1.1)
+        await clock.go_on(4.5)
         ended = not connection.open
         connection.connection_lost(None)
         await settle()
@@ -301,16 +287,16 @@ def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
             return json_reply("late")
 
     async def run() -> list[list[Any]]:
-        time = Time()
+        clock = Clock()
         connection, transport = connected(answer, Settings(header_timeout_s=5, body_timeout_s=2))
-        await time.at(0.0)
+        await settle()
         for _ in range(2):
             connection.data_received(known)
             await settle()
         connection.data_received(known[: len(known) - 2 + sent])
         found = []
-        for now in (1.9, 2.1):
-            await time.at(now)
+        for seconds in (1.9, 0.2):
+            await clock.go_on(seconds)
             found.append(replies(transport.written)[2:])
         connection.connection_lost(None)
         await settle()
