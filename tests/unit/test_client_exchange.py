@@ -265,7 +265,7 @@ def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
             link.receive()  # sends what was not taken before
             return len(numbers) == count
 
-        until("all are there", all_are_there)
+        until("all are there", all_are_there, 60)
         assert numbers == [*range(count)]
         assert not router.malformed
     finally:
