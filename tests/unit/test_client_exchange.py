@@ -237,7 +237,7 @@ def test_answers_are_copied_by_several_at_a_time(
     try:
         os.write(fd, bytes(4095) + b"!")
         place = Place(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
-        gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+        gc.collect()  # or it does in the middle: what tests before this one have left
         before = len(os.listdir("/proc/self/fd"))
         copy()
         assert copies == [b"!", b"!"]
