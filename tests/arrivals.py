@@ -11,10 +11,10 @@ from shmserve.ipc.channels import Dealer, Router
 def arrived(link: Dealer | Router, patience_s: float = 10.0) -> list[Any]:
     """What `link` receives, once that is something; [] when nothing comes in time.
 
-    A socket also wakes up for handshakes.
+    A socket also wakes up for handshakes. What is here is taken, however late it is.
     """
     end = time.monotonic() + patience_s
-    while (left_s := end - time.monotonic()) > 0 and link.wait(left_s):
+    while link.wait(max(0.0, end - time.monotonic())):
         messages = list(link.receive())
         if messages:
             return messages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import cast
@@ -16,11 +16,13 @@ from aiohttp.streams import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from shmserve.errors import Unavailable
+from shmserve.gateway import bodies
 from shmserve.gateway.assembly import Holds
 from shmserve.gateway.bodies import Body, BodyTimeout
 from shmserve.gateway.requests import Request
 from shmserve.gateway.settings import Settings
 from shmserve.ipc.arena import Arena
+from tests.clocks import Clock
 
 MIB = 1 << 20
 
@@ -57,30 +59,46 @@ def arena_of(size: int) -> Iterator[Arena]:
     arena.close()
 
 
-async def started(*ways: Coroutine[object, object, object]) -> list[asyncio.Task[object]]:
+@pytest.fixture
+def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
+    """What makes the clock of the running loop and of its bodies."""
+
+    def make() -> Clock:
+        clock = Clock()
+        monkeypatch.setattr(bodies, "time", SimpleNamespace(monotonic=clock.read))
+        return clock
+
+    return make
+
+
+async def started(
+    clock: Clock, *ways: Coroutine[object, object, object]
+) -> list[asyncio.Task[object]]:
     """Tasks that have waited for 50 ms."""
     tasks = [asyncio.create_task(way) for way in ways]
-    await asyncio.sleep(0.05)
+    await clock.go_on(0)
+    await clock.go_on(0.05)
     return tasks
 
 
-def test_only_who_has_such_memory_gives_way() -> None:
+def test_only_who_has_such_memory_gives_way(make_clock: Callable[[], Clock]) -> None:
     """Memory for JSON is none for tensors: who has none of what is wanted goes on."""
 
     async def run(arena: Arena) -> None:
+        clock = make_clock()
         json, tensor = Client(), Client()
-        tasks = await started(json.body.read(MIB, ""), tensor.upload(arena, MIB))
+        tasks = await started(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
         json.content.feed_data(bytes(1000))
-        await asyncio.sleep(0.02)
+        await clock.go_on(0.02)
         holds = Holds(arena)
         holds.allocate([MIB])
-        await asyncio.sleep(0.01)
+        await clock.go_on(0.01)
         assert [task.done() for task in tasks] == [False, True]
         with pytest.raises(BodyTimeout, match="too slowly"):
             await tasks[1]
         with pytest.raises(Unavailable):
             Holds(arena).allocate([MIB])
-        await asyncio.sleep(0.01)
+        await clock.go_on(0.01)
         assert not tasks[0].done()
         holds.release()
         tasks[0].cancel()
@@ -89,15 +107,16 @@ def test_only_who_has_such_memory_gives_way() -> None:
         asyncio.run(run(arena))
 
 
-def test_who_is_fast_and_waits_for_us_is_not_slow() -> None:
+def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock]) -> None:
     async def run(arena: Arena) -> None:
+        clock = make_clock()
         client = Client()
         holds = Holds(arena)
         (place,) = holds.allocate([MIB])
         client.content.feed_data(bytes(100))
         with client.body.keeping(holds.release):
             await client.body.next()
-            await asyncio.sleep(0.1)  # as while it is decompressed
+            await clock.go_on(0.1)  # as while it is decompressed
             with pytest.raises(Unavailable):
                 Holds(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
@@ -108,13 +127,13 @@ def test_who_is_fast_and_waits_for_us_is_not_slow() -> None:
         asyncio.run(run(arena))
 
 
-def test_who_is_out_of_time_anyway_gives_way() -> None:
+def test_who_is_out_of_time_anyway_gives_way(make_clock: Callable[[], Clock]) -> None:
     """Between the end of its time and the moment at which it knows."""
 
     async def run(arena: Arena) -> None:
+        clock = make_clock()
         client = Client(0.1)
-        tasks = await started(client.upload(arena, MIB))
-        loop = asyncio.get_running_loop()
+        tasks = await started(clock, client.upload(arena, MIB))
         others: list[BaseException | None] = []
 
         def other() -> None:
@@ -127,9 +146,8 @@ def test_who_is_out_of_time_anyway_gives_way() -> None:
             holds.release()
 
         # Both in one turn of the loop.
-        loop.call_later(0.06, other)
-        loop.call_soon(time.sleep, 0.1)
-        await asyncio.sleep(0.05)
+        asyncio.get_running_loop().call_later(0.06, other)
+        await clock.go_on(0.1)
         assert others == [None]
         with pytest.raises(BodyTimeout):
             await tasks[0]

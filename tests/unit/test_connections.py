@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.gateway.authorisation import Authorisation
-from shmserve.gateway.bodies import Body
+from shmserve.gateway.bodies import Body, BodyTimeout
 from shmserve.gateway.callers import Door, DoorKind
-from shmserve.gateway.connections import Connection
+from shmserve.gateway.connections import Answer, Connection
 from shmserve.gateway.crowds import Server
 from shmserve.gateway.replies import Reply, json_reply
 from shmserve.gateway.requests import Request
 from shmserve.gateway.settings import Settings
+from tests.clocks import Clock
 
 _SETTINGS = Settings()
 _BODIES = (b"", b"{}", b"{1}", b"POST /a HTTP/1.1\r\n\r\n", bytes(300))
@@ -86,10 +87,12 @@ requests = st.lists(
 )
 
 
-def connected() -> tuple[Connection, Transport]:
-    """A new connection whose requests are repeated."""
+def connected(
+    answer: Answer = repeat, settings: Settings = _SETTINGS
+) -> tuple[Connection, Transport]:
+    """A new connection whose requests are repeated, or answered otherwise."""
     door = Door(DoorKind.LOOPBACK, Authorisation({}, {}), None)
-    connection = Server(repeat, _SETTINGS, door, 10)()
+    connection = Server(answer, settings, door, 10)()
     transport = Transport()
     connection.connection_made(transport)
     return connection, transport
@@ -240,3 +243,63 @@ def test_a_clock_that_others_have_started_costs_nobody_its_time() -> None:
         return len(replies(transport.written))
 
     assert asyncio.run(run()) == 4
+
+
+def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
+    """Its clock still runs, and ends in the middle of the next one's head."""
+    first, second = (
+        packed("POST", "/a", (), b"{}", "length"),
+        packed("GET", "/b", (), b"", "length"),
+    )
+
+    async def run() -> tuple[int, bool]:
+        clock = Clock()
+        connection, transport = connected(settings=Settings(header_timeout_s=4, body_timeout_s=4))
+        await settle()
+        connection.data_received(first[:-2])
+        await clock.go_on(1)
+        connection.data_received(first[-2:])
+        await clock.go_on(2)
+        connection.data_received(second[:10])
+        await clock.go_on(1.5)
+        await clock.go_on(2)
+        connection.data_received(second[10:])
+        await settle()
+        answered = len(replies(transport.written))
+        connection.data_received(second[:10])
+        await clock.go_on(4.5)
+        ended = not connection.open
+        connection.connection_lost(None)
+        await settle()
+        return answered, ended
+
+    assert asyncio.run(run()) == (2, True)
+
+
+@pytest.mark.parametrize("sent", [0, 1])
+def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
+    known = packed("POST", "/a", (), b"{}", "length")
+
+    async def answer(request: Request) -> Reply:
+        try:
+            return await repeat(request)
+        except BodyTimeout:
+            return json_reply("late")
+
+    async def run() -> list[list[Any]]:
+        clock = Clock()
+        connection, transport = connected(answer, Settings(header_timeout_s=5, body_timeout_s=2))
+        await settle()
+        for _ in range(2):
+            connection.data_received(known)
+            await settle()
+        connection.data_received(known[: len(known) - 2 + sent])
+        found = []
+        for seconds in (1.9, 0.2):
+            await clock.go_on(seconds)
+            found.append(replies(transport.written)[2:])
+        connection.connection_lost(None)
+        await settle()
+        return found
+
+    assert asyncio.run(run()) == [[], ["late"]]

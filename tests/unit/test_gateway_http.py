@@ -42,12 +42,20 @@ SECONDS = 0.4
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    folder = tmp_path_factory.mktemp("run")
-    limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
-    with rig(folder, max_input_size=2 * MIB, **limits) as made:
+    with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as made:
         made.publish(SIMPLE, made.scheduler(add_sub))
         made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
         made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(one_byte))
+        made.open()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One whose clients have little time: what it is to answer is sent to it at one go."""
+    limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
+    with rig(tmp_path_factory.mktemp("hasty"), **limits) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
         made.open()
         yield made
 
@@ -66,10 +74,13 @@ def one_byte(request: Inference) -> Inferred:
 
 
 @pytest.fixture(autouse=True)
-def others_are_served(gateway: Rig) -> Iterator[None]:
+def others_are_served(gateway: Rig, hasty: Rig) -> Iterator[None]:
     yield
     gateway.http.infer("simple", simple_body()).ok()
-    assert "Traceback" not in gateway.log
+    body = simple_body()
+    ask(hasty, head(len(body)) + body).ok()
+    for made in (gateway, hasty):
+        assert "Traceback" not in made.log
 
 
 def simple_body(**members: Any) -> bytes:
@@ -251,13 +262,14 @@ def test_a_body_that_nobody_reads_ends_the_connection(gateway: Rig) -> None:
     "sent",
     [b"", b"POST /v2/mod", b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nA:"],
 )
-def test_a_head_that_stops_ends_the_connection(gateway: Rig, sent: bytes) -> None:
-    with raw_connection(gateway.port) as connection:
+def test_a_head_that_stops_ends_the_connection(hasty: Rig, sent: bytes) -> None:
+    with raw_connection(hasty.port) as connection:
         connection.sendall(sent)
-        connection.settimeout(2 * SECONDS)
         if sent:
+            connection.settimeout(20 * SECONDS)
             assert is_closed(connection)
         else:  # who has said nothing yet may take its time
+            connection.settimeout(2 * SECONDS)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
             body = simple_body()
@@ -265,22 +277,22 @@ def test_a_head_that_stops_ends_the_connection(gateway: Rig, sent: bytes) -> Non
             read_reply(connection).ok()
 
 
-def test_a_head_that_drips_ends_the_connection(gateway: Rig) -> None:
+def test_a_head_that_drips_ends_the_connection(hasty: Rig) -> None:
     """R15: headers have a deadline."""
     began = time.monotonic()
-    with raw_connection(gateway.port) as connection:
+    with raw_connection(hasty.port) as connection:
         connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - began < 10 * SECONDS:
+            while time.monotonic() - began < 20 * SECONDS:
                 connection.sendall(b"A: b\r\n")
                 time.sleep(SECONDS / 8)
-    assert SECONDS < time.monotonic() - began < 5 * SECONDS
+    assert SECONDS < time.monotonic() - began < 10 * SECONDS
 
 
 @pytest.mark.parametrize("size", [500, 100_000, 1_500_000])
 @pytest.mark.parametrize("sent", [0, 100])
-def test_a_body_that_stops_is_given_up(gateway: Rig, size: int, sent: int) -> None:
-    with raw_connection(gateway.port) as connection:
+def test_a_body_that_stops_is_given_up(hasty: Rig, size: int, sent: int) -> None:
+    with raw_connection(hasty.port) as connection:
         connection.sendall(head(size) + b" " * sent)
         reply = read_reply(connection)
         assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
@@ -288,17 +300,16 @@ def test_a_body_that_stops_is_given_up(gateway: Rig, size: int, sent: int) -> No
 
 
 @pytest.mark.parametrize("sent", [0, 100])
-def test_a_body_that_stops_behind_a_known_head_is_given_up(gateway: Rig, sent: int) -> None:
+def test_a_body_that_stops_behind_a_known_head_is_given_up(hasty: Rig, sent: int) -> None:
     body = simple_body()
-    with raw_connection(gateway.port) as connection:
+    with raw_connection(hasty.port) as connection:
         for _ in range(2):
             connection.sendall(head(len(body)) + body)
             read_reply(connection).ok()
-        began = time.monotonic()
+        connection.settimeout(20 * SECONDS)
         connection.sendall(head(len(body)) + body[:sent])
         reply = read_reply(connection)
         assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
-        assert time.monotonic() - began < 3 * SECONDS
         assert is_closed(connection)
 
 
@@ -327,24 +338,10 @@ def test_small_bodies_have_the_time_that_bodies_have(
             read_reply(connection).ok()
 
 
-def test_the_time_of_one_request_is_not_that_of_the_next(gateway: Rig) -> None:
-    body = simple_body()
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(head(len(body)) + body[:100])
-        time.sleep(SECONDS / 4)
-        connection.sendall(body[100:])
-        read_reply(connection).ok()
-        time.sleep(SECONDS / 2)
-        connection.sendall(HEALTH[:10])
-        time.sleep(SECONDS / 2)
-        connection.sendall(HEALTH[10:])
-        read_reply(connection).ok()
-
-
-def test_a_body_that_drips_is_given_up(gateway: Rig) -> None:
+def test_a_body_that_drips_is_given_up(hasty: Rig) -> None:
     """R15: bodies have a deadline."""
     began = time.monotonic()
-    with raw_connection(gateway.port) as connection:
+    with raw_connection(hasty.port) as connection:
         connection.sendall(head(1_000_000))
         connection.setblocking(False)
         reply = b""
@@ -360,23 +357,23 @@ def test_a_body_that_drips_is_given_up(gateway: Rig) -> None:
 
 
 @pytest.mark.parametrize("reads", [0, 1, 1000])
-def test_a_client_that_does_not_read_is_cut_off(gateway: Rig, reads: int) -> None:
+def test_a_client_that_does_not_read_is_cut_off(hasty: Rig, reads: int) -> None:
     """R15: answers have a deadline, also for who takes a few bytes from time to time."""
     big = bytes(64 * MIB)
     config = model_config(
         "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
     )
-    gateway.publish(
-        config, gateway.scheduler(lambda r: Inferred((TensorRef("OUT", "INT8", (len(big),), big),)))
+    hasty.publish(
+        config, hasty.scheduler(lambda r: Inferred((TensorRef("OUT", "INT8", (len(big),), big),)))
     )
     inputs = [{"name": "IN", "datatype": "INT8", "shape": [1], "data": [0]}]
     body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", gateway.port))
-        connection.sendall(head(len(body)).replace(b"/simple/", b"/big/") + body)
+        connection.connect(("127.0.0.1", hasty.port))
         port = connection.getsockname()[1]
-        until("the gateway has accepted", lambda: port in client_ports(gateway))
+        until("the gateway has accepted", lambda: port in client_ports(hasty))
+        connection.sendall(head(len(body)).replace(b"/simple/", b"/big/") + body)
         connection.setblocking(False)
         received = 0
 
@@ -384,7 +381,7 @@ def test_a_client_that_does_not_read_is_cut_off(gateway: Rig, reads: int) -> Non
             nonlocal received
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 received += len(connection.recv(reads)) if reads else 0
-            return port not in client_ports(gateway)
+            return port not in client_ports(hasty)
 
         until("the client is cut off", cut_off, 30)
         connection.setblocking(True)
