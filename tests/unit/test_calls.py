@@ -18,6 +18,7 @@ from shmserve.ipc.regions import Mappings
 from shmserve.ipc.tensors import INLINE_LIMIT, Place, TensorRef
 from shmserve.workers.calls import CallInput, CallRequest, Calls, Reply
 from tests.called_models import Others, finished, work
+from tests.waiting import until
 from tests.worker_rig import MIB, Region, Rig, rig, tensor
 
 
@@ -357,13 +358,18 @@ def test_threads_take_answers_for_each_other(calls: Calls, others: Others) -> No
     running = [others.run(call, calls, request([n])) for n in range(6)]
     asked = 0
     submits: list[m.Submit] = []
-    while len(submits) < 6:
+
+    def all_are_submitted() -> bool:
+        nonlocal asked
         # As many threads ask where it is as begin before the first has been told.
-        if scheduler.silent():
+        if not others.supervisor.silent():
             others.found("s1")
             asked += 1
-        else:
+        if not scheduler.silent():
             submits.append(scheduler.next(m.Submit))
+        return len(submits) == 6
+
+    until("all are submitted", all_are_submitted, 10)
     assert asked <= 6
     for submit in submits:
         scheduler.say(doubled(submit))
