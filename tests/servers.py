@@ -332,6 +332,14 @@ def runs(process: psutil.Process) -> bool:
     return False
 
 
+def kill_together(members: Sequence[psutil.Process]) -> None:
+    """SIGKILL to all of a `tree`: none of them runs while another one has ended already."""
+    for process in members:
+        process.suspend()
+    for process in reversed(members):
+        process.kill()
+
+
 def stopped(process: psutil.Process) -> None:
     """SIGSTOP a process."""
     os.kill(process.pid, signal.SIGSTOP)
