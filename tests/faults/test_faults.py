@@ -37,6 +37,9 @@ from tests.waiting import until
 # The workers share torch's pages with the zygote they come from: not with the one that follows it.
 TORCH_BYTES = 256 << 20
 
+# Before what has died often in a row, as the model "crimes" has, is started again.
+LONGEST_PAUSE_S = 0.8
+
 NUMBERS = np.arange(65536, dtype=np.float32)
 
 
@@ -419,6 +422,11 @@ def leave_processes_behind(stage: Scene) -> None:
     worker.kill()
     _, alive = psutil.wait_procs(started, timeout=RECOVERY_S)
     assert not alive
+
+    def here_again() -> bool:
+        return stage.server.answers("/v2/models/crimes/ready")
+
+    until("it is here again", here_again, LONGEST_PAUSE_S + RECOVERY_S)
 
 
 CRIMES: dict[str, Crime] = {
