@@ -56,8 +56,10 @@ class Server:
         self.folder = Path(tempfile.mkdtemp(prefix="st-"))
         self.run_dir = run_dir or self.folder / "run"
         self.log_path = self.folder / "log"
-        self.http_port, self.metrics_port = ports or free_ports(2)
-        self.grpc_port = free_ports(1)[0] if grpc else 0
+        self._held = hold_ports(3)
+        found = [port_of(sock) for sock in self._held]
+        self.http_port, self.metrics_port = ports or found[:2]
+        self.grpc_port = found[2] if grpc else 0
         self.gate = Gate(self.folder / "gate")
         # The gate and the temporary files are this server's; nothing of it is in a folder others
         # use.
@@ -250,6 +252,8 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+        for sock in self._held:
+            sock.close()
         if self in RUNNING:
             RUNNING.remove(self)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -273,13 +277,26 @@ def title(process: psutil.Process) -> str:
     return "(gone)"
 
 
+def hold_ports(count: int) -> list[socket.socket]:
+    """Sockets at ports that nobody listens on, and that nobody else finds while these are open: who
+    listens with SO_REUSEADDR, as the server does, may have them all the same.
+    """
+    sockets = [socket.socket() for _ in range(count)]
+    for free in sockets:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", 0))
+    return sockets
+
+
+def port_of(sock: socket.socket) -> int:
+    """Where it is bound."""
+    return int(sock.getsockname()[1])
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [int(free.getsockname()[1]) for free in sockets]
+        return [port_of(stack.enter_context(free)) for free in hold_ports(count)]
 
 
 @contextlib.contextmanager
@@ -330,6 +347,14 @@ def runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
+
+
+def kill_together(members: Sequence[psutil.Process]) -> None:
+    """SIGKILL to all of a `tree`: none of them runs while another one has ended already."""
+    for process in members:
+        process.suspend()
+    for process in reversed(members):
+        process.kill()
 
 
 def stopped(process: psutil.Process) -> None:

@@ -35,7 +35,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Server]:
     """A server that sees one crime after the other."""
-    with running(repository, "--gateways=2", "--execution-timeout-secs=1") as started:
+    with running(repository, "--gateways=2", "--execution-timeout-secs=3") as started:
         with Load(started):
             pass  # what the first requests take for good is not a leak
         yield started

@@ -24,6 +24,8 @@ from tests.waiting import until
 RECOVERY_S = 1.0
 # A process that is stopped (SIGSTOP) is given this long to be continued before it counts as dead.
 STOP_GRACE_S = 0.5
+# A process keeps so much of what large tensors took, for the next ones.
+ARENA_BYTES = 64 << 20
 _SETTLE_S = 5.0
 _MORE_MEMORY = 48 << 20
 _WORTH_A_WORD = 1 << 20
@@ -138,7 +140,11 @@ def scene(server: Server, more_memory: int = 0, regions: int = 1) -> Iterator[Sc
     with crowd(server) as people, Load(server, memory=regions) as load, server.http() as http:
         yield Scene(server, people, load, http)
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
+    assert_is_as_it_was(server, before, more_memory)
 
+
+def assert_is_as_it_was(server: Server, before: State, more_memory: int) -> None:
+    """Asserts that soon nothing is left; `more_memory`: bytes that it may have taken for good."""
     differences: list[str] = []
 
     def as_before() -> bool:

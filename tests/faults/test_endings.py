@@ -15,7 +15,7 @@ from tests.crowd import crowd
 from tests.faults.scene import RECOVERY_S, start_processes, wait_replaced
 from tests.leaks import made_since
 from tests.load import Load
-from tests.servers import Server, running
+from tests.servers import Server, kill_together, running
 from tests.waiting import until
 
 _ORPHANS_S = 1.0
@@ -103,7 +103,7 @@ def test_a_terminal_that_is_closed(serve: Callable[..., Server]) -> None:
     with Load(server) as load:
         pass
     assert load.troubles() == []
-    assert set(server.find("zygote")) < set(members)
+    assert {server.one("worker zygote"), server.one("front zygote")} < set(members)
     server.stop()
 
 
@@ -138,10 +138,7 @@ def test_a_run_directory_that_a_killed_server_left(serve: Callable[..., Server])
     """
     first = serve("--gateways=2")
     members = first.tree()
-    for process in members:
-        process.suspend()
-    for process in reversed(members):
-        process.kill()
+    kill_together(members)
     psutil.wait_procs(members, timeout=5)
     first.process.wait()
     leftovers = (

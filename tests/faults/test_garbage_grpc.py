@@ -16,7 +16,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tests import repositories
-from tests.faults.scene import Scene, State, assert_recovers, scene
+from tests.faults.scene import Scene, State, assert_is_as_it_was, assert_recovers, scene
 from tests.grpc_calls import is_right, request_of, simple_request, stub
 from tests.http2 import OPENED, PREFACE, SERVICE, flood, frame, message, post
 from tests.load import Load
@@ -294,5 +294,5 @@ def test_calls_that_are_given_up(server: Server) -> None:
 
 def test_after_all(server: Server, beginning: State) -> None:
     """What each may have left has not added up."""
-    assert beginning.differences(State.of(server), 4 * _GRPC_BYTES) == []
+    assert_is_as_it_was(server, beginning, 4 * _GRPC_BYTES)
     assert "Traceback" not in server.log()

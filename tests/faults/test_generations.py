@@ -4,10 +4,11 @@ answered, and what is said of the model is so.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shmserve.ipc import messages as m
 from tests import repositories
 from tests.crowd import Crowd, crowd, values
+from tests.guests import Guest
 from tests.raw_http import Reply, binary_request
 from tests.servers import Server, running
 from tests.waiting import until
@@ -40,7 +43,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Server]:
-    """A server with a gateway of each kind: one may be stopped while the other is asked."""
+    """A server with a gateway of each kind: both must know of a change."""
     flags = ("--model-control-mode=explicit", "--load-model=simple")
     with running(repository, *flags, grpc=True) as started:
         yield started
@@ -65,6 +68,24 @@ def attached(server: Server) -> int:
         rows = [line.split() for line in table]
     start = f"{server.run_dir}/w"
     return sum(row[-1].startswith(start) and row[5] == "03" for row in rows)
+
+
+@contextlib.contextmanager
+def silent_guest(server: Server) -> Iterator[Callable[[str], None]]:
+    """Who has not acknowledged a change yet, which waits for it for a while. Yields what returns
+    once a change of that model does so, and the gateways know of it.
+    """
+    with contextlib.closing(Guest(server).hello()) as guest:
+
+        def wait(model: str) -> None:
+            while True:
+                match guest.next():
+                    case m.ModelPublished(name=name, acknowledge=number) if number:
+                        if name == model:
+                            break
+            state(server, model)  # is told behind it
+
+        yield wait
 
 
 @pytest.mark.parametrize("verb", ["load", "unload"])
@@ -179,12 +200,12 @@ def test_a_version_gives_way_to_another_while_models_change(
         before = len(server.log())
         change(people, "two").result().ok()
         (repository / "two" / "2").rename(repository / "two" / "1")
-        gateway = server.one("gateway grpc")
-        gateway.suspend()  # the change waits for it
-        asked = change(people, "two")
-        until("two generations", lambda: len(server.find("scheduler two")) == 2)
-        server.one("worker simple").kill()
-        until("the other one is killed, being stopped", lambda: not gateway.is_running(), 10)
+        with silent_guest(server) as changes:
+            asked = change(people, "two")
+            changes("two")
+            assert len(server.find("scheduler two")) == 2
+            server.one("worker simple").kill()
+            until("it is known", lambda: not server.answers("/v2/models/simple/ready"))
         asked.result().ok()
         assert "Traceback" not in server.log()[before:]
         assert state(server, "two", "1") == "READY"
@@ -223,16 +244,15 @@ def test_a_generation_that_breaks_as_it_takes_over(server: Server, repository: P
         loading = change(people, "slow")
         new = server.gate.next()
         code.write_text("raise SystemError('not again')")
-        before = attached(server)
-        gateway = server.one("gateway grpc")
-        gateway.suspend()  # what it is not told yet is not so
-        new.release()
-        until("the new one offers itself to its scheduler", lambda: attached(server) > before)
-        asked = people.number("slow", 7)
-        assert server.gate.next().pid == new.pid
-        os.kill(new.pid, signal.SIGKILL)
+        with silent_guest(server) as changes:  # what it does not know yet is not so
+            new.release()
+            changes("slow")
+            asked = people.number("slow", 7)
+            assert server.gate.next().pid == new.pid
+            os.kill(new.pid, signal.SIGKILL)
+            until("it is known", lambda: not server.answers("/v2/models/slow/ready"))
         reply = loading.result()
-        assert reply.status == 400, "the gateway that was stopped is gone, and the model broken"
+        assert reply.status == 400, "all know it, and the model is broken"
         assert asked.result().status == 503
         assert state(server, "slow") == "READY"
         assert server.answers("/v2/models/slow/ready")
