@@ -56,8 +56,9 @@ class Server:
         self.folder = Path(tempfile.mkdtemp(prefix="st-"))
         self.run_dir = run_dir or self.folder / "run"
         self.log_path = self.folder / "log"
-        self.http_port, self.metrics_port = ports or free_ports(2)
-        self.grpc_port = free_ports(1)[0] if grpc else 0
+        self._held = hold_ports((0 if ports else 2) + grpc)
+        found = [*(ports or ()), *map(port_of, self._held), 0]
+        self.http_port, self.metrics_port, self.grpc_port = found[:3]
         self.gate = Gate(self.folder / "gate")
         # The gate and the temporary files are this server's; nothing of it is in a folder others
         # use.
@@ -155,6 +156,18 @@ class Server:
 
         until(f"gRPC listens:\n{self.log()}", accepts, within_s)
 
+    def wait_named(self) -> None:
+        """Return once each of its processes has its own title, which the leak guard tells them by:
+        it may be ready before all gateways are, and before its models' zygote is.
+        """
+        own = ("front zygote", "worker zygote")  # what they fork is called so, too, for a moment
+
+        def named() -> bool:
+            titles = self.titles()
+            return all(titles[title] == 1 for title in own)
+
+        until(f"its processes are named:\n{self.log()}", named, _READY_S)
+
     def wait_exit(self, within_s: float) -> int | None:
         """The exit status, or None if it lives on."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -250,6 +263,8 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+        for held in self._held:
+            held.close()
         if self in RUNNING:
             RUNNING.remove(self)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -273,13 +288,20 @@ def title(process: psutil.Process) -> str:
     return "(gone)"
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [int(free.getsockname()[1]) for free in sockets]
+def hold_ports(count: int) -> list[socket.socket]:
+    """Sockets that keep a port each, until they are closed, from all who let the kernel choose; who
+    names one of these ports may listen there.
+    """
+    held = [socket.socket() for _ in range(count)]
+    for each in held:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.bind(("127.0.0.1", 0))
+    return held
+
+
+def port_of(held: socket.socket) -> int:
+    """The port of a socket."""
+    return int(held.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -299,6 +321,7 @@ def running(
         server.wait_ready()
         if grpc:
             server.wait_listening()
+        server.wait_named()
         yield server
     except BaseException:
         # The test has failed already; how the server ends does not matter any more, only that it
