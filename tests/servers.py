@@ -157,6 +157,18 @@ class Server:
 
         until(f"gRPC listens:\n{self.log()}", accepts, within_s)
 
+    def wait_named(self) -> None:
+        """Return once each of its processes has its own title, which the leak guard tells them by:
+        it may be ready before all gateways are, and before its models' zygote is.
+        """
+        own = ("front zygote", "worker zygote")  # what they fork is called so, too, for a moment
+
+        def named() -> bool:
+            titles = self.titles()
+            return all(titles[title] == 1 for title in own)
+
+        until(f"its processes are named:\n{self.log()}", named, _READY_S)
+
     def wait_exit(self, within_s: float) -> int | None:
         """The exit status, or None if it lives on."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -252,8 +264,8 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-        for sock in self._held:
-            sock.close()
+        for held in self._held:
+            held.close()
         if self in RUNNING:
             RUNNING.remove(self)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -278,25 +290,19 @@ def title(process: psutil.Process) -> str:
 
 
 def hold_ports(count: int) -> list[socket.socket]:
-    """Sockets at ports that nobody listens on, and that nobody else finds while these are open: who
-    listens with SO_REUSEADDR, as the server does, may have them all the same.
+    """Sockets that keep a port each, until they are closed, from all who let the kernel choose; who
+    names one of these ports may listen there.
     """
-    sockets = [socket.socket() for _ in range(count)]
-    for free in sockets:
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind(("127.0.0.1", 0))
-    return sockets
+    held = [socket.socket() for _ in range(count)]
+    for each in held:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.bind(("127.0.0.1", 0))
+    return held
 
 
-def port_of(sock: socket.socket) -> int:
-    """Where it is bound."""
-    return int(sock.getsockname()[1])
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        return [port_of(stack.enter_context(free)) for free in hold_ports(count)]
+def port_of(held: socket.socket) -> int:
+    """The port of a socket."""
+    return int(held.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -316,6 +322,7 @@ def running(
         server.wait_ready()
         if grpc:
             server.wait_listening()
+        server.wait_named()
         yield server
     except BaseException:
         # The test has failed already; how the server ends does not matter any more, only that it

@@ -14,16 +14,18 @@ from tests.servers import Server, running
 
 DYNAMIC = "dynamic_batching { %s }"
 LONG = 30_000_000
+# Of requests that are to come before it is over, on a machine that may stand still for a moment.
+AMPLE = 1_500_000
 
 MODELS = {
     "plain": "",
     "eager": DYNAMIC % "",
     "preferred": DYNAMIC % f"preferred_batch_size: [ 4, 6 ] max_queue_delay_microseconds: {LONG}",
     "preferred_now": DYNAMIC % "preferred_batch_size: [ 4, 6 ]",
-    "patient": DYNAMIC % "max_queue_delay_microseconds: 300000",
+    "patient": DYNAMIC % f"max_queue_delay_microseconds: {AMPLE}",
     "short": DYNAMIC % "default_queue_policy { max_queue_size: 2 }",
     "timed": DYNAMIC
-    % "default_queue_policy { default_timeout_microseconds: 200000 allow_timeout_override: true }",
+    % "default_queue_policy { default_timeout_microseconds: 1500000 allow_timeout_override: true }",
 }
 
 
@@ -142,7 +144,7 @@ def test_the_delay_gathers(server: Server) -> None:
         visit = server.gate.next()
         waited = time.monotonic() - began
         assert sorted(visit.batch) == [1, 2, 3]
-        assert 0.25 < waited < 1.0
+        assert 1.5 <= waited < 5
         visit.release()
         for value, answer in enumerate(answers, 1):
             assert values(answer.result()) == [value]
@@ -173,20 +175,19 @@ def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> 
 def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Queue]) -> None:
     held = queue("timed")
     began = time.monotonic()
-    late = held.people.number("timed", 1).result()
-    assert (late.status, late.error) == (503, "Request timeout expired")
-    assert 0.15 < time.monotonic() - began < 0.6
-    began = time.monotonic()
-    sooner = held.people.number("timed", 2, timeout=50_000).result()
-    assert sooner.status == 503
-    assert time.monotonic() - began < 0.18
+    late = held.people.number("timed", 1)
+    sooner = held.people.number("timed", 2, timeout=50_000)
+    assert (sooner.result().status, sooner.result().error) == (503, "Request timeout expired")
+    assert not late.done(), "the one before it has the queue's timeout"
+    assert (late.result().status, late.result().error) == (503, "Request timeout expired")
+    assert 1.5 <= time.monotonic() - began < 5
     held.holder.release()
     assert held.first.result().status == 200
 
 
 def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..., Server]) -> None:
     """The schedulers start when twelve requests are queued."""
-    preferred = "preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: 200000"
+    preferred = f"preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: {AMPLE}"
     repositories.add_as(repository, "eager", "gated", MODELS["eager"])
     repositories.add_as(repository, "preferred", "gated", DYNAMIC % preferred)
     server = serve(repository, environment={"TRITONSERVER_DELAY_SCHEDULER": "12"})
@@ -229,10 +230,10 @@ def test_two_instances_run_at_the_same_time(server: Server) -> None:
 
 def test_server_wide_defaults(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add_as(repository, "model", "gated")
-    server = serve(repository, "--dynamic-batching", "--max-queue-delay-us=200000")
+    server = serve(repository, "--dynamic-batching", f"--max-queue-delay-us={AMPLE}")
     with server.http() as http:
         config = http.get("/v2/models/model/config").ok().json()
-    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 200000
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == AMPLE
     with crowd(server) as people:
         answers = [people.number("model", value) for value in (1, 2, 3)]
         visit = server.gate.next()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests import repositories
-from tests.servers import Server, free_ports, run_command
+from tests.servers import Server, hold_ports, port_of, run_command
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,9 @@ def test_client_infer_that_fails(
 
 
 def test_client_infer_without_a_server() -> None:
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
+    (held,) = hold_ports(1)  # nobody listens there
+    with held:
+        url = f"http://127.0.0.1:{port_of(held)}"
+        done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
     assert done.returncode == 1
     assert len(done.stderr.strip().splitlines()) == 1

@@ -35,10 +35,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_timeout_holds_while_executing(server: Server, model: str) -> None:
     with crowd(server) as people:
         began = time.monotonic()
-        late = people.number(model, 1, timeout=200_000)
+        late = people.number(model, 1, timeout=1_000_000)  # it is to begin within that
         visit = server.gate.next()
         reply = late.result()
-        assert 0.18 < time.monotonic() - began < 0.6
+        assert 1 <= time.monotonic() - began < 3
         assert reply.status == 503
         assert reply.error.endswith("Request timeout expired")
         visit.release()
@@ -55,7 +55,7 @@ def test_a_timeout_holds_in_the_queue(server: Server, model: str) -> None:
         began = time.monotonic()
         late = people.number(model, 2, timeout=150_000)
         reply = late.result()
-        assert 0.13 < time.monotonic() - began < 0.5
+        assert 0.15 <= time.monotonic() - began < 2
         assert reply.status == 503
         assert reply.error.endswith("Request timeout expired")
         visit.release()
@@ -74,7 +74,7 @@ def test_a_late_batch_mate_does_not_touch_the_others(server: Server) -> None:
     with crowd(server) as people:
         first = people.number("batching", 1)
         holder = server.gate.next()
-        late = people.number("batching", 2, timeout=400_000)
+        late = people.number("batching", 2, timeout=1_500_000)
         good = people.number("batching", 3)
         server.wait_pending("batching", 2)
         holder.release()
@@ -139,13 +139,15 @@ def test_a_client_that_leaves_while_executing(server: Server) -> None:
 
 def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add(repository, "gated")
-    server = serve(repository, "--request-timeout-us=300000")
+    server = serve(repository, "--request-timeout-us=1500000")
     with crowd(server) as people:
         began = time.monotonic()
         late = people.number("gated", 1)
         visit = server.gate.next()
         assert late.result().status == 503
-        assert 0.28 < time.monotonic() - began < 0.8
-        sooner = people.number("gated", 2, timeout=50_000).result()
+        assert 1.5 <= time.monotonic() - began < 5
+        later = people.number("gated", 2)
+        sooner = people.number("gated", 3, timeout=50_000).result()
         assert sooner.status == 503
+        assert not later.done()
         visit.release()

@@ -343,10 +343,10 @@ def test_a_deadline_reaches_the_model_and_ends_the_request(
     failures = "nv_inference_request_failure"
     before = server.metric(failures, model="gated")
     with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
-        client.infer("gated", [tensor], client_timeout=0.3)
+        client.infer("gated", [tensor], client_timeout=1)  # time enough to arrive
     visit = server.gate.next()
     with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
-        client.infer("gated", [tensor], client_timeout=0.3)
+        client.infer("gated", [tensor], client_timeout=1)
     server.wait_pending("gated", 0)  # the second one left the queue
     visit.release()
     until("both were counted", lambda: server.metric(failures, model="gated") == before + 2)

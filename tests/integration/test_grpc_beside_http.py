@@ -193,7 +193,7 @@ def test_an_overlap_in_a_stream_says_whose_it_is(
 def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerClient) -> None:
     tensor = triton.InferInput("INPUT0", [1, 1], "INT32")
     tensor.set_data_from_numpy(np.zeros((1, 1), np.int32))
-    code, _ = refused(lambda: client.infer("gated", [tensor], client_timeout=0.2))
+    code, _ = refused(lambda: client.infer("gated", [tensor], client_timeout=1.5))
     assert code == "StatusCode.DEADLINE_EXCEEDED"
     server.gate.next().release()
 

@@ -33,7 +33,7 @@ from tests.http2 import (
     message,
     post,
 )
-from tests.servers import Server, free_ports, run_command, running, title
+from tests.servers import Server, run_command, running, title
 
 Serve = Callable[..., Server]
 STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
@@ -372,7 +372,6 @@ def test_the_process(mutual: Server) -> None:
 
 
 def test_two_servers_do_not_share_a_port(mutual: Server, models: Path) -> None:
-    http, metrics = free_ports(2)
-    flags = (f"--http-port={http}", f"--metrics-port={metrics}")
+    flags = ("--http-port=0", "--metrics-port=0")
     found = run_command("serve", str(models), f"--grpc-port={mutual.grpc_port}", *flags)
     assert found.returncode == 2 and "Address already in use" in found.stderr

@@ -37,7 +37,7 @@ from tests.http2 import (
     message,
     post,
 )
-from tests.servers import free_ports
+from tests.servers import hold_ports, port_of
 from tests.waiting import until
 
 _BOOT = (
@@ -66,7 +66,8 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
         gateways.append(peer)
 
     puppet = Puppet(endpoints.control(tmp_path), take)
-    (number,) = free_ports(1)
+    (held,) = hold_ports(1)
+    number = port_of(held)
     args = {
         "addresses": [[host, number]],
         "grpc": {"compress": False, "tls": None, "options": []},
@@ -90,6 +91,7 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
         process.kill()
         process.wait()
         puppet.close()
+        held.close()
 
 
 def is_served(port: int) -> bool:

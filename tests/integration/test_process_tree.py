@@ -17,7 +17,7 @@ import pytest
 from tests import repositories
 from tests.crowd import crowd, values
 from tests.load import Load
-from tests.servers import ROOT, Server, free_ports, run_command, running
+from tests.servers import ROOT, Server, run_command, running
 from tests.waiting import until
 
 # It is to end as soon as it has its folder, and once more when it has ended but for that.
@@ -163,6 +163,7 @@ def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> No
             stuck = people.number("gated", 1)
             server.gate.next()
             server.process.terminate()
+            server.wait_log("stopping")  # one that it has not heard yet would be the same signal
             assert server.wait_exit(0.5) is None
             os.kill(server.pid, second)
             began = time.monotonic()
@@ -238,8 +239,7 @@ def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) 
 
 
 def test_a_taken_port_is_a_clear_error(repository: Path, server: Server) -> None:
-    (metrics,) = free_ports(1)
-    flags = (f"--http-port={server.http_port}", f"--metrics-port={metrics}", "--allow-grpc=false")
+    flags = (f"--http-port={server.http_port}", "--metrics-port=0", "--allow-grpc=false")
     other = run_command("serve", f"--model-repository={repository}", *flags)
     assert other.returncode not in (0, -9)
     assert str(server.http_port) in other.stderr

@@ -202,12 +202,12 @@ def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
 
 def test_a_deadline_holds_while_the_worker_says_nothing(stage: Stage) -> None:
     began = time.monotonic()
-    number = stage.submit(timeout_ns=100_000_000)
+    number = stage.submit(timeout_ns=1_000_000_000)  # it is dispatched within that
     batch = stage.next(stage.worker)
     answer = stage.next(stage.client)
     took = time.monotonic() - began
     assert answer == m.Failed(number, "UNAVAILABLE", "Request timeout expired", 0, True)
-    assert 0.1 <= took < 0.5
+    assert 1 <= took < 3
     assert stage.next(stage.worker) == m.CancelExecution(batch.requests[0][0])
     stage.finish(batch)
     assert stage.next(stage.client) == m.Settled(number)
