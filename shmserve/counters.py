@@ -28,6 +28,14 @@ def lasting(report: dict[str, Any]) -> dict[str, Any]:
     return _added(own, earlier) if earlier else own
 
 
+def following(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's report, with the latest that the one before it has reported.
+
+    Raises KeyError or TypeError for what is no report.
+    """
+    return {**report, "shmserve": {**report["shmserve"], "earlier": lasting(before)}}
+
+
 def _added(one: Any, other: Any) -> Any:
     if isinstance(one, dict):
         return {

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shmserve.children import Child
+from shmserve.counters import following
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.host import Host
 from shmserve.instances import Instance, expand_instances, inbox
@@ -299,8 +300,7 @@ class Deployment:
                     self._drained.set_result(None)
             case m.StatisticsKept(statistics, metrics):
                 self._kept = [statistics, metrics]
-                if self._heir is not None:
-                    self._heir.inherit(statistics)
+                self._pass_on()
             case m.KillInstance(index, reason, pid):
                 self._kill_instance(index, reason, pid)
             case _:
@@ -319,13 +319,23 @@ class Deployment:
     def bequeath(self, heir: Deployment | None) -> None:
         """What this version has counted, and will while it finishes what it has, is `heir`'s."""
         self._heir = heir
-        if heir is not None and self._kept:
-            heir.inherit(self._kept[0])
+        self._pass_on()
 
     def inherit(self, statistics: dict[str, Any]) -> None:
         """Count on from what a version that this one replaces had counted."""
         self._inherited = statistics
         self._tell_scheduler(m.CountsInherited(statistics))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        # Our scheduler may have ended, and one before it be counting still.
+        if self._heir is None:
+            return
+        counted = self._kept[0] if self._kept else self._inherited
+        if self._kept and self._inherited:
+            counted = following(counted, self._inherited)
+        if counted:
+            self._heir.inherit(counted)
 
     # --- deaths
 

@@ -61,7 +61,7 @@ class Snapshot:
         found += [f"process {pid} ({_describe(pid)})" for pid, _ in now.children - self.children]
         for pid, titles in now.titles.items():
             before = self.titles.get(pid)
-            if before is not None and before != titles:
+            if before is not None and servers.lasting(before) != titles:
                 found.append(f"server {pid} had {dict(before)}, has {dict(titles)}")
         if now.descriptors - self.descriptors:
             gc.collect()

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _READY_S = 60.0
 _STOP_S = 40.0
 _TITLE = "shmserve: "
+_GONE = "(gone)"
 
 # Servers that live now, for the leak guard and for the log in a failed test's report.
 RUNNING: list[Server] = []
@@ -274,6 +275,11 @@ class Server:
 http_client_error = http.client.HTTPException
 
 
+def lasting(titles: Counter[str]) -> Counter[str]:
+    """Without the processes that had ended, and were about to be reaped, when they were counted."""
+    return Counter({title: count for title, count in titles.items() if title != _GONE})
+
+
 def tree(pid: int) -> list[psutil.Process]:
     """A process and all its descendants; empty when there is none."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -286,7 +292,7 @@ def title(process: psutil.Process) -> str:
     """What `ps` shows of a process, without the prefix that all of a server's have."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return " ".join(process.cmdline()).removeprefix(_TITLE).strip()
-    return "(gone)"
+    return _GONE
 
 
 def hold_ports(count: int) -> list[socket.socket]:

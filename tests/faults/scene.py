@@ -17,7 +17,7 @@ from tests.crowd import Crowd, crowd
 from tests.leaks import resident_bytes, server_descriptors, unix_sockets
 from tests.load import Load
 from tests.raw_http import Http, Reply, json_input
-from tests.servers import Server
+from tests.servers import Server, lasting
 from tests.waiting import until
 
 # Whatever happened, every client has a right answer again within this time, without help.
@@ -79,7 +79,7 @@ class State:
     def differences(self, now: State, more_memory: int) -> list[str]:
         """What is not as it was; `more_memory` bytes more are."""
         found = []
-        if now.titles != self.titles:
+        if now.titles != lasting(self.titles):
             found.append(f"processes: {dict(self.titles)} became {dict(now.titles)}")
         for title, count in now.descriptors.items():
             before = self.descriptors.get(title, 0)

@@ -367,6 +367,35 @@ def test_a_reload_loses_no_request(explicit: Explicit) -> None:
     )
 
 
+@pytest.mark.parametrize("between", [0, 2])
+def test_what_an_old_generation_finishes_is_counted(explicit: Explicit, between: int) -> None:
+    """However many have come and gone since, which had nothing left to finish themselves."""
+    server, repository = explicit
+    repositories.add(repository, "gated")
+
+    def counted() -> float:
+        return server.metric("nv_inference_request_success", model="gated")
+
+    def alone() -> bool:
+        return len(server.find("scheduler gated")) == 2
+
+    with server.http() as http, crowd(server) as people:
+        load(http, "gated").ok()
+        before = counted()
+        old = people.number("gated", 1)
+        visit = server.gate.next()
+        load(http, "gated").ok()
+        for _ in range(between):
+            later = people.number("gated", 2)
+            server.gate.next().release()
+            later.result().ok()
+            load(http, "gated").ok()
+            until("one and the first are left", alone)
+        visit.release()
+        old.result().ok()
+        until("all are counted", lambda: counted() == before + 1 + between)
+
+
 def test_a_failed_reload_keeps_the_old_one(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "constant")
