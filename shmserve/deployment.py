@@ -262,6 +262,7 @@ class Deployment:
                 "guests": {"key": self.host.seals.key, "group": config.shm.group},
                 "settings": {
                     "execution_timeout_s": config.execution_timeout_s,
+                    "request_timeout_us": config.request_timeout_us,
                     "max_queue_size": config.max_queue_size,
                     "delay_scheduler": config.delay_scheduler,
                 },

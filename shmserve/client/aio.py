@@ -14,12 +14,12 @@ from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.exchange import LATE, Exchange, Pending
+from shmserve.client.exchange import FULL, LATE, Exchange, Pending
 from shmserve.client.options import options_of
 from shmserve.client.region import Region, Specs
 from shmserve.client.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, Unavailable
 
 
 class _Turns:
@@ -139,7 +139,10 @@ class Server:
         if self._turns is turns:
             if turns is not None:
                 turns.close()
-            self._turns = _Turns(connection)
+            try:
+                self._turns = _Turns(connection)
+            except OSError as error:
+                raise Unavailable(FULL) from error
         assert self._turns is not None
         return self._turns
 

@@ -31,8 +31,10 @@ from shmserve.ipc.tensors import CudaHandle, Memory, Place, element_count
 _GRANULE = 2 * 1024 * 1024
 
 
-def device_number(name: str) -> int | None:
-    """Which CUDA device "cuda:1" or "cuda" means; None for "cpu". Raises InvalidArgument."""
+def device_number(device: object) -> int | None:
+    """Which CUDA device "cuda:1" or "cuda" means, or a `torch.device` of that name; None for "cpu".
+    Raises InvalidArgument."""
+    name = str(device)
     if name == "cpu":
         return None
     kind, _, number = name.partition(":")

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 _MOST_UNSENT = 1 << 19  # bytes of requests; more leave at once: a frame has its bounds as well
 _MOST_TOGETHER = 1 << 14  # messages
 LATE = "nobody answered within the timeout"
-ENDED = "the server ended before it answered"
+ENDED = "the connection to the server ended before it answered"
+FULL = "this program has no descriptor left for another link"
 _ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
 _ONCE = "the answer is lost, and the outputs go over the inputs, which may be changed"
 
@@ -143,7 +144,7 @@ class Exchange:
             self._send(pending)
         except OSError as error:
             prepared.end()
-            raise Unavailable("this program has no descriptor left for another link") from error
+            raise Unavailable(FULL) from error
         return pending
 
     def _send(self, pending: Pending) -> None:

@@ -49,6 +49,8 @@ def _timeout_us(timeout_s: float | None) -> int:
         return 0
     if not isinstance(timeout_s, Real) or math.isnan(timeout_s):
         raise InvalidArgument(f"timeout must be a number of seconds, got {timeout_s!r}")
+    if timeout_s <= 0:  # over already; -inf too, which no number of microseconds is
+        return 1
     return max(1, round(timeout_s * 1e6)) if timeout_s < _FOREVER_S else 0
 
 

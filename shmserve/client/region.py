@@ -151,7 +151,7 @@ def _forms(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Form]:
 
 
 def _form(name: str, shape: Sequence[int], datatype: str) -> Form:
-    item = ITEM_SIZE.get(datatype)
+    item = ITEM_SIZE.get(datatype) if isinstance(datatype, str) else 0
     if not item:
         allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
         raise InvalidArgument(f"'{name}': datatype '{datatype}' is none of {allowed}")

@@ -14,11 +14,12 @@ from shmserve.client import discovery
 from shmserve.client.connection import Connection
 from shmserve.client.device import DeviceSegment, device_number, exporting
 from shmserve.client.errors import Disconnected
+from shmserve.client.exchange import FULL
 from shmserve.client.memory import AnySegment, Memories, Segment
 from shmserve.client.options import Options
 from shmserve.client.region import Region, Specs
 from shmserve.client.requests import Prepared, prepare
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.cuda_ipc import Exporting
 
 Tensors = Mapping[str, Any]
@@ -32,7 +33,8 @@ class Session:
     def __init__(
         self, run_dir: str | os.PathLike[str] | None, memory_limit: int, timeout_s: float
     ) -> None:
-        """Connect. Raises Disconnected when no server is there."""
+        """Connect. Raises Disconnected when no server is there, Unavailable when the program has no
+        descriptor left."""
         self._run_dir = run_dir
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
@@ -47,7 +49,13 @@ class Session:
         self._connection = self._connect()
 
     def _connect(self) -> Connection:
-        made = Connection(discovery.find(self._run_dir), self._timeout_s)
+        run_dir = discovery.find(self._run_dir)
+        try:
+            made = Connection(run_dir, self._timeout_s)
+        except Disconnected:
+            raise
+        except OSError as error:
+            raise Unavailable(FULL) from error
         made.on_nudge = self.memories.settle_if_free
         return made
 

@@ -290,7 +290,10 @@ class Server:
                     return waiter
             if len(self._waiters) >= _MOST_WAITERS:
                 return _Borrower(connection)
-            waiter = self._waiters[thread] = _Waiter(connection)
+            try:
+                waiter = self._waiters[thread] = _Waiter(connection)
+            except OSError:  # no descriptor is left for one of its own
+                return _Borrower(connection)
             return waiter
 
     def close(self) -> None:

@@ -34,13 +34,16 @@ _LONGEST_WAY_NS = 1_000_000_000
 
 
 class GuestDoor:
-    """One scheduler's guests; `link` is the socket at `endpoint` that they are connected to."""
+    """One scheduler's guests; `link` is the socket at `endpoint` that they are connected to.
+    `limit_us` is the server's limit from a request's arrival to its answer, 0: none."""
 
-    def __init__(self, endpoint: str, seals: Seals, signature: Signature) -> None:
+    def __init__(
+        self, endpoint: str, seals: Seals, signature: Signature, limit_us: int = 0
+    ) -> None:
         self._gone: deque[int] = deque(maxlen=_GONE_REMEMBERED)
         self.link = WaryRouter(endpoint, self._admits)
         self._seals = seals
-        self._rules = GuestRules(seals, signature)
+        self._rules = GuestRules(seals, signature, limit_us)
 
     def check(self, peer: bytes, message: Any, now_ns: int) -> Any:
         """The message as it may be believed, or None: then it is dealt with."""
@@ -77,9 +80,10 @@ class GuestDoor:
 class GuestRules:
     """What is true of a guest's request (pure)."""
 
-    def __init__(self, seals: Seals, signature: Signature) -> None:
+    def __init__(self, seals: Seals, signature: Signature, limit_us: int = 0) -> None:
         self._seals = seals
         self._signature = signature
+        self._limit_us = limit_us
         self._memories: set[tuple[int, Memory]] = set()
         self._forms: Forms[Admission] = Forms()  # of small tensors
         # By a guest and its request, whose tensors are in memory.
@@ -105,19 +109,33 @@ class GuestRules:
         arrived_ns = submit.arrived_ns
         if arrived_ns < now_ns - _LONGEST_WAY_NS:
             arrived_ns = now_ns
-        elif (submit.batch_size, submit.shape_key) == (admission.batch_size, admission.shape_key):
+        deadline_ns = self._deadline_ns(submit, min(arrived_ns, now_ns))
+        if (submit.arrived_ns, submit.deadline_ns, submit.batch_size, submit.shape_key) == (
+            arrived_ns,
+            deadline_ns,
+            admission.batch_size,
+            admission.shape_key,
+        ):
             return submit
         return Submit(
             submit.id,
             admission.batch_size,
             admission.shape_key,
             arrived_ns,
-            submit.deadline_ns,
+            deadline_ns,
             submit.timeout_us,
             submit.priority,
             submit.work,
             submit.request_id,
         )
+
+    def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
+        """When it is to be answered, 0: at any time. The shortest of the limits holds: its own, in
+        both forms, and the server's, as over the other doors."""
+        ends = [arrived_ns + us * 1000 for us in (submit.timeout_us, self._limit_us) if us > 0]
+        if submit.deadline_ns > 0:
+            ends.append(submit.deadline_ns)
+        return min(ends, default=0)
 
     def _admission(self, number: int, submit: Submit) -> Admission:
         """What a request counts as; most requests are like one before."""

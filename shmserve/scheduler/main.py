@@ -30,9 +30,9 @@ def run(args: dict[str, Any]) -> None:
     """Schedule one model version until told to stop.
 
     `args`: number (of this scheduler), version, config (normalised), run_dir, settings
-    (execution_timeout_s, max_queue_size, delay_scheduler), log (`LogSettings` by name), kept and
-    alive (what `Scheduler.go_on` takes, of a predecessor that died; empty for the first), and
-    guests (key, group: -1 for none).
+    (execution_timeout_s, request_timeout_us, max_queue_size, delay_scheduler), log (`LogSettings`
+    by name), kept and alive (what `Scheduler.go_on` takes, of a predecessor that died; empty for
+    the first), and guests (key, group: -1 for none).
     """
     server = args["settings"]
     settings = Settings.read(args["config"], args["version"], server)
@@ -63,7 +63,8 @@ def run(args: dict[str, Any]) -> None:
 def _open_door(args: dict[str, Any], run_dir: Path) -> GuestDoor:
     endpoint = endpoints.guests(run_dir, args["number"])
     signature = Signature(args["config"], args["version"])
-    door = GuestDoor(endpoint, Seals(args["guests"]["key"]), signature)
+    limit_us = int(args["settings"].get("request_timeout_us") or 0)
+    door = GuestDoor(endpoint, Seals(args["guests"]["key"]), signature, limit_us)
     group: int = args["guests"]["group"]
     if group != NO_GROUP:
         admit_group(Path(endpoint.removeprefix("ipc://")), group)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import shmserve.client
 from tests import repositories
 from tests.crowd import crowd, values
 from tests.raw_http import json_input, raw_connection
@@ -146,6 +147,11 @@ def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]
         visit = server.gate.next()
         assert late.result().status == 503
         assert 1.5 <= time.monotonic() - began < 5
+        with shmserve.client.connect(server.run_dir) as guest:
+            began = time.monotonic()
+            with pytest.raises(shmserve.client.Unavailable, match="Request timeout expired"):
+                guest.infer("gated", INPUT0=np.zeros((1, 4), np.int32), timeout=10)
+            assert 1.5 <= time.monotonic() - began < 5
         later = people.number("gated", 2)
         sooner = people.number("gated", 3, timeout=50_000).result()
         assert sooner.status == 503

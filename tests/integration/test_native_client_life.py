@@ -91,6 +91,37 @@ def test_a_future_ends_in_time_though_nobody_answers(gated: Server) -> None:
         assert (patient.result(20)["OUTPUT0"] == 2 * A).all()
 
 
+_WITHOUT_DESCRIPTORS = """
+import os, resource, sys, threading
+import numpy as np
+import shmserve.client
+
+def tell(call):
+    try:
+        print(call())
+    except shmserve.client.ShmserveError as error:
+        print(type(error).__name__)
+
+with shmserve.client.connect(sys.argv[1]) as client:
+    a = np.ones((1, 16), np.int32)
+    client.infer_async("simple", INPUT0=a, INPUT1=a).result()
+    used = len(os.listdir("/proc/self/fd")) - 1  # without that of the listing
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
+    infer = lambda: client.infer("simple", INPUT0=a, INPUT1=a)["OUTPUT0"][0, 0]
+    thread = threading.Thread(target=tell, args=(infer,))
+    thread.start()
+    thread.join()
+    tell(lambda: shmserve.client.connect(sys.argv[1]))
+"""
+
+
+def test_a_program_that_has_no_descriptor_left(gated: Server) -> None:
+    """A thread's requests go by the connection that is there, and what needs one more says so."""
+    command = [sys.executable, "-c", _WITHOUT_DESCRIPTORS, str(gated.run_dir)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.stdout.split(), run.stderr) == (["2", "Unavailable"], "")
+
+
 def test_a_cancelled_future_is_cancelled_at_the_server(gated: Server) -> None:
     with shmserve.client.connect(gated.run_dir) as client:
         blocker = client.infer_async("gated", _value(client, 1))

@@ -410,7 +410,8 @@ def test_options_that_no_request_can_have(wrong: dict[str, Any], text: str) -> N
 def test_options_as_they_travel() -> None:
     assert options_of("", {}, 0, None) is PLAIN
     assert options_of("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
-    assert options_of("", None, 0, 0).timeout_us == 1
+    for over in (0, -1, -1e300, float("-inf")):
+        assert options_of("", None, 0, over).timeout_us == 1
     assert options_of("", None, 0, float("inf")) == PLAIN
     assert options_of(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
     # The longest that epoll can wait for, in milliseconds.

@@ -45,3 +45,31 @@ def test_when_a_request_arrived_is_believed_within_a_second(
         checked = rules.checked(FIRST, submit, NOW)
     assert checked.arrived_ns == believed
     assert (checked.batch_size, checked.request_id, checked.work) == (1, "mine", work)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "timeout_us", "limit_us", "end"),
+    [
+        (0, 0, 0, 0),
+        (NOW + SECOND, 0, 0, NOW + SECOND),
+        (0, 500, 0, NOW - 7 + 500_000),
+        (0, 0, 500, NOW - 7 + 500_000),
+        (NOW + 1, 500, 400, NOW + 1),
+        (NOW + SECOND, 500, 400, NOW - 7 + 400_000),
+        (NOW + SECOND, 300, 400, NOW - 7 + 300_000),
+        (-1, -1, 400, NOW - 7 + 400_000),
+        (0, (1 << 64) - 1, 0, NOW - 7 + ((1 << 64) - 1) * 1000),
+    ],
+)
+def test_the_shortest_limit_holds(deadline: int, timeout_us: int, limit_us: int, end: int) -> None:
+    work = pack_inference(Inference("", (TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    rules = GuestRules(Seals(bytes(32)), Signature(CONFIG, "1"), limit_us)
+    submit = m.Submit(1, 0, b"", NOW - 7, deadline, timeout_us, 0, work, "")
+    assert rules.checked(FIRST, submit, NOW).deadline_ns == end
+
+
+def test_who_says_to_arrive_later_has_no_longer() -> None:
+    work = pack_inference(Inference("", (TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    rules = GuestRules(Seals(bytes(32)), Signature(CONFIG, "1"), 400)
+    submit = m.Submit(1, 0, b"", NOW + SECOND, 0, 0, 0, work, "")
+    assert rules.checked(FIRST, submit, NOW).deadline_ns == NOW + 400_000
