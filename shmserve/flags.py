@@ -184,7 +184,7 @@ ACTED_ON: tuple[Flag, ...] = (
         "grpc-infer-response-compression-level",
         default="none",
         choices=("none", "low", "medium", "high"),
-        help="none: as is; others: gzip, where the client takes it",
+        help="none: as is; others: gzip or deflate, where the client takes it",
         group="gRPC",
     ),
     *(

@@ -26,6 +26,10 @@ _AGES = {
     "grpc-max-connection-age-grace": "grpc.max_connection_age_grace_ms",
 }
 
+# A level, not an algorithm: gRPC then picks one that the client says it takes, or none.
+_COMPRESSION_LEVEL = "grpc.default_compression_level"
+_COMPRESSION_LEVELS = {"low": 1, "medium": 2, "high": 3}
+
 _EXPERIMENTS = "GRPC_EXPERIMENTS"
 _OWN_THREADS = "event_engine_listener"
 
@@ -48,7 +52,6 @@ class GrpcConfig:
 
     address: str
     port: int
-    compress: bool
     tls: Tls | None
     options: tuple[tuple[str, int], ...]
 
@@ -56,7 +59,6 @@ class GrpcConfig:
         """As the gateway's entry point takes it."""
         tls = self.tls
         return {
-            "compress": self.compress,
             "tls": tls and [tls.server_cert, tls.server_key, tls.root_cert],
             "options": self.options,
         }
@@ -71,10 +73,12 @@ def from_values(value: Mapping[str, Any]) -> GrpcConfig | None:
         return None
     options = [(name, int(value[flag])) for flag, name in _CHANNEL_OPTIONS.items()]
     options += [(name, value[flag]) for flag, name in _AGES.items() if value[flag]]
+    level = _COMPRESSION_LEVELS.get(value["grpc-infer-response-compression-level"])
+    if level is not None:
+        options.append((_COMPRESSION_LEVEL, level))
     return GrpcConfig(
         address=value["grpc-address"] or value["http-address"],
         port=value["grpc-port"],
-        compress=value["grpc-infer-response-compression-level"] != "none",
         tls=_tls(value),
         options=tuple(options),
     )

@@ -114,7 +114,6 @@ class GrpcFront(process.Front):
                 ("grpc.max_receive_message_length", LARGEST_MESSAGE),
                 *settings.options,
             ),
-            compression=grpc.Compression.Gzip if settings.compress else None,
         )
         for host, port in settings.addresses:
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -16,7 +16,6 @@ class GrpcSettings:
     """
 
     addresses: tuple[tuple[str, int], ...]
-    compress: bool = False
     tls: Tls | None = None
     options: tuple[tuple[str, int], ...] = ()
 
@@ -25,7 +24,6 @@ class GrpcSettings:
         """From the entry point's arguments."""
         return cls(
             addresses=tuple((host, port) for host, port in addresses),
-            compress=raw["compress"],
             tls=raw["tls"] and Tls(*raw["tls"]),
             options=tuple((name, value) for name, value in raw["options"]),
         )
