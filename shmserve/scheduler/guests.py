@@ -132,6 +132,8 @@ class GuestRules:
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         """When it is to be answered, 0: at any time. The shortest of the limits holds: its own, in
         both forms, and the server's, as over the other doors."""
+        if submit.timeout_us <= 0 and not self._limit_us:
+            return max(0, submit.deadline_ns)
         ends = [arrived_ns + us * 1000 for us in (submit.timeout_us, self._limit_us) if us > 0]
         if submit.deadline_ns > 0:
             ends.append(submit.deadline_ns)
