@@ -106,10 +106,12 @@ class StatisticsReported:
 
 @message
 class Execute:
-    """Run a batch. `requests` holds [key, client pid, work] of each request, in order."""
+    """Run a batch. `requests` holds [key, client pid, work] of each request, in order; `live`: how
+    many the scheduler has under way, these among them."""
 
     batch: int
     requests: list[list[Any]]
+    live: int = 1
 
 
 @message

@@ -28,6 +28,7 @@ from shmserve.ipc.messages import (
 )
 from shmserve.ipc.signature import Signature
 from shmserve.ipc.tensors import MalformedMessage
+from shmserve.spin import SPIN_NS, Spin
 from shmserve.workers.backends import Answer, Backend, ModelContext, Request
 from shmserve.workers.batch import Unpacker
 from shmserve.workers.memory import OutputMemory
@@ -76,6 +77,8 @@ class Instance:
             context.threads,
         )
         self._batches: deque[Execute] = deque()
+        self._live = 1  # requests under way as the last batch was sent, in all instances
+        self._spin = Spin()
         self._cancelled: set[int] = set()
         self._work: dict[int, tuple[int, bytes]] = {}  # what each request of the batch came as
         self._scheduler: Dealer | None = None
@@ -89,7 +92,7 @@ class Instance:
         control = self._context.control
         timeout_s: float | None = None
         while True:
-            if control.wait(timeout_s):
+            if self._wait(timeout_s):
                 self._receive()
             while control.inbox:
                 match control.inbox.popleft():
@@ -108,8 +111,25 @@ class Instance:
                     case message:
                         logger.warning("unexpected %s", type(message).__name__)
             while self._batches:
-                self.hand_over(scheduler, self.finish(self._batches.popleft()))
+                batch = self._batches.popleft()
+                self._live = batch.live
+                self.hand_over(scheduler, self.finish(batch))
             timeout_s = self._metrics.between_batches(scheduler)
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        """As `Control.wait`, awake for a moment where that is worth it."""
+        control, live = self._context.control, self._live
+        began_ns = time.monotonic_ns()
+        others = False
+        if self._spin.worth(live):
+            until_ns = began_ns + SPIN_NS
+            while not others and not control.inbox and time.monotonic_ns() < until_ns:
+                os.sched_yield()
+                others = control.wait(0.0)
+        if not others and not control.inbox:
+            others = control.wait(timeout_s)
+        self._spin.observe(live, time.monotonic_ns() - began_ns)
+        return others
 
     # --- links
 

@@ -70,7 +70,7 @@ class Executions:
         execution = Execution(next(self._ids), requests, reason, now_ns)
         slot = self.pool.assign(execution)
         work = [[request.key, request.client.pid, request.work] for request in requests]
-        self._workers.post(slot.peer, Execute(execution.id, work))
+        self._workers.post(slot.peer, Execute(execution.id, work, self._answers.live))
 
     def cancel(self, request: Request) -> None:
         """Tell the worker that has this request that its outputs are not wanted."""

@@ -20,6 +20,7 @@ from shmserve.ipc.messages import (
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.guests import GuestDoor
 from shmserve.scheduler.requests import NEVER
+from shmserve.spin import SPIN_NS, Spin
 
 # A sleeping thread runs again some time after its timer: up to this much is anticipated.
 _MOST_LATE_NS = 60_000
@@ -28,36 +29,6 @@ _MOST_LATE_NS = 60_000
 _LONGEST_WAIT_NS = 3_600_000_000_000
 
 _MOST_READS = 1024  # before a drain begins: some client may never end
-
-_SPIN_NS = 400_000
-_FEW = 1.5  # requests at a time; where there are more, the cores have better things to do
-
-
-class Spin:
-    """Whether to look again and again for a moment before sleeping (pure).
-
-    Falling asleep and being woken costs as much as a small execution, twice for each request. Where
-    requests have lately come one at a time, and what is waited for within a moment, that moment is
-    spent awake; where nothing comes, nothing is spent.
-    """
-
-    def __init__(self, cores: int) -> None:
-        self._allowed = cores > 1
-        # The mean wait for the next request, and for a worker that has some.
-        self._mean_ns = [2.0 * _SPIN_NS, 2.0 * _SPIN_NS]
-        self._most = 0.0  # requests at a time, of late
-
-    def worth(self, requests: int) -> bool:
-        """Whether to stay awake while so many requests are under way."""
-        if self._most > _FEW or not self._allowed:
-            return False
-        return self._mean_ns[requests > 0] < _SPIN_NS
-
-    def observe(self, requests: int, waited_ns: int) -> None:
-        """It took so long until there was something to do."""
-        self._most = max(requests, self._most - 1 / 32)
-        mean_ns = self._mean_ns[requests > 0]
-        self._mean_ns[requests > 0] += (min(waited_ns, 4 * _SPIN_NS) - mean_ns) / 8
 
 
 class Loop:
@@ -75,7 +46,7 @@ class Loop:
         self._links: list[Dealer | Router] = [control, workers, clients, guests.link]
         self._guests = guests
         self._late_ns = 0
-        self._spin = Spin(len(os.sched_getaffinity(0)))
+        self._spin = Spin()
         # The supervisor first: it says who is gone and who will come.
         self._inboxes: dict[int, Callable[[], None]] = {
             control.fd: lambda: self._from_control(control),
@@ -104,7 +75,7 @@ class Loop:
         requests = self._scheduler.live
         ready: list[int] = []
         if self._spin.worth(requests):
-            ready = self._stay_awake(min(wake_ns, began_ns + _SPIN_NS))
+            ready = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
         if not ready:
             ready = self._sleep(wake_ns)
         self._spin.observe(requests, time.monotonic_ns() - began_ns)

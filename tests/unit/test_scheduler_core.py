@@ -30,10 +30,11 @@ def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     first, second = rig.submit(2)
     _, batch = rig.execute()
     assert [work for _, _, work in batch.requests] == [b"w1"]
-    assert batch.requests[0][1] == 7000
+    assert (batch.requests[0][1], batch.live) == (7000, 2)
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(first, b"done")]
     _, batch = rig.execute()
+    assert batch.live == 1
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(second, b"done")]
     assert rig.wake_ns == NEVER
