@@ -27,8 +27,8 @@ from shmserve.ipc.messages import (
     Stop,
 )
 from shmserve.ipc.signature import Signature
+from shmserve.ipc.spin import SPIN_NS, Spin
 from shmserve.ipc.tensors import MalformedMessage
-from shmserve.spin import SPIN_NS, Spin
 from shmserve.workers.backends import Answer, Backend, ModelContext, Request
 from shmserve.workers.batch import Unpacker
 from shmserve.workers.memory import OutputMemory

@@ -17,10 +17,10 @@ from shmserve.ipc.messages import (
     SupervisorToScheduler,
     WorkerToScheduler,
 )
+from shmserve.ipc.spin import SPIN_NS, Spin
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.guests import GuestDoor
 from shmserve.scheduler.requests import NEVER
-from shmserve.spin import SPIN_NS, Spin
 
 # A sleeping thread runs again some time after its timer: up to this much is anticipated.
 _MOST_LATE_NS = 60_000

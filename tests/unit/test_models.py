@@ -159,10 +159,10 @@ def test_a_model_that_hangs_is_removed() -> None:
         await until(lambda: len(processes.started) == 2)
         repository.present = False
         await until(lambda: not any(child.alive for child in processes.started))
-        await until(lambda: [row["reason"] for row in served.index(False)] == ["unloaded"])
+        await until(lambda: [row.get("reason") for row in served.index(False)] == ["unloaded"])
         processes.hanging = False
         repository.present = True
-        await until(lambda: [row["state"] for row in served.index(False)] == ["READY"])
+        await until(lambda: [row.get("state") for row in served.index(False)] == ["READY"])
         polling.cancel()
         await served.stop()
         await processes.end()

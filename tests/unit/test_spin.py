@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmserve.spin import SPIN_NS, Spin
+from shmserve.ipc.spin import SPIN_NS, Spin
 from shmserve.workers import loop
 from shmserve.workers.loop import Instance
 
