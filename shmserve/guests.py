@@ -184,9 +184,9 @@ class Guests:
             self._loop.remove_reader(guest.process)
             os.close(guest.process)
         self._acknowledgements.exited(guest.number)
+        passed.part(guest.link)  # before the schedulers cut it off: so it sees why they do
         if guest.welcomed:
             self._on_left(guest.number)
-        passed.part(guest.link)
 
     def close(self) -> None:
         """Show everybody out and close the door."""

@@ -118,6 +118,16 @@ class Connection:
                     self._answered(number, from_code(code, text))
         return informed
 
+    def is_over(self) -> bool:
+        """Whether it has ended, though its thread may not have seen that yet; for any thread."""
+        door = select.poll()
+        try:
+            door.register(self._door, 0)  # a hang-up is told anyway
+            over = bool(door.poll(0))
+        except (OSError, ValueError):  # closed meanwhile
+            over = True
+        return over or not self.alive
+
     def _acknowledge(self, number: int) -> None:
         if number > 0:
             self._tell(m.Acknowledged(number))
@@ -286,11 +296,10 @@ class Connection:
         """End it: the server forgets this client. Owners of exchanges are woken, to close them."""
         if self.pid != os.getpid():
             return  # a forked child: all of it is its parent's
+        self.alive = False  # first: the schedulers cut off who is gone, and that is seen at once
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is self._thread:  # a future's callback has had enough
-            with self._lock:
-                self.alive = False
             self._wake_all()
         else:
             self._thread.join()

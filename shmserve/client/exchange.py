@@ -44,6 +44,7 @@ LATE = "nobody answered within the timeout"
 ENDED = "the connection to the server ended before it answered"
 FULL = "this program has no descriptor left for another link"
 _ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
+_TWICE = "the server ended the link to the model's scheduler, twice"
 _ONCE = "the answer is lost, and the outputs go over the inputs, which may be changed"
 
 
@@ -365,7 +366,8 @@ class Exchange:
         for pending in left:
             if pending.again:
                 pending.prepared.end()
-                self._done(pending, Unavailable("the server ended the connection, twice"))
+                over = self.connection.is_over()
+                self._done(pending, Disconnected(ENDED) if over else Unavailable(_TWICE))
             else:
                 pending.again = True
                 self._send(pending)

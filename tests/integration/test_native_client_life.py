@@ -460,6 +460,50 @@ def test_a_callback_may_close_the_client(gated: Server) -> None:
         client.infer("simple", INPUT0=A, INPUT1=A)
 
 
+@pytest.mark.parametrize("ends", ["the client", "the server"])
+def test_who_is_cut_off_before_the_end_is_heard_of_is_told_of_the_end(
+    gated: Server, ends: str
+) -> None:
+    """Threads see the schedulers' links end before, or though, the connection's own thread sees
+    that of the door."""
+    client = shmserve.client.connect(gated.run_dir)
+    connection = client._session.connection()
+    outcome = concurrent.futures.Future[object]()
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        try:
+            outcome.set_result(client.infer("gated", _value(client, 1)))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def be_at_work(_: object) -> None:
+        at_work.set()
+        go_on.wait(60)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    visit = gated.gate.next()
+    try:
+        connection.call(be_at_work)
+        assert at_work.wait(10)
+        if ends == "the server":
+            connection._door.send(b"what is no message")
+        closing = threading.Thread(target=client.close)
+        with connection._lock:  # nobody is woken
+            if ends == "the client":
+                closing.start()
+            error = outcome.exception(20)
+        go_on.set()
+        if ends == "the server":
+            closing.start()
+        closing.join()
+    finally:
+        visit.release()
+    waiting.join()
+    assert isinstance(error, shmserve.client.Disconnected)
+
+
 def test_a_callback_may_ask_for_more_and_for_memory(gated: Server) -> None:
     """It runs where the server's answers are read, and others want memory meanwhile."""
     x = np.ones((4, ROW), np.float32)
