@@ -44,7 +44,7 @@ LATE = "nobody answered within the timeout"
 ENDED = "the connection to the server ended before it answered"
 FULL = "this program has no descriptor left for another link"
 _ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
-_TWICE = "the server ended the link to the model's scheduler, twice"
+_TWICE = "the server ended the connection, twice"
 _ONCE = "the answer is lost, and the outputs go over the inputs, which may be changed"
 
 

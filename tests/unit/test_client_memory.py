@@ -170,6 +170,7 @@ def interrupted_at(moment: int) -> bool:
                 handler()
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one that is set before
     sys.settrace(trace)
     try:
         held.append(memories.allocate(5_000))
