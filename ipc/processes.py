@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,13 +43,13 @@ def children(pid: int) -> Iterator[int]:
             yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
 
 
-def kill_tree(pid: int) -> None:
-    """Kill a process and its descendants."""
-    below = list(children(pid))
+def kill_tree(pid: int, spared: Container[int] = ()) -> None:
+    """Kill a process and its descendants, but those `spared` and what descends from them."""
+    below = [child for child in children(pid) if child not in spared]
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     for child in below:
-        kill_tree(child)
+        kill_tree(child, spared)
 
 
 def marked(environment: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:

@@ -161,7 +161,8 @@ class Children:
         self._early.clear()
         for pid in processes.children(os.getpid()):
             if pid not in self._known:
-                processes.kill_tree(pid)
+                # It may be what a zygote that died had start one of ours, and about to end itself.
+                processes.kill_tree(pid, spared=self._known)
 
     def close(self) -> None:
         """Stop watching."""

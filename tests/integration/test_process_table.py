@@ -48,6 +48,31 @@ async def main():
 asyncio.run(main())
 """
 
+# The shell is what stands between a zygote that died and what it was to start; one is known.
+_BETWEEN = """
+import asyncio, os, signal
+from shmserve.children import Children
+
+async def main():
+    children = Children(lambda child: None)
+    read, write = os.pipe()
+    command = ["sh", "-c", "sleep 60 & echo $!; sleep 61 & echo $!; wait"]
+    with children.spawning():
+        between = os.posix_spawn(
+            "/bin/sh", command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 1)]
+        )
+        with open(read) as told:
+            child = children.adopt(int(told.readline()), "one")
+            stray = int(told.readline())
+    for pid in (between, stray):
+        while os.path.exists(f"/proc/{pid}"):
+            await asyncio.sleep(0.001)
+    child.kill(signal.SIGTERM)
+    print(await child.exited)
+
+asyncio.run(main())
+"""
+
 
 def test_a_process_that_is_continued_while_nobody_looks() -> None:
     """The supervisor stood still, too: what it sees first is that the time is over."""
@@ -63,6 +88,11 @@ def test_an_end_that_cannot_be_dealt_with() -> None:
         "the end of one could not be dealt with",
         "the end of other could not be dealt with",
     ]
+
+
+def test_a_process_whose_maker_is_a_stray() -> None:
+    """The stray is killed, with what else it started; the process is not."""
+    assert output(_BETWEEN) == "signal 15\n"
 
 
 def output(script: str) -> str:
