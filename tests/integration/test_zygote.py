@@ -23,13 +23,14 @@ from tests.servers import ROOT
 
 # In a process of its own: the process table adopts orphans, and kills what it does not know.
 _CROWD = """
-import asyncio, os, signal, sys
+import asyncio, logging, os, signal, sys
 from pathlib import Path
 from shmserve.children import Children, Zygote
 from shmserve.ipc import processes
 from shmserve.run_directory import RunDirectory
 
 async def main():
+    logging.basicConfig(level=logging.ERROR)  # that it is stopped may be seen, and said
     folder = RunDirectory(Path(sys.argv[1]))
     children = Children(lambda child: None)
     zygote = Zygote(children, folder, "zygote", (), os.environ)

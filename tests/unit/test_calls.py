@@ -291,6 +291,7 @@ def test_news_of_a_withdrawn_model(calls: Calls, others: Others) -> None:
     others.found("s1")
     submit = first.next(m.Submit)
     others.supervisor.say(m.ModelWithdrawn("other", "1", 0), m.ModelWithdrawn("third", "1", 0))
+    until("it is heard", lambda: not calls._directory._known)
     first.say(doubled(submit))  # what is in flight ends where it is
     running.result(10)
     running = others.run(call, calls, request())
@@ -409,9 +410,11 @@ def test_a_process_that_exits_takes_its_memory_along(calls: Calls, others: Other
     scheduler.next(m.Release)
     assert _descriptors() > before
 
-    others.supervisor.say(m.ProcessExited(theirs.memory.pid))
     running = others.run(call, calls, request())
-    scheduler.say(doubled(scheduler.next(m.Submit)))
+    submit = scheduler.next(m.Submit)
+    others.supervisor.say(m.ProcessExited(theirs.memory.pid))
+    until("it is heard", lambda: not calls._mappings)
+    scheduler.say(doubled(submit))
     running.result(10)
     assert _descriptors() == before
     theirs.close()
