@@ -50,7 +50,7 @@ asyncio.run(main())
 
 # The shell is what stands between a zygote that died and what it was to start; one is known.
 _BETWEEN = """
-import asyncio, os, signal
+import asyncio, os, select, signal
 from shmserve.children import Children
 
 async def main():
@@ -64,9 +64,9 @@ async def main():
         with open(read) as told:
             child = children.adopt(int(told.readline()), "one")
             stray = int(told.readline())
-    for pid in (between, stray):
-        while os.path.exists(f"/proc/{pid}"):
-            await asyncio.sleep(0.001)
+        ends = [os.pidfd_open(pid) for pid in (between, stray)]
+    for end in ends:
+        select.select([end], [], [])
     child.kill(signal.SIGTERM)
     print(await child.exited)
 
