@@ -32,7 +32,7 @@ def pieces(lane: dict[str, int]) -> deque[list[str]]:
     """The test files of a lane, each in one piece."""
     found: deque[list[str]] = deque()
     for folder, count in lane.items():
-        files = sorted(map(str, (HERE / folder).glob("test_*.py")))
+        files = sorted(map(str, (HERE / folder).rglob("test_*.py")))
         found += [files[first::count] for first in range(count)]
     return found
 

@@ -19,7 +19,7 @@ import pytest
 if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
 
-from tests import leaks, servers
+from tests.support import leaks, servers
 
 # How long an example takes is the machine's affair, and who else is busy on it.
 hypothesis.settings.register_profile(
@@ -52,7 +52,7 @@ def _start_cuda() -> None:
     import torch
 
     if torch.cuda.is_available():
-        from shmserve.ipc.cuda_ipc import Driver
+        from shmserve.ipc.memory.cuda_ipc import Driver
 
         torch.ones(1, device="cuda").cpu()
         driver = Driver()

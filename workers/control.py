@@ -12,7 +12,6 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.errors import Unavailable, from_code
-from shmserve.ipc.channels import Dealer
 from shmserve.ipc.messages import (
     Answered,
     ModelWithdrawn,
@@ -21,6 +20,7 @@ from shmserve.ipc.messages import (
     SchedulerLost,
     SetLogging,
 )
+from shmserve.ipc.transport.dealer import Dealer
 
 # What a model's calls of other models must know of.
 News = ModelWithdrawn | SchedulerLost | ProcessExited

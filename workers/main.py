@@ -22,8 +22,8 @@ from typing import Any
 from shmserve import logs
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.arena import Arena
-from shmserve.ipc.channels import Dealer
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import (
     Attach,
     CompleteConfig,
@@ -37,12 +37,12 @@ from shmserve.ipc.messages import (
     WorkerStarted,
 )
 from shmserve.ipc.processes import name_process
-from shmserve.ipc.regions import Mappings
+from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.control import Control
-from shmserve.workers.device_memory import DeviceMemory
-from shmserve.workers.loop import Instance
+from shmserve.workers.instance import Instance
+from shmserve.workers.memory.device import DeviceMemory
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.ipc.channels import Dealer
 from shmserve.ipc.messages import MetricsReported
+from shmserve.ipc.transport.dealer import Dealer
 
 _PAUSE_S = 0.1
 

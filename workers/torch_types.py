@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmserve.ipc.tensors import element_count
+from shmserve.ipc.tensors.datatypes import element_count
 
 TORCH: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

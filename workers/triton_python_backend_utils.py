@@ -6,31 +6,31 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.ipc.tensors import FROM_CONFIG, NUMPY, encode_bytes
-from shmserve.workers.backends.python_config import ModelConfig
-from shmserve.workers.backends.python_errors import TritonError, TritonModelException
-from shmserve.workers.backends.python_metrics import MetricFamily
-from shmserve.workers.backends.python_request import (
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG, NUMPY, encode_bytes
+from shmserve.workers.backends.python.config import ModelConfig
+from shmserve.workers.backends.python.errors import TritonError, TritonModelException
+from shmserve.workers.backends.python.metrics import MetricFamily
+from shmserve.workers.backends.python.request import (
     InferenceRequest,
     InferenceTrace,
     MemoryType,
     PreferredMemory,
     ReceivedRequest,
 )
-from shmserve.workers.backends.python_response import (
+from shmserve.workers.backends.python.response import (
     RESPONSE_COMPLETE_FINAL,
     InferenceResponse,
     InferenceResponseSender,
     ResponseIterator,
 )
-from shmserve.workers.backends.python_server import (
+from shmserve.workers.backends.python.server import (
     Logger,
     get_model_dir,
     is_model_ready,
     load_model,
     unload_model,
 )
-from shmserve.workers.backends.python_tensor import NUMBER, Tensor
+from shmserve.workers.backends.python.tensor import NUMBER, Tensor
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",

@@ -20,8 +20,8 @@ from __future__ import annotations
 import os
 
 from shmserve.client.errors import Disconnected, Released, TimedOut
-from shmserve.client.region import Region
-from shmserve.client.results import Result
+from shmserve.client.memory.region import Region
+from shmserve.client.request.results import Result
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import (

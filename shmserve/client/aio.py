@@ -14,10 +14,10 @@ from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.exchange import FULL, LATE, Exchange, Pending
-from shmserve.client.options import options_of
-from shmserve.client.region import Region, Specs
-from shmserve.client.results import Result
+from shmserve.client.inflight import FULL, LATE, Exchange, Pending
+from shmserve.client.memory.region import Region, Specs
+from shmserve.client.request.options import options_of
+from shmserve.client.request.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
 from shmserve.errors import InvalidArgument, Unavailable
 

@@ -21,15 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client.errors import Disconnected
-from shmserve.client.exchange import Exchange
-from shmserve.client.memory import AnySegment
+from shmserve.client.inflight import Exchange
+from shmserve.client.memory.segments import AnySegment
+from shmserve.client.memory.views import nothing
 from shmserve.client.models import Models
-from shmserve.client.views import nothing
 from shmserve.errors import ShmserveError, from_code
-from shmserve.ipc import endpoints, frames
+from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.regions import Mappings
-from shmserve.ipc.tensors import MalformedMessage, Place
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.transport import frames
+from shmserve.ipc.transport.records import MalformedMessage
 
 _MESSAGE = 4 * 1024 * 1024
 # What the kernel takes for a time to wait: 0 would be for ever, and it is counted in an int.

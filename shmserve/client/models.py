@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Never
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import ModelPublished
-from shmserve.ipc.signature import Signature
-from shmserve.ipc.tensors import Inferred
+from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.signature import Signature
 
 if TYPE_CHECKING:
-    from shmserve.client.plans import Plan
+    from shmserve.client.request.prepared import Plan
 
 _MOST_PLANS = 64
 

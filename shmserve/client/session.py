@@ -12,15 +12,15 @@ from typing import Any
 
 from shmserve.client import discovery
 from shmserve.client.connection import Connection
-from shmserve.client.device import DeviceSegment, device_number, exporting
 from shmserve.client.errors import Disconnected
-from shmserve.client.exchange import FULL
-from shmserve.client.memory import AnySegment, Memories, Segment
-from shmserve.client.options import Options
-from shmserve.client.region import Region, Specs
-from shmserve.client.requests import Prepared, prepare
+from shmserve.client.inflight import FULL
+from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
+from shmserve.client.memory.region import Region, Specs
+from shmserve.client.memory.segments import AnySegment, Memories, Segment
+from shmserve.client.request.options import Options
+from shmserve.client.request.prepare import Prepared, prepare
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc.cuda_ipc import Exporting
+from shmserve.ipc.memory.cuda_ipc import Exporting
 
 Tensors = Mapping[str, Any]
 # Where outputs go: just names, or arrays in a region by name, or a region.

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.exchange import LATE, Exchange, Pending
-from shmserve.client.options import options_of
-from shmserve.client.region import Region, Specs
-from shmserve.client.requests import Prepared
-from shmserve.client.results import Result
+from shmserve.client.inflight import LATE, Exchange, Pending
+from shmserve.client.memory.region import Region, Specs
+from shmserve.client.request.options import options_of
+from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
 from shmserve.errors import ShmserveError
-from shmserve.ipc.guests import MOST_LINKS
+from shmserve.ipc.capabilities import MOST_LINKS
 
 _MOST_WAITERS = MOST_LINKS - 1  # one is the connection's own
 

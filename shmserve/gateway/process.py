@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import logs
-from shmserve.gateway.dispatch import Dispatcher
-from shmserve.gateway.models import ModelTable
-from shmserve.gateway.regions import RegionTable
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.links.dispatcher import Dispatcher
+from shmserve.gateway.links.supervisor import Supervisor
+from shmserve.gateway.model_table import ModelTable
+from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import Settings
-from shmserve.gateway.state import Gateway
-from shmserve.gateway.supervisor import Supervisor
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.arena import Arena
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.processes import name_process
-from shmserve.ipc.regions import Mappings
 from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
-from shmserve.model_config.source import UNWRITTEN, Key, Problem, Source
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _COMPLETABLE = (

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shmserve.doubles import members
+from shmserve.common.duplicate_keys import members
 from shmserve.errors import InvalidArgument
-from shmserve.model_config.build import Builder
-from shmserve.model_config.jsonform import tree_from_json
-from shmserve.model_config.source import Source, located
-from shmserve.model_config.text import parse
-from shmserve.model_config.tree import Block, Malformed
+from shmserve.model_config.diagnostics import Source, located
+from shmserve.model_config.json_format import tree_from_json
+from shmserve.model_config.message_builder import Builder
+from shmserve.model_config.syntax_tree import Block, Malformed
+from shmserve.model_config.text_format import parse
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 

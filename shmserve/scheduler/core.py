@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, assert_never
 
-from shmserve import logs, model_metrics
+from shmserve import logs
+from shmserve.common import model_metrics
+from shmserve.common.model_metrics import ModelMetrics
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import (
     Cancel,
@@ -37,13 +39,12 @@ from shmserve.ipc.messages import (
     SupervisorToScheduler,
     WorkerToScheduler,
 )
-from shmserve.ipc.signature import id_prefix
-from shmserve.model_metrics import ModelMetrics
-from shmserve.scheduler.answers import Answers, Peers
-from shmserve.scheduler.backlog import EXPIRED, Backlog, believable
-from shmserve.scheduler.dynamic import Batch, Closed, WaitUntil, decide
-from shmserve.scheduler.executions import Executions, Superior
-from shmserve.scheduler.requests import NEVER, Client, Event, Request, State
+from shmserve.ipc.tensors.signature import id_prefix
+from shmserve.scheduler.batchers.dynamic import Batch, Closed, WaitUntil, decide
+from shmserve.scheduler.instances.executions import Executions, Superior
+from shmserve.scheduler.requests.queue import EXPIRED, Backlog, believable
+from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
+from shmserve.scheduler.requests.responses import Answers, Peers
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Reason, Statistics
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import get_args
 
-from shmserve.ipc.channels import Dealer, Router
 from shmserve.ipc.messages import (
     ClientToScheduler,
     Drain,
@@ -17,10 +16,12 @@ from shmserve.ipc.messages import (
     SupervisorToScheduler,
     WorkerToScheduler,
 )
-from shmserve.ipc.spin import SPIN_NS, Spin
+from shmserve.ipc.transport.busy_poll import SPIN_NS, Spin
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.core import Scheduler
-from shmserve.scheduler.guests import GuestDoor
-from shmserve.scheduler.requests import NEVER
+from shmserve.scheduler.local_clients import GuestDoor
+from shmserve.scheduler.requests.request import NEVER
 
 # A sleeping thread runs again some time after its timer: up to this much is anticipated.
 _MOST_LATE_NS = 60_000

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import logs
+from shmserve.common.shm_access import NO_GROUP
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.channels import Dealer
-from shmserve.ipc.guests import Seals
-from shmserve.ipc.kin import KinRouter, first_number, last_number
+from shmserve.ipc.capabilities import Seals
 from shmserve.ipc.messages import SchedulerReady
-from shmserve.ipc.signature import Signature
-from shmserve.run_directory import admit_group
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.peercred_router import KinRouter, first_number, last_number
 from shmserve.scheduler.core import Scheduler
-from shmserve.scheduler.guests import Fronts, GuestDoor
+from shmserve.scheduler.local_clients import Fronts, GuestDoor
 from shmserve.scheduler.loop import Loop
 from shmserve.scheduler.settings import Settings
-from shmserve.trust import NO_GROUP
+from shmserve.supervisor.host.run_directory import admit_group
 
 _PARTING_S = 0.3  # for the last answers to leave
 

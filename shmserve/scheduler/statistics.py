@@ -37,10 +37,10 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from shmserve.counters import lasting
+from shmserve.common.cumulative_counters import lasting
 from shmserve.ipc.messages import BatchFinished
-from shmserve.scheduler.dynamic import Closed
-from shmserve.scheduler.requests import Request
+from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.requests.request import Request
 
 _NS_PER_S = 1_000_000_000
 _SECONDS = (

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests import repositories
 from tests.faults.scene import State
-from tests.load import Load
-from tests.servers import Server, running
+from tests.support import repositories
+from tests.support.load import Load
+from tests.support.servers import Server, running
 
 MODELS = ("simple", "identity", "crimes", "gated")
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
-from tests.crowd import Crowd, crowd
-from tests.leaks import resident_bytes, server_descriptors, unix_sockets
-from tests.load import Load
-from tests.raw_http import Http, Reply, json_input
-from tests.servers import Server, lasting
-from tests.waiting import until
+from tests.support.crowd import Crowd, crowd
+from tests.support.leaks import resident_bytes, server_descriptors, unix_sockets
+from tests.support.load import Load
+from tests.support.raw_http import Http, Reply, json_input
+from tests.support.servers import Server, lasting
+from tests.support.waiting import until
 
 # Whatever happened, every client has a right answer again within this time, without help.
 RECOVERY_S = 1.0

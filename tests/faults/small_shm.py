@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from tests.faults.scene import assert_recovers, scene
-from tests.servers import ROOT, running
+from tests.support.servers import ROOT, running
 
 _MOUNT = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
 
@@ -29,8 +29,8 @@ def can_mount() -> bool:
 _PROGRAM = """
 import json, os, sys
 import numpy as np
-from tests.raw_http import Http, in_region, shm_input
-from tests.regions import SharedObject
+from tests.support.raw_http import Http, in_region, shm_input
+from tests.support.regions import SharedObject
 
 http, told = Http(int(sys.argv[1])), {}
 

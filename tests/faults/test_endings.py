@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.crowd import crowd
 from tests.faults.scene import RECOVERY_S, start_processes, wait_replaced
-from tests.leaks import made_since
-from tests.load import Load
-from tests.servers import Server, kill_together, running
-from tests.waiting import until
+from tests.support.crowd import crowd
+from tests.support.leaks import made_since
+from tests.support.load import Load
+from tests.support.servers import Server, kill_together, running
+from tests.support.waiting import until
 
 _ORPHANS_S = 1.0
 # A zygote that imports torch hears of it when the interpreter runs again: loading one library takes

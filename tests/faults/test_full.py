@@ -10,10 +10,10 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from tests.crowd import values
 from tests.faults.scene import assert_recovers, scene
-from tests.raw_http import Reply
-from tests.servers import Server
+from tests.support.crowd import values
+from tests.support.raw_http import Reply
+from tests.support.servers import Server
 
 
 def test_the_queue_is_full(serve: Callable[..., Server]) -> None:

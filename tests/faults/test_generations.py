@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from shmserve.ipc import messages as m
-from tests import repositories
-from tests.crowd import Crowd, crowd, values
-from tests.guests import Guest
-from tests.raw_http import Reply, binary_request
-from tests.servers import Server, running
-from tests.waiting import until
+from tests.rigs.local_clients import Guest
+from tests.support import repositories
+from tests.support.crowd import Crowd, crowd, values
+from tests.support.raw_http import Reply, binary_request
+from tests.support.servers import Server, running
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import grpc
 import numpy as np
 import pytest
 
-from tests import repositories
-from tests.grpc_calls import is_right, request_of, simple_request, stub
-from tests.servers import Server, running, stopped, wait_gone
-from tests.waiting import until
+from tests.support import repositories
+from tests.support.grpc_calls import is_right, request_of, simple_request, stub
+from tests.support.servers import Server, running, stopped, wait_gone
+from tests.support.waiting import until
 
 WITHIN_S = 3.0
 

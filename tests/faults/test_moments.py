@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import repositories
-from tests.crowd import Crowd, crowd, values
 from tests.faults.scene import RECOVERY_S, wait_replaced
-from tests.gates import Visit
-from tests.load import Load
-from tests.servers import Server, running, wait_gone
-from tests.waiting import until
+from tests.support import repositories
+from tests.support.crowd import Crowd, crowd, values
+from tests.support.gates import Visit
+from tests.support.load import Load
+from tests.support.servers import Server, running, wait_gone
+from tests.support.waiting import until
 
 # A zygote has to import torch again before anything can go on.
 _ZYGOTE_S = 15.0

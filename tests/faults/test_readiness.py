@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import repositories
-from tests.crowd import crowd, values
 from tests.faults.scene import RECOVERY_S
-from tests.servers import Server, running
-from tests.waiting import until
+from tests.support import repositories
+from tests.support.crowd import crowd, values
+from tests.support.servers import Server, running
+from tests.support.waiting import until
 
 
 @pytest.fixture

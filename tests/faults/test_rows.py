@@ -20,15 +20,15 @@ import numpy as np
 import pytest
 
 import shmserve.client
-from tests import repositories
-from tests.crowd import Crowd, crowd
 from tests.faults.small_shm import can_mount, fill_shared_memory
-from tests.leaks import descriptors, made_since
-from tests.raw_http import Http, UnixHttp, in_region, json_input, shm_input
-from tests.regions import SharedObject
-from tests.servers import ROOT, Server, kill_together, running
-from tests.users import ALICE, as_user
-from tests.waiting import until
+from tests.support import repositories
+from tests.support.crowd import Crowd, crowd
+from tests.support.leaks import descriptors, made_since
+from tests.support.raw_http import Http, UnixHttp, in_region, json_input, shm_input
+from tests.support.regions import SharedObject
+from tests.support.servers import ROOT, Server, kill_together, running
+from tests.support.users import ALICE, as_user
+from tests.support.waiting import until
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
@@ -148,8 +148,8 @@ def unregister_under_load(stage: Stage) -> None:
 
 PROGRAM = """
 import os, sys
-from tests.raw_http import Http
-from tests.regions import SharedObject
+from tests.support.raw_http import Http
+from tests.support.regions import SharedObject
 made = SharedObject(8192)
 made.name = "test-%s-crasher" % sys.argv[2]
 made.path = made.path.with_name(made.name)

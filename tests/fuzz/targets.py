@@ -15,33 +15,34 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway import jsontensors, memory
-from shmserve.gateway.app import find_route
-from shmserve.gateway.assembly import from_json, raw_request
-from shmserve.gateway.bigjson import Numbers, loads_large
-from shmserve.gateway.codec import RegionRange, WireRequest, parse_request
-from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding
-from shmserve.gateway.intake import header_size
-from shmserve.gateway.plans import Plans, split
-from shmserve.gateway.regions import Region, Spans
-from shmserve.gateway.values import loads
-from shmserve.ipc import frames, messages, posix_shm, zmtp
-from shmserve.ipc.guests import FIRST, KEY_SIZE, Seals
+from shmserve.gateway.api import shared_memory
+from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding
+from shmserve.gateway.http.intake import header_size
+from shmserve.gateway.http.json import tensors
+from shmserve.gateway.http.json.fingerprint import Plans, split
+from shmserve.gateway.http.json.infer_request import RegionRange, WireRequest, parse_request
+from shmserve.gateway.http.json.large_arrays import Numbers, loads_large
+from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.routes import find_route
+from shmserve.gateway.inference.builder import from_json, raw_request
+from shmserve.gateway.region_table import Region, Spans
+from shmserve.ipc import messages
+from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Seals
+from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import Submit
-from shmserve.ipc.ranges import LARGEST, fits, whole
-from shmserve.ipc.signature import Signature
-from shmserve.ipc.tensors import (
-    ITEM_SIZE,
-    MalformedMessage,
-    Place,
-    TensorRef,
-    decode_bytes,
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, decode_bytes
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import (
     pack_inference,
     pack_inferred,
     unpack_inference,
     unpack_inferred,
 )
-from shmserve.scheduler.guests import GuestRules
+from shmserve.ipc.tensors.ranges import LARGEST, fits, whole
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.transport import frames, zmtp
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.local_clients import GuestRules
 
 _LIMIT = 1 << 16
 _OURS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")
@@ -140,7 +141,7 @@ def _same_in_steps(body: bytes, tail_size: int, wire: WireRequest) -> None:
     for one, other in zip(wire.inputs, again.inputs, strict=True):
         if isinstance(other.data, Numbers) and other.count:
             arguments = (other.datatype, other.count, other.name)
-            pieces = jsontensors.decode_parts(other.data.parts(), *arguments)
+            pieces = tensors.decode_parts(other.data.parts(), *arguments)
             assert b"".join(pieces) == from_json(one)
 
 
@@ -190,9 +191,9 @@ def register(data: bytes) -> None:
     with _refused(data):
         found = find_route(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
         if found is not None and found[1][0]:
-            memory.check_name(found[1][0])
+            shared_memory.check_name(found[1][0])
         raw = loads(body)
-        key, offset, size, *flags = memory.registration(raw if type(raw) is dict else {})
+        key, offset, size, *flags = shared_memory.registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
         assert 0 <= offset <= LARGEST
         assert 0 <= size <= LARGEST

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests import repositories
-from tests.raw_http import Http
-from tests.servers import Server, running
+from tests.support import repositories
+from tests.support.raw_http import Http
+from tests.support.servers import Server, running
 
 SHARED = (
     "simple",

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shmserve.gateway.authorisation import Authorisation
-from shmserve.gateway.callers import Caller, Door, DoorKind
-from shmserve.ipc import frames
+from shmserve.common.auth_tokens import Authorisation
+from shmserve.gateway.client_identity import Caller, Door, DoorKind
+from shmserve.ipc.transport import frames
 from tests.fuzz import targets
 from tests.fuzz.__main__ import CORPUS
 

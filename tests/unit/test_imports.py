@@ -101,7 +101,7 @@ def test_nothing_pickles() -> None:
         "shmserve",
         "shmserve.ipc.messages",
         "shmserve.model",
-        "shmserve.client_cli",
+        "shmserve.cli.client",
         "shmserve.cli",
     ],
 )

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from aiohttp.http_parser import HttpRequestParser, HttpRequestParserPy
 
+from shmserve.common.model_names import check_model_name
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.app import find_route
-from shmserve.gateway.codec import parse_request
-from shmserve.gateway.values import JsonFault
-from shmserve.ipc.signature import Signature
-from shmserve.ipc.tensors import TensorRef
-from shmserve.model_names import check_model_name
-from tests.gateway_rig import SIMPLE
+from shmserve.gateway.http.json.infer_request import parse_request
+from shmserve.gateway.http.json.parser import JsonFault
+from shmserve.gateway.http.routes import find_route
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.signature import Signature
+from tests.rigs.gateway_rig import SIMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.arena import Arena
-from shmserve.ipc.regions import Mappings
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.workers.batch.request import Answer, Copied, Input, Output, Request
 from shmserve.workers.control import Control
-from shmserve.workers.requests import Answer, Copied, Input, Output, Request
 
 if TYPE_CHECKING:
-    from shmserve.workers.device_memory import DeviceMemory
+    from shmserve.workers.memory.device import DeviceMemory
 
 __all__ = [
     "Answer",
@@ -132,7 +132,7 @@ class Backend(ABC):
     def metrics(self) -> list[list[Any]] | None:
         """All families of the model's own metrics if they changed since the last call, else None.
 
-        `shmserve.workers.backends.python_metrics.changes` says what they look like; call
+        `shmserve.workers.backends.python.metrics.changes` says what they look like; call
         `context.control.wake()` when they change outside of `execute`.
         """
         return None

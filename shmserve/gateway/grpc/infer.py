@@ -10,20 +10,21 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.answers import check_size
-from shmserve.gateway.assembly import Taken, build
-from shmserve.gateway.callers import Caller
-from shmserve.gateway.codec import WireRequest
-from shmserve.gateway.dispatch import Pending
-from shmserve.gateway.grpc.codec import wire_request
-from shmserve.gateway.grpc.plans import Plans, split
-from shmserve.gateway.grpc.responses import encode
-from shmserve.gateway.infer import failure, log_failure, submission
-from shmserve.gateway.models import Model, checked_version
-from shmserve.gateway.regions import admit
-from shmserve.gateway.state import Gateway
+from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.wire.fingerprint import Plans, split
+from shmserve.gateway.grpc.wire.request import wire_request
+from shmserve.gateway.grpc.wire.response import encode
+from shmserve.gateway.http.infer import failure, log_failure, submission
+from shmserve.gateway.http.json.infer_request import WireRequest
+from shmserve.gateway.inference.builder import Taken, build
+from shmserve.gateway.inference.response import check_size
+from shmserve.gateway.links.dispatcher import Pending
+from shmserve.gateway.model_table import Model, checked_version
+from shmserve.gateway.region_table import admit
 from shmserve.ipc import messages as m
-from shmserve.ipc.tensors import Inferred, MalformedMessage, unpack_inferred
+from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
+from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 logger = logging.getLogger(__name__)

@@ -15,22 +15,22 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from shmserve import descriptors
+from shmserve.common import fd_limits
+from shmserve.common.auth_tokens import Authorisation, decode_restrictions
+from shmserve.common.peer_credentials import is_loopback
+from shmserve.common.tls import Tls
 from shmserve.gateway import process
-from shmserve.gateway.authorisation import Authorisation, decode_restrictions
-from shmserve.gateway.callers import Door, DoorKind
-from shmserve.gateway.grpc import loop
-from shmserve.gateway.grpc.calls import Calls
-from shmserve.gateway.grpc.crowds import Crowds
+from shmserve.gateway.client_identity import Door, DoorKind
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc import event_loop
+from shmserve.gateway.grpc.call_watchdog import Calls
+from shmserve.gateway.grpc.connection_limits import Crowds
+from shmserve.gateway.grpc.direct_unary import acceptor
 from shmserve.gateway.grpc.infer import Inferences
-from shmserve.gateway.grpc.responses import LARGEST_MESSAGE
 from shmserve.gateway.grpc.service import MODEL_INFER, Service
 from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.grpc.unary import acceptor
-from shmserve.gateway.peers import is_loopback
+from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.settings import Settings
-from shmserve.gateway.state import Gateway
-from shmserve.grpc_tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def run(args: dict[str, Any]) -> None:
     ours = GrpcSettings.decode(args["addresses"], args["grpc"])
     process.prepare("gateway grpc", "gateway grpc", args["log"])
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
-    loop.run(
+    event_loop.run(
         process.serve(
             "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcFront(gateway, ours)
         )
@@ -80,7 +80,7 @@ class GrpcFront(process.Front):
     def __init__(self, gateway: Gateway, settings: GrpcSettings) -> None:
         self._settings = settings
         self._header_timeout_s = gateway.settings.header_timeout_s
-        self._most = min(gateway.settings.max_connections, descriptors.for_connections(1))
+        self._most = min(gateway.settings.max_connections, fd_limits.for_connections(1))
         self._inferences = Inferences(gateway)
         self._calls = Calls(gateway.settings.body_timeout_s)
         door = _door(gateway, settings)

@@ -13,15 +13,15 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
-from shmserve.gateway import trim
-from shmserve.gateway.callers import Caller, Door
-from shmserve.gateway.grpc import control, log_and_trace, memory
-from shmserve.gateway.grpc.callers import CallCaller, Users
-from shmserve.gateway.grpc.calls import Calls, Reading
+from shmserve.gateway.client_identity import Caller, Door
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.admin import log_and_trace, metadata, shared_memory
+from shmserve.gateway.grpc.call_watchdog import Calls, Reading
+from shmserve.gateway.grpc.client_identity import CallCaller, Users
+from shmserve.gateway.grpc.direct_unary import Call
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.stream import stream_infer
-from shmserve.gateway.grpc.unary import Call
-from shmserve.gateway.state import Gateway
+from shmserve.gateway.inference import malloc_trim
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
 
@@ -57,22 +57,22 @@ class Rpc:
 _PLAIN: tuple[
     tuple[str, type[Message], Callable[[Gateway, Caller, Any], Awaitable[Message]]], ...
 ] = (
-    ("health", pb.ServerLiveRequest, control.server_live),
-    ("health", pb.ServerReadyRequest, control.server_ready),
-    ("health", pb.ModelReadyRequest, control.model_ready),
-    ("metadata", pb.ServerMetadataRequest, control.server_metadata),
-    ("metadata", pb.ModelMetadataRequest, control.model_metadata),
-    ("model-config", pb.ModelConfigRequest, control.model_config),
-    ("statistics", pb.ModelStatisticsRequest, control.model_statistics),
-    ("model-repository", pb.RepositoryIndexRequest, control.repository_index),
-    ("model-repository", pb.RepositoryModelLoadRequest, control.repository_model_load),
-    ("model-repository", pb.RepositoryModelUnloadRequest, control.repository_model_unload),
-    ("shared-memory", pb.SystemSharedMemoryStatusRequest, memory.system_status),
-    ("shared-memory", pb.SystemSharedMemoryRegisterRequest, memory.system_register),
-    ("shared-memory", pb.SystemSharedMemoryUnregisterRequest, memory.system_unregister),
-    ("shared-memory", pb.CudaSharedMemoryStatusRequest, memory.cuda_status),
-    ("shared-memory", pb.CudaSharedMemoryRegisterRequest, memory.cuda_register),
-    ("shared-memory", pb.CudaSharedMemoryUnregisterRequest, memory.cuda_unregister),
+    ("health", pb.ServerLiveRequest, metadata.server_live),
+    ("health", pb.ServerReadyRequest, metadata.server_ready),
+    ("health", pb.ModelReadyRequest, metadata.model_ready),
+    ("metadata", pb.ServerMetadataRequest, metadata.server_metadata),
+    ("metadata", pb.ModelMetadataRequest, metadata.model_metadata),
+    ("model-config", pb.ModelConfigRequest, metadata.model_config),
+    ("statistics", pb.ModelStatisticsRequest, metadata.model_statistics),
+    ("model-repository", pb.RepositoryIndexRequest, metadata.repository_index),
+    ("model-repository", pb.RepositoryModelLoadRequest, metadata.repository_model_load),
+    ("model-repository", pb.RepositoryModelUnloadRequest, metadata.repository_model_unload),
+    ("shared-memory", pb.SystemSharedMemoryStatusRequest, shared_memory.system_status),
+    ("shared-memory", pb.SystemSharedMemoryRegisterRequest, shared_memory.system_register),
+    ("shared-memory", pb.SystemSharedMemoryUnregisterRequest, shared_memory.system_unregister),
+    ("shared-memory", pb.CudaSharedMemoryStatusRequest, shared_memory.cuda_status),
+    ("shared-memory", pb.CudaSharedMemoryRegisterRequest, shared_memory.cuda_register),
+    ("shared-memory", pb.CudaSharedMemoryUnregisterRequest, shared_memory.cuda_unregister),
     ("trace", pb.TraceSettingRequest, log_and_trace.trace_setting),
     ("logging", pb.LogSettingsRequest, log_and_trace.log_settings),
 )
@@ -88,7 +88,7 @@ RPCS: dict[str, Rpc] = {
     MODEL_INFER: Rpc("inference"),
     MODEL_STREAM_INFER: Rpc("inference"),
     HEALTH_WATCH: Rpc("health"),
-    _HEALTH + "Check": Rpc("health", HealthCheckRequest, control.check),
+    _HEALTH + "Check": Rpc("health", HealthCheckRequest, metadata.check),
     **{
         _TRITON + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
         for scope, request, handler in _PLAIN
@@ -209,12 +209,12 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             submitted = self._submitted(raw, context)
             context.add_done_callback(lambda _: submitted.leave())
             response = await submitted.answer()
-            trim.soon(len(response))
+            malloc_trim.soon(len(response))
             return response
         except Exception as error:
             return _ending_of_inference(error, context)
         finally:
-            trim.soon(len(raw))
+            malloc_trim.soon(len(raw))
 
     def infer(self, raw: bytes, call: Call) -> None:
         """ModelInfer, for a call that no task waits for."""
@@ -226,7 +226,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 call.fail(*_ending_of_inference(error, call))
             else:
                 call.finish(response)
-                trim.soon(len(response))
+                malloc_trim.soon(len(response))
 
         try:
             submitted = self._submitted(raw, call)
@@ -234,7 +234,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             call.fail(*_ending_of_inference(error, call))
             return
         finally:
-            trim.soon(len(raw))
+            malloc_trim.soon(len(raw))
         call.on_gone = submitted.abandon
         call.on_over = submitted.leave
         submitted.when_answered(answered)
@@ -258,7 +258,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             said = None
             while True:
                 changed = self._health_changed
-                status = control.serving(self._gateway)
+                status = metadata.serving(self._gateway)
                 if status != said:
                     said = status
                     yield status.SerializeToString()

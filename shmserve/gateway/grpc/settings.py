@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.grpc_tls import Tls
+from shmserve.common.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)

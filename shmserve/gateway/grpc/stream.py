@@ -13,10 +13,10 @@ from typing import Any
 from grpc._cython import cygrpc
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.gateway import trim
-from shmserve.gateway.callers import Caller
+from shmserve.gateway.client_identity import Caller
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
-from shmserve.gateway.grpc.responses import streamed, streamed_error
+from shmserve.gateway.grpc.wire.response import streamed, streamed_error
+from shmserve.gateway.inference import malloc_trim
 
 # The requests of one stream that wait for their turn to be answered may have so many bytes; those
 # that come when they have as many are not read yet. Others that ask the same model wait behind
@@ -68,7 +68,7 @@ async def stream_infer(
     total = 0  # bytes
     # Until the call is over gRPC holds the response that is not taken, and what it has received of
     # further requests.
-    context.add_done_callback(lambda _: trim.soon(total))
+    context.add_done_callback(lambda _: malloc_trim.soon(total))
 
     async def read() -> None:
         nonlocal total
@@ -82,7 +82,7 @@ async def stream_infer(
                     item = refused.bare()
                 waiting.put_nowait((item, size))
                 total += len(raw)
-                trim.soon(len(raw))
+                malloc_trim.soon(len(raw))
         finally:
             waiting.put_nowait(None)
 

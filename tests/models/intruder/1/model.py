@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from shmserve.ipc import frames
 from shmserve.ipc import messages as m
-from shmserve.ipc.channels import Dealer
+from shmserve.ipc.transport import frames
+from shmserve.ipc.transport.dealer import Dealer
 
 PATIENCE_S = 5.0
 

@@ -1,0 +1,1 @@
+"""Memory that processes share: arenas, mappings of regions, CUDA handles."""

@@ -1,0 +1,161 @@
+"""Memory a process owns for tensors it creates: a sealed memfd that others map and never allocate
+in.
+
+    memfd   |#### in use ####|    free    |## in use ##|......... not committed .........|
+            0                                          ^ high-water mark                 ^ capacity
+
+The owner allocates and frees; a reader gets `Place`s, and its release message brings the offset
+back. The object has no name, so nothing can be left behind; its size is sealed, so a mapping of it
+never faults; pages are reserved with posix_fallocate before use, so running out of memory is an
+error and not a signal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from bisect import bisect
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.tensors.descriptors import Memory, Place
+
+_ALIGNMENT = 64  # a cache line, and what vector loads like
+_KEEP = 64 * 1024 * 1024  # an empty arena gives memory above this back to the system
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class FreeList:
+    """First-fit allocation of [0, capacity) in multiples of 64 bytes; pure bookkeeping.
+
+    First fit with coalescing on free: Knuth, The Art of Computer Programming vol. 1, 2.5,
+    algorithms A and B.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity - capacity % _ALIGNMENT
+        self._holes: list[tuple[int, int]] = [(0, self.capacity)]  # (offset, size), by offset
+        self._used: dict[int, int] = {}
+        self.used = 0  # bytes allocated now
+
+    def allocate(self, byte_size: int) -> int | None:
+        """The offset of a new block of at least `byte_size` bytes, or None when none is free."""
+        size = max(_ALIGNMENT, (byte_size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT)
+        if size > self.capacity - self.used:
+            return None
+        for index, (offset, room) in enumerate(self._holes):
+            if room >= size:
+                if room == size:
+                    del self._holes[index]
+                else:
+                    self._holes[index] = (offset + size, room - size)
+                self._used[offset] = size
+                self.used += size
+                return offset
+        return None
+
+    def free(self, offset: int) -> bool:
+        """Give the block at `offset` back; False when there is none (a second or a forged
+        release)."""
+        size = self._used.get(offset)
+        if size is None:
+            return False
+        # No call in between: a program that is interrupted here finds both or neither.
+        del self._used[offset]
+        self.used -= size
+        index = bisect(self._holes, (offset, 0))
+        self._holes.insert(index, (offset, size))
+        self._join(index)
+        if index:
+            self._join(index - 1)
+        return True
+
+    def _join(self, index: int) -> None:
+        if index + 1 < len(self._holes):
+            (offset, size), (after, more) = self._holes[index], self._holes[index + 1]
+            if offset + size == after:
+                self._holes[index : index + 2] = [(offset, size + more)]
+
+    def check_integrity(self) -> None:
+        """Assert that holes and blocks tile the arena exactly; for tests."""
+        spans = sorted([*self._holes, *self._used.items()])
+        at = 0
+        for offset, size in spans:
+            assert offset == at and size > 0, spans
+            at += size
+        assert at == self.capacity, spans
+        assert self.used == sum(self._used.values())
+
+
+class Arena:
+    """The owner's side. `capacity` is in bytes; nothing is reserved until it is allocated.
+
+    Raises Unavailable when this process may not have an object that large.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        capacity -= capacity % mmap.PAGESIZE
+        self._fd = os.memfd_create("shmserve-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, capacity)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self._fd, capacity)
+        except OSError as error:  # ulimit -f, ulimit -v
+            os.close(self._fd)
+            raise Unavailable(
+                f"no server memory for tensors ({capacity} bytes): {error.strerror}"
+            ) from None
+        self._view = memoryview(self._map)
+        self._list = FreeList(capacity)
+        self._committed = 0
+        self.memory = Memory(
+            id=secrets.randbits(62),
+            pid=os.getpid(),
+            fd=self._fd,
+            inode=os.fstat(self._fd).st_ino,
+            byte_size=capacity,
+            sealed=True,
+        )
+
+    @property
+    def used(self) -> int:
+        """Bytes allocated now."""
+        return self._list.used
+
+    def allocate(self, byte_size: int) -> Place:
+        """Room for `byte_size` bytes, 64-byte aligned.
+
+        Raises Unavailable when the arena or the machine's memory is full.
+        """
+        offset = self._list.allocate(byte_size)
+        if offset is None:
+            raise Unavailable(
+                f"server memory for tensors is full: {byte_size} bytes were needed, "
+                f"{self._list.capacity - self._list.used} of {self._list.capacity} are free"
+            )
+        end = offset + byte_size
+        if end > self._committed:
+            try:
+                os.posix_fallocate(self._fd, self._committed, end - self._committed)
+            except OSError as error:
+                self._list.free(offset)
+                raise Unavailable("server memory for tensors is full") from error
+            self._committed = end
+        return Place(self.memory, offset, byte_size)
+
+    def view(self, place: Place) -> memoryview:
+        """The bytes of a place of this arena, writable."""
+        return self._view[place.offset : place.offset + place.byte_size]
+
+    def free(self, offset: int) -> None:
+        """Take back the block at `offset`; an offset that is not allocated is ignored."""
+        if self._list.free(offset) and self._committed > _KEEP and not self._list.used:
+            self._map.madvise(mmap.MADV_REMOVE, _KEEP, self._map.size() - _KEEP)
+            self._committed = _KEEP
+
+    def close(self) -> None:
+        """Unmap and close; readers' mappings live on until they drop them."""
+        self._view.release()
+        self._map.close()
+        os.close(self._fd)

@@ -1,0 +1,137 @@
+"""Clients' memory: regions as they are registered, published, withdrawn and checked."""
+
+from __future__ import annotations
+
+from shmserve.ipc.transport.frames import message
+
+
+@message
+class MemoryDropped:
+    """A region's generation has ended: unmap it."""
+
+    memory_id: int
+
+
+@message
+class RegionPublished:
+    """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
+
+    `uid` and `group` say whose it is; `copied`: it is not to be mapped (see shmserve/trust.py);
+    `pinned`: workers on CUDA devices lock its pages.
+    With a `handle` (64 bytes) it is CUDA memory on `device_id`, and `key`, `pid`, `fd` and `inode`
+    mean nothing; `device_uuid` is empty where the client gave none.
+    """
+
+    name: str
+    key: str
+    memory_id: int
+    pid: int
+    fd: int
+    inode: int
+    object_size: int
+    offset: int
+    byte_size: int
+    uid: int
+    group: int
+    copied: bool
+    acknowledge: int
+    handle: bytes = b""
+    device_id: int = 0
+    device_uuid: bytes = b""
+    pinned: bool = False
+
+
+@message
+class RegionWithdrawn:
+    """The name is free; when the last request that uses this generation ends, say
+    `RegionReleased`."""
+
+    name: str
+    memory_id: int
+    acknowledge: int
+
+
+@message
+class RegionReleased:
+    """No request of this gateway uses the generation any more."""
+
+    memory_id: int
+
+
+@message
+class RegisterRegion:
+    """Register a client's POSIX shared memory object, for the user `uid`, who is in `groups`.
+
+    The answer is {"memory_id"}. `leased`: until `RegionAbandoned`, or until the sender ends. `pin`:
+    have workers on CUDA devices lock its pages.
+    """
+
+    id: int
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    uid: int
+    groups: list[int]
+    leased: bool
+    pin: bool
+
+
+@message
+class RegionAbandoned:
+    """The connection that this generation was leased for is gone."""
+
+    memory_id: int
+
+
+@message
+class RegisterCudaRegion:
+    """Register CUDA memory that a client exported, for the user `uid`, who is in `groups`: [offset,
+    offset + byte_size) of what `handle` opens.
+
+    `device_uuid` (16 bytes) is empty, `exporter_pid` 0 where it is not known. With the exporter the
+    region ends.
+    """
+
+    id: int
+    name: str
+    handle: bytes
+    device_id: int
+    device_uuid: bytes
+    offset: int
+    byte_size: int
+    uid: int
+    groups: list[int]
+    exporter_pid: int
+
+
+@message
+class UnregisterRegion:
+    """Unregister a region of system memory, or one of CUDA memory; an empty name means all of that
+    kind that are the user's."""
+
+    id: int
+    name: str
+    uid: int
+    groups: list[int]
+    cuda: bool = False
+
+
+@message
+class CheckMemory:
+    """Open this CUDA memory, see whether it has `byte_size` bytes, and let it go."""
+
+    id: int
+    handle: bytes
+    device_id: int
+    device_uuid: bytes
+    byte_size: int
+
+
+@message
+class MemoryChecked:
+    """How a `CheckMemory` went; code "" is success, `message` is for the client."""
+
+    id: int
+    code: str
+    message: str

@@ -1,0 +1,275 @@
+"""The supervisor and its processes: life, models, health, logging."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.ipc.transport.frames import message
+
+
+@message
+class Stop:
+    """End now, after what is running."""
+
+
+@message
+class Drain:
+    """Take nothing new, finish what is in flight, then say `Drained`."""
+
+
+@message
+class Drained:
+    """Nothing is in flight here any more."""
+
+
+@message
+class ProcessExited:
+    """A process of the server is gone: forget its memory, cancel its requests."""
+
+    pid: int
+
+
+@message
+class SetLogging:
+    """Log like this from now on; `settings` are shmserve.logs.LogSettings, by name."""
+
+    settings: dict[str, Any]
+
+
+@message
+class Answered:
+    """The answer to the sender's numbered request."""
+
+    id: int
+    payload: dict[str, Any]
+
+
+@message
+class Refused:
+    """The sender's numbered request failed; `message` is for the client."""
+
+    id: int
+    code: str
+    message: str
+
+
+@message
+class GatewayReady:
+    """The gateway accepts connections."""
+
+    pid: int
+
+
+@message
+class ModelPublished:
+    """A model version may be called (or `ready` changed). `endpoint` is its scheduler's; `latest`:
+    serves a request without version.
+
+    `acknowledge` > 0: say `Acknowledged` with it once this holds.
+    """
+
+    name: str
+    version: str
+    config: dict[str, Any]
+    metadata: dict[str, Any]
+    endpoint: str
+    ready: bool
+    latest: bool
+    load_seconds: float
+    acknowledge: int
+
+
+@message
+class ModelWithdrawn:
+    """A model version must not be called any more; requests in flight on it finish."""
+
+    name: str
+    version: str
+    acknowledge: int
+
+
+@message
+class SchedulerLost:
+    """The scheduler at `endpoint` is gone: submit what it had again, to `successor` (a new
+    ModelPublished follows).
+
+    No successor: its version was retired, or no scheduler can be started now (said again then, and
+    in the end with a successor). Gateways refuse what they have there; for workers, `FindModel`
+    says what serves now.
+    """
+
+    endpoint: str
+    successor: str
+
+
+@message
+class HealthChanged:
+    """What health answers from now on. `exiting`: refuse new inferences."""
+
+    live: bool
+    ready: bool
+    exiting: bool
+
+
+@message
+class Acknowledged:
+    """What carried this number holds in this process."""
+
+    number: int
+
+
+@message
+class LoadModel:
+    """Load or reload; `config` is a JSON override or empty, `files` maps "1/model.py" to
+    contents."""
+
+    id: int
+    name: str
+    config: str
+    files: dict[str, Any]
+
+
+@message
+class UnloadModel:
+    """Unload all versions of a model; there are no ensembles, so none has dependents."""
+
+    id: int
+    name: str
+    unload_dependents: bool
+
+
+@message
+class IndexRepository:
+    """Answer with {"models": [...]}, as POST /v2/repository/index shows it."""
+
+    id: int
+    ready: bool
+
+
+@message
+class ChangeLogging:
+    """Change these log settings, in every process; answer with all of them, as `SetLogging` has
+    them."""
+
+    id: int
+    changes: dict[str, Any]
+
+
+@message
+class SchedulerReady:
+    """The scheduler's sockets are bound."""
+
+    pid: int
+
+
+@message
+class InstanceExpected:
+    """An instance is loading or restarting; requests wait for it. `pid` is its process, once there
+    is one (0: not yet): nobody else is taken for it."""
+
+    index: int
+    pid: int
+
+
+@message
+class InstanceExited:
+    """An instance's process is gone (or was stopped); its batch must run elsewhere. `reason` is
+    for the client."""
+
+    index: int
+    reason: str
+
+
+@message
+class PoolFailed:
+    """No instance will come back: refuse what waits. `reason` is for the client."""
+
+    reason: str
+
+
+@message
+class KillInstance:
+    """An instance overran its execution limit: dump its stack to the log and kill it, if it is
+    process `pid` still."""
+
+    index: int
+    reason: str
+    pid: int
+
+
+@message
+class StatisticsKept:
+    """What the scheduler has counted, before it tells anybody else; its successor goes on from
+    there. `metrics` are its model's own, as shmserve.common.model_metrics keeps them."""
+
+    statistics: dict[str, Any]
+    metrics: list[list[Any]]
+
+
+@message
+class CountsInherited:
+    """What was counted by the one that this version replaces, of its StatisticsKept: the latest
+    holds. See shmserve/counters.py."""
+
+    statistics: dict[str, Any]
+
+
+@message
+class WorkerStarted:
+    """The worker runs and waits for `LoadInstance` (or for `CompleteConfig`)."""
+
+    pid: int
+
+
+@message
+class CompleteConfig:
+    """Derive what the configuration leaves open, then say `ConfigCompleted`."""
+
+    config: dict[str, Any]
+
+
+@message
+class ConfigCompleted:
+    """The model's own view of its configuration, to be merged and validated."""
+
+    config: dict[str, Any]
+
+
+@message
+class LoadInstance:
+    """Load the model with this final configuration, connect to the scheduler's worker endpoint."""
+
+    config: dict[str, Any]
+    endpoint: str
+
+
+@message
+class InstanceLoaded:
+    """The model is loaded; the instance is about to offer itself to its scheduler."""
+
+    seconds: float
+
+
+@message
+class LoadFailed:
+    """The model could not be loaded."""
+
+    code: str
+    message: str
+
+
+@message
+class Attach:
+    """The scheduler died: offer yourself at this endpoint instead."""
+
+    endpoint: str
+
+
+@message
+class FindModel:
+    """A model wants to call another one: answer with {"endpoint", "config", "version"}; version ""
+    means the latest."""
+
+    id: int
+    name: str
+    version: str

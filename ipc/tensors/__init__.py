@@ -1,0 +1,1 @@
+"""Tensors between processes: datatypes, descriptors, what a model takes, and cached templates."""

@@ -1,0 +1,213 @@
+"""An inference request and its response as they travel between processes, and their templates."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+import msgpack
+
+from shmserve.ipc.tensors.descriptors import (
+    Place,
+    TensorRef,
+    pack_place,
+    pack_tensor,
+    unpack_place,
+    unpack_tensor,
+)
+from shmserve.ipc.transport.records import MalformedMessage, record
+
+# All tensor bytes of one request, or of one answer, up to this many travel inside the messages:
+# below it the copies through two sockets cost less than an arena's allocation and release message.
+INLINE_LIMIT = 16 * 1024
+
+
+@record
+class RequestedOutput:
+    """An output the client asked for; with a `place`, its bytes go there (`byte_size` is the
+    room)."""
+
+    name: str
+    place: Place | None = None
+
+
+@record
+class Inference:
+    """One request as the worker sees it. No `outputs` means all of them.
+
+    `timeout_us` is the request's own limit, `deadline_ns` (monotonic) when nobody waits any more:
+    what the model asks of other models on its behalf ends then too. 0 means none.
+    """
+
+    request_id: str
+    inputs: tuple[TensorRef, ...]
+    outputs: tuple[RequestedOutput, ...] = ()
+    parameters: dict[str, Any] = field(default_factory=dict)
+    correlation_id: int | str = 0
+    flags: int = 0
+    timeout_us: int = 0
+    priority: int = 0
+    deadline_ns: int = 0
+
+
+@record
+class Inferred:
+    """The answer to an `Inference`; an output that went to the client's place carries that
+    place."""
+
+    outputs: tuple[TensorRef, ...]
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def pack_inference(request: Inference) -> bytes:
+    """An `Inference` as bytes, for `Submit.work`."""
+    packed: bytes = msgpack.packb(
+        (
+            request.request_id,
+            [pack_tensor(tensor) for tensor in request.inputs],
+            [(out.name, out.place and pack_place(out.place)) for out in request.outputs],
+            request.parameters,
+            request.correlation_id,
+            request.flags,
+            request.timeout_us,
+            request.priority,
+            request.deadline_ns,
+        )
+    )
+    return packed
+
+
+class InferenceTemplate:
+    """A packed `Inference` but for what differs between requests that are described alike: the
+    bytes of the inline tensors, whose sizes stay, and the deadline."""
+
+    __slots__ = ("_pieces", "_sizes")
+
+    def __init__(self, request: Inference) -> None:
+        self._sizes: list[int] = []
+        self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
+        packer = msgpack.Packer(autoreset=False)
+        packer.pack_array_header(9)
+        packer.pack(request.request_id)
+        packer.pack_array_header(len(request.inputs))
+        for tensor in request.inputs:
+            packer.pack_array_header(4)
+            *described, data = pack_tensor(tensor)
+            for value in described:
+                packer.pack(value)
+            packer.pack(data)
+            if type(data) is bytes:
+                self._sizes.append(len(data))
+                self._pieces.append(packer.bytes().removesuffix(data))
+                packer.reset()
+        packer.pack([(out.name, out.place and pack_place(out.place)) for out in request.outputs])
+        for value in (
+            request.parameters,
+            request.correlation_id,
+            request.flags,
+            request.timeout_us,
+            request.priority,
+        ):
+            packer.pack(value)
+        self._pieces.append(packer.bytes())
+
+    def fill(self, body: bytes, at: int, deadline_ns: int) -> bytes:
+        """What `pack_inference` gives for the tensors whose bytes are in `body`, one after the
+        other, from `at`."""
+        pieces: list[bytes] = []
+        for piece, size in zip(self._pieces, self._sizes, strict=False):
+            pieces += (piece, body[at : at + size])
+            at += size
+        pieces += (self._pieces[-1], msgpack.packb(deadline_ns))
+        return b"".join(pieces)
+
+    def pieces(self, deadline_ns: int) -> list[bytes]:
+        """What is around the inline tensors' bytes, in order."""
+        return [*self._pieces[:-1], self._pieces[-1] + msgpack.packb(deadline_ns)]
+
+
+def unpack_inference(work: bytes) -> Inference:
+    """The `Inference` in `work`; raises MalformedMessage."""
+    try:
+        (
+            request_id,
+            inputs,
+            outputs,
+            parameters,
+            correlation_id,
+            flags,
+            timeout,
+            priority,
+            deadline,
+        ) = msgpack.unpackb(work)
+        return Inference(
+            request_id,
+            tuple(map(unpack_tensor, inputs)),
+            tuple(
+                RequestedOutput(name, None if place is None else unpack_place(place))
+                for name, place in outputs
+            ),
+            parameters,
+            correlation_id,
+            flags,
+            timeout,
+            priority,
+            deadline,
+        )
+    except MalformedMessage:
+        raise
+    except Exception as error:  # msgpack and unpacking raise many kinds; all mean the same
+        raise MalformedMessage(f"not an inference: {error}") from error
+
+
+def pack_inferred(answer: Inferred) -> bytes:
+    """An `Inferred` as bytes, for `Finished.body`."""
+    packed: bytes = msgpack.packb(
+        ([pack_tensor(tensor) for tensor in answer.outputs], answer.parameters)
+    )
+    return packed
+
+
+class InferredTemplate:
+    """A packed `Inferred` but for the bytes of its inline tensors, whose sizes stay."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, answer: Inferred) -> None:
+        packer = msgpack.Packer(autoreset=False)
+        packer.pack_array_header(2)
+        packer.pack_array_header(len(answer.outputs))
+        self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
+        for tensor in answer.outputs:
+            packer.pack_array_header(4)
+            packed = pack_tensor(tensor)
+            for value in packed:
+                packer.pack(value)
+            if type(data := packed[3]) is bytes:
+                self._pieces.append(packer.bytes().removesuffix(data))
+                packer.reset()
+        packer.pack(answer.parameters)
+        self._pieces.append(packer.bytes())
+
+    def fill(self, datas: list[bytes]) -> bytes:
+        """What `pack_inferred` gives for inline tensors of the same sizes with these bytes."""
+        pieces: list[bytes] = []
+        for piece, data in zip(self._pieces, datas, strict=False):
+            pieces += (piece, data)
+        pieces.append(self._pieces[-1])
+        return b"".join(pieces)
+
+    def pieces(self) -> list[bytes]:
+        """What is around the inline tensors' bytes, in order."""
+        return list(self._pieces)
+
+
+def unpack_inferred(body: bytes) -> Inferred:
+    """The `Inferred` in `body`; raises MalformedMessage."""
+    try:
+        outputs, parameters = msgpack.unpackb(body)
+        return Inferred(tuple(map(unpack_tensor, outputs)), parameters)
+    except MalformedMessage:
+        raise
+    except Exception as error:
+        raise MalformedMessage(f"not an answer: {error}") from error

@@ -1,0 +1,276 @@
+"""What a model takes and gives, and whether a request fits it: one check for every way in.
+
+Built from the model's configuration (the dict that `GET /v2/models/NAME/config` shows), used by
+the gateway and by models that call other models. Pure. The texts are Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.ranges import LARGEST
+from shmserve.ipc.transport.records import record
+
+# What no machine has memory for: a batch of arrays of this extent, of any datatype, has strides
+# that can be told in 63 bits.
+_MOST_ELEMENTS = 2**44
+_BATCH_NOTE = (
+    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be "
+    "prepended to each input shape. If you want to specify the full shape including the batch dim "
+    "in your input dims config, try setting max_batch_size to zero. See the model configuration "
+    "docs for more info on max_batch_size."
+)
+
+
+@record
+class TensorSpec:
+    """One input or output as the client sees it: `dims` without the batch dimension, -1 for any
+    size."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+    ragged: bool = False
+    reshape: tuple[int, ...] | None = None
+
+    @property
+    def static(self) -> bool:
+        """Whether every dimension is fixed."""
+        return -1 not in self.dims
+
+
+@record
+class Admission:
+    """What the scheduler needs of a request: batch size (0: the model does not batch) and what
+    must be equal to batch."""
+
+    batch_size: int
+    shape_key: bytes
+
+
+class _Unexpected(InvalidArgument):
+    """A name that the model does not have."""
+
+
+class Signature:
+    """A model version's inputs and outputs by name."""
+
+    __slots__ = (
+        "any_optional",
+        "inputs",
+        "max_batch_size",
+        "name",
+        "outputs",
+        "required",
+        "version",
+    )
+
+    def __init__(self, config: dict[str, Any], version: str) -> None:
+        self.name: str = config["name"]
+        self.version = version
+        self.max_batch_size: int = config["max_batch_size"]
+        self.inputs = {spec.name: spec for spec in map(_spec, config["input"])}
+        self.outputs = {spec.name: spec for spec in map(_spec, config["output"])}
+        self.required = frozenset(s.name for s in self.inputs.values() if not s.optional)
+        self.any_optional = len(self.required) != len(self.inputs)
+
+    def admit(
+        self,
+        request_id: str,
+        inputs: Sequence[TensorRef],
+        outputs: Iterable[RequestedOutput],
+    ) -> Admission:
+        """Check a request against the model.
+
+        Input byte sizes must already match `data`; BYTES contents are checked by the worker, which
+        alone reads them. Raises InvalidArgument with Triton's text, prefixed with the request's id
+        as there: not for names that the model does not have.
+        """
+        try:
+            return self._admit(inputs, outputs)
+        except _Unexpected as error:
+            raise InvalidArgument(error.message) from None
+        except InvalidArgument as error:
+            raise InvalidArgument(id_prefix(request_id) + error.message) from None
+
+    def output_size(self, name: str, batch_size: int) -> int | None:
+        """The bytes of an output for a request of `batch_size`; None: only the model knows."""
+        spec = self.outputs[name]
+        item = ITEM_SIZE[spec.datatype]
+        if not item or not spec.static:
+            return None
+        return element_count(spec.dims) * item * (batch_size if self.max_batch_size else 1)
+
+    def _admit(self, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]) -> Admission:
+        seen: set[str] = set()
+        for tensor in inputs:
+            if tensor.name in seen:
+                raise InvalidArgument(f"input '{tensor.name}' already exists in request")
+            seen.add(tensor.name)
+        asked: set[str] = set()
+        for output in outputs:
+            if output.name in asked:
+                raise InvalidArgument(f"output '{output.name}' already exists in request")
+            if output.name not in self.outputs:
+                raise _Unexpected(
+                    f"unexpected inference output '{output.name}' for model '{self.name}'"
+                )
+            asked.add(output.name)
+        if len(seen) != len(self.inputs) or self.any_optional:
+            self._check_count(seen)
+        batch_size = self._batch_size(inputs) if self.max_batch_size > 0 else 0
+        key: list[object] = [sorted(seen)] if self.any_optional else []
+        for tensor in inputs:
+            spec = self.inputs.get(tensor.name)
+            if spec is None:
+                raise _Unexpected(
+                    f"unexpected inference input '{tensor.name}' for model '{self.name}'"
+                )
+            shape = tensor.shape
+            if tensor.datatype != spec.datatype:
+                raise InvalidArgument(
+                    f"inference input '{tensor.name}' data-type is '{tensor.datatype}', "
+                    f"but model '{self.name}' expects '{spec.datatype}'"
+                )
+            if self.max_batch_size > 0:
+                shape = shape[1:]
+            if shape != spec.dims:
+                self._check_dims(tensor, spec, shape)
+                if not spec.ragged:
+                    key.append((tensor.name, shape))
+            _check_size(tensor, self.name)
+        # Order of inputs is the client's: equal requests must have equal keys.
+        shape_key = repr(sorted(key, key=repr)).encode() if key else b""
+        return Admission(batch_size, shape_key)
+
+    def _batch_size(self, inputs: Sequence[TensorRef]) -> int:
+        # Before any shape is looked at: a batch dimension that is too large, or forgotten, is told.
+        batch_size = -1
+        for tensor in inputs:
+            shape = tensor.shape
+            if not shape:
+                raise InvalidArgument(
+                    f"input '{tensor.name}' has no shape but model requires batch dimension "
+                    f"for '{self.name}'"
+                )
+            if batch_size == -1:
+                batch_size = shape[0]
+            elif shape[0] != batch_size:
+                raise InvalidArgument(
+                    f"input '{tensor.name}' batch size does not match other inputs for "
+                    f"'{self.name}'"
+                )
+        if batch_size > self.max_batch_size:
+            raise InvalidArgument(
+                f"inference request batch-size must be <= {self.max_batch_size} for '{self.name}'"
+            )
+        return max(batch_size, 0)
+
+    def _check_count(self, seen: set[str]) -> None:
+        missing = [name for name in self.inputs if name in self.required and name not in seen]
+        if not missing and len(seen) <= len(self.inputs):
+            return
+        got = f"Got input(s) [{_names(sorted(seen))}]"
+        lost = f", but missing required input(s) [{_names(missing)}]" if missing else ""
+        hint = " Please provide all required input(s)." if missing else ""
+        if self.any_optional:
+            raise InvalidArgument(
+                f"expected number of inputs between {len(self.required)} and {len(self.inputs)} "
+                f"but got {len(seen)} inputs for model '{self.name}'. {got}{lost}.{hint}"
+            )
+        raise InvalidArgument(
+            f"expected {len(self.inputs)} inputs but got {len(seen)} inputs for model "
+            f"'{self.name}'. {got}{lost}.{hint}"
+        )
+
+    def _check_dims(self, tensor: TensorRef, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+        if agree(spec.dims, shape):
+            return
+        batched = self.max_batch_size > 0
+        expected = (-1, *spec.dims) if batched else spec.dims
+        raise InvalidArgument(
+            f"unexpected shape for input '{tensor.name}' for model '{self.name}'. Expected "
+            f"{shape_text(expected)}, got "
+            f"{shape_text(tensor.shape)}.{_BATCH_NOTE if batched else ' '}"
+        )
+
+
+def id_prefix(request_id: str) -> str:
+    """How Triton begins the texts that name the request."""
+    return f"[request id: {request_id or '<id_unknown>'}] "
+
+
+def agree(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two shapes may be of the same tensor; -1 in either stands for any size."""
+    return len(one) == len(other) and all(
+        a == b or -1 in (a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as Triton prints it: [1,16]."""
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+def check_extent(name: str, shape: Sequence[int], count: int, item: int) -> None:
+    """Raise InvalidArgument for an input with a dimension, a number of elements or of bytes that no
+    64-bit integer with a sign can hold; `item` is 0 where elements vary in size."""
+    text = f"invalid shape for input '{name}': shape {shape_text(shape)}"
+    if any(dim > LARGEST for dim in shape):
+        raise InvalidArgument(f"{text} contains one or more invalid dimensions")
+    if count > LARGEST:
+        raise InvalidArgument(
+            f"{text} causes total element count to exceed maximum size of {LARGEST}"
+        )
+    if count * item > LARGEST:
+        raise InvalidArgument(
+            f"byte size overflow for input '{name}': "
+            f"element count ({count}) * data type size ({item}) "
+            f"exceeds maximum allowed size ({LARGEST})"
+        )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ",".join(f"'{name}'" for name in names)
+
+
+def _check_size(tensor: TensorRef, model: str) -> None:
+    item = ITEM_SIZE[tensor.datatype]
+    count = element_count(tensor.shape)
+    expected = count * item
+    if expected > LARGEST:
+        check_extent(tensor.name, tensor.shape, count, item)
+    if not count and _extent(tensor.shape) > _MOST_ELEMENTS:
+        raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
+    if not item:
+        return
+    data = tensor.data
+    got = len(data) if isinstance(data, bytes) else data.byte_size
+    if got != expected:
+        raise InvalidArgument(
+            f"input byte size mismatch for input '{tensor.name}' for model '{model}'. Expected "
+            f"{expected}, got {got}"
+        )
+
+
+def _extent(shape: tuple[int, ...]) -> int:
+    # An array may have a dimension of 0 and still be refused for its others.
+    return element_count([dim for dim in shape if dim])
+
+
+def _spec(raw: dict[str, Any]) -> TensorSpec:
+    reshape = raw.get("reshape")
+    return TensorSpec(
+        name=raw["name"],
+        datatype=FROM_CONFIG[raw["data_type"]],
+        dims=tuple(raw["dims"]),
+        optional=bool(raw.get("optional", False)),
+        ragged=bool(raw.get("allow_ragged_batch", False)),
+        reshape=None if reshape is None else tuple(reshape.get("shape", ())),
+    )

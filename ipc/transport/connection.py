@@ -1,0 +1,100 @@
+"""A unix socket between two ends that speak ZMTP, and how long its last bytes may take."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterable
+
+from shmserve.ipc.transport import zmtp
+
+_CHUNK = 64 * 1024
+PREFIX = "ipc://"
+
+
+class Connection:
+    """A unix socket between two ends: whole frames in, bytes out as fast as they are taken."""
+
+    __slots__ = (
+        "decoder",
+        "events",
+        "identity",
+        "malformed",
+        "most_unsent",
+        "poll",
+        "sock",
+        "unsent",
+    )
+
+    def __init__(self, sock: socket.socket, poll: select.epoll, greeting: bytes) -> None:
+        self.sock = sock
+        self.poll = poll
+        self.decoder = zmtp.Decoder()
+        self.unsent = bytearray(greeting)
+        self.identity: bytes | None = None
+        self.malformed = 0
+        self.most_unsent = sys.maxsize  # a peer with more than that to read is not read
+        self.events = select.EPOLLIN
+        sock.setblocking(False)
+        poll.register(sock, self.events)
+
+    def send(self, data: bytes) -> None:
+        """Send, or keep what the peer does not take yet; raises OSError when it is gone."""
+        if self.unsent:
+            self.unsent += data
+            self.push()
+            return
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            self.unsent += data[sent:]
+            self._watch()
+
+    def push(self) -> None:
+        """Send more of what is kept."""
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                with memoryview(self.unsent) as left:
+                    sent = self.sock.send(left[:_CHUNK])
+                del self.unsent[:sent]
+        self._watch()
+
+    def _watch(self) -> None:
+        events = select.EPOLLIN if len(self.unsent) <= self.most_unsent else 0
+        if self.unsent:
+            events |= select.EPOLLOUT
+        if events != self.events:
+            self.events = events
+            self.poll.modify(self.sock, events)
+
+    def receive(self) -> list[bytes] | None:
+        """The frames that are here now, after what a bounded read brings; None: the peer is gone,
+        or speaks something else."""
+        try:
+            data = self.sock.recv(_CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return self.decoder.feed(data) if data else None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.poll.unregister(self.sock)  # a process that a model forked may hold it open
+        self.sock.close()
+
+
+def linger(connections: Iterable[Connection], linger_s: float) -> None:
+    end = time.monotonic() + linger_s
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            while connection.unsent and (left_s := end - time.monotonic()) > 0:
+                writable = select.poll()
+                writable.register(connection.sock, select.POLLOUT)
+                writable.poll(left_s * 1000)
+                connection.push()

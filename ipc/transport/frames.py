@@ -1,0 +1,125 @@
+"""Messages as bytes, and bytes as messages: typed at both ends.
+
+A frame is MessagePack: [VERSION, [tag, field, ...], [tag, field, ...], ...], several messages a
+frame, fields in the order of the class. Field types are checked on arrival, so a handler may rely
+on them; anything else in a frame raises MalformedMessage. Nothing here can execute: no pickle, no
+method names.
+"""
+
+from __future__ import annotations
+
+import gc
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, TypeVar, dataclass_transform
+
+import msgpack
+
+from shmserve.ipc.transport.records import MalformedMessage, record
+
+VERSION = 1
+_LARGE = 64 * 1024
+
+T = TypeVar("T")
+
+# tag -> class, the types of its fields, and closer checks of those (lists') that have any
+_Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
+_BY_TAG: dict[str, tuple[type[Any], tuple[type[Any], ...], _Checks]] = {}
+_GETTERS: dict[type[Any], Callable[[Any], Any]] = {}
+
+
+def _plain(kind: Any) -> type[Any]:
+    plain = typing.get_origin(kind) or kind
+    if plain not in (int, str, bytes, bool, float, list, dict):
+        raise TypeError(f"a message field cannot be {kind}")
+    return plain  # type: ignore[no-any-return]
+
+
+def _checker(kind: Any) -> Callable[[Any], bool]:
+    """Whether the elements of a list are what they should be, at every depth."""
+    if typing.get_origin(kind) is not list:
+        return lambda value: type(value) is kind
+    (of,) = typing.get_args(kind)
+    if of is Any:
+        return lambda value: type(value) is list
+    inner = _checker(of)
+    return lambda value: type(value) is list and all(map(inner, value))
+
+
+@dataclass_transform(frozen_default=True)
+def message(cls: type[T]) -> type[T]:
+    """A record that frames carry; its fields are int, str, bytes, bool, float, list or dict."""
+    made = record(cls)
+    hints = typing.get_type_hints(made)
+    names = [f.name for f in fields(made)]  # type: ignore[arg-type]
+    kinds = [hints[name] for name in names]
+    closer = tuple(
+        (index, _checker(kind))
+        for index, kind in enumerate(kinds)
+        if typing.get_origin(kind) is list
+    )
+    _BY_TAG[made.__name__] = (made, tuple(map(_plain, kinds)), closer)
+    if len(names) > 1:
+        _GETTERS[made] = attrgetter(*names)
+    elif names:
+        only = attrgetter(names[0])
+        _GETTERS[made] = lambda message: (only(message),)
+    else:
+        _GETTERS[made] = lambda message: ()
+    return made
+
+
+def tags() -> list[str]:
+    """The tags of all messages, in the order in which they were declared."""
+    return list(_BY_TAG)
+
+
+def pack(messages: Iterable[Any]) -> bytes:
+    """One frame of `messages`, in order; what of their texts cannot be written is escaped."""
+    items: list[Any] = [VERSION]
+    for each in messages:
+        kind = type(each)
+        items.append((kind.__name__, *_GETTERS[kind](each)))
+    frame: bytes
+    try:
+        frame = msgpack.packb(items)
+    except UnicodeEncodeError:  # a model named a file, say, whose name is not UTF-8
+        frame = msgpack.packb(items, unicode_errors="backslashreplace")
+    return frame
+
+
+def unpack(frame: bytes, most: int = -1) -> list[Any]:
+    """The messages of a frame, typed; raises MalformedMessage for anything else, and takes none of
+    it. No array may have more than `most` elements (-1: any number, from our own processes)."""
+    # Were it a million small ones, the collector would look at them again and again.
+    collects = most >= 0 and len(frame) > _LARGE and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        raw = msgpack.unpackb(frame, max_array_len=most)
+    except Exception as error:  # msgpack raises a dozen kinds; all mean the same
+        raise MalformedMessage(f"not MessagePack: {error}") from error
+    finally:
+        if collects:
+            gc.enable()
+    if type(raw) is not list or not raw or raw[0] != VERSION:
+        raise MalformedMessage("not a frame of this protocol version")
+    del raw[0]
+    return [_typed(item) for item in raw]
+
+
+def _typed(item: Any) -> Any:
+    if type(item) is not list or not item or type(tag := item.pop(0)) is not str:
+        raise MalformedMessage("not a message")
+    known = _BY_TAG.get(tag)
+    if known is None:
+        raise MalformedMessage("unknown message")
+    cls, kinds, closer = known
+    if tuple(map(type, item)) != kinds:
+        raise MalformedMessage(f"{tag} has fields of the wrong number or types")
+    for index, check in closer:
+        if not check(item[index]):
+            raise MalformedMessage(f"{tag} has a list with elements of the wrong type")
+    return cls(*item)

@@ -1,0 +1,140 @@
+"""The command line: `shmserve VERB ...`; each verb is a few lines that call a room."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from shmserve import __version__
+from shmserve.common import fd_limits
+from shmserve.errors import InvalidArgument, ShmserveError
+
+_USAGE = """\
+usage: shmserve VERB ...
+
+  serve          run a server
+  check          load every model of a repository once, run one batch each, report
+  client infer   send one request to a server
+
+shmserve VERB --help tells more; shmserve --version prints the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status: 0 done, 1 failed, 2 the command line is wrong, 130
+    interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    fd_limits.fill_standard_streams()
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
+    except InvalidArgument as error:
+        # One line, whatever the arguments that it quotes hold.
+        line = "".join(char if char.isprintable() else "?" for char in error.message)
+        print(f"shmserve: {line}", file=sys.stderr)
+        return 2
+    except ShmserveError as error:
+        print(f"shmserve: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Who read our output has what it wanted (`| head`); Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    verb = arguments.pop(0) if arguments else ""
+    match verb:
+        case "serve":
+            return _serve(arguments)
+        case "check":
+            return _check(arguments)
+        case "client":
+            return _client(arguments)
+        case "--version":
+            print(f"shmserve {__version__}")
+            return 0
+        case "--help" | "-h":
+            print(_USAGE, end="")
+            return 0
+    if verb:
+        print(f"shmserve: unknown verb '{verb}'", file=sys.stderr)
+    print(_USAGE, end="", file=sys.stderr)
+    return 2
+
+
+def _serve(arguments: list[str]) -> int:
+    if _asks_for_help(arguments):
+        print(_serve_help())
+        return 0
+    from shmserve.config import options, server
+    from shmserve.supervisor.supervisor import serve
+
+    return serve(server.from_flags(options.parse(arguments), os.environ))
+
+
+def _check(arguments: list[str]) -> int:
+    if _asks_for_help(arguments):
+        print(_CHECK_HELP)
+        return 0
+    from shmserve.cli.check import check
+    from shmserve.config import options, server
+
+    return check(server.from_flags(options.parse(arguments), os.environ))
+
+
+def _client(arguments: list[str]) -> int:
+    from shmserve.cli import client
+
+    if arguments[:1] not in (["infer"], ["--help"], ["-h"]):
+        raise InvalidArgument("client: a verb is needed: infer")
+    parser = argparse.ArgumentParser(
+        prog="shmserve client", description="Talk to a running server from the shell."
+    )
+    client.add_arguments(parser)
+    return client.run(parser.parse_args(arguments))
+
+
+def _asks_for_help(arguments: list[str]) -> bool:
+    return "--help" in arguments or "-h" in arguments
+
+
+_CHECK_HELP = """\
+usage: shmserve check DIR [flags of serve]
+
+Parses and validates the repository DIR (or a path/model.py:Class), loads each model once, runs one
+batch of zeros, and prints a line a model. Exit status: 0 all is well, 2 something is not."""
+
+
+def _serve_help() -> str:
+    from shmserve.config.options import ACCEPTED, ACTED_ON
+
+    lines = [
+        "usage: shmserve serve --model-repository DIR [flags]",
+        "       shmserve serve path/model.py:Class [flags]",
+    ]
+    group = ""
+    for flag in ACTED_ON:
+        if flag.group != group:
+            group = flag.group
+            lines += ["", f"{group}:"]
+        kind = "|".join(flag.choices) or {"bool": "true|false"}.get(
+            flag.kind.__name__, flag.kind.__name__.upper().replace("STR", "TEXT")
+        )
+        default = "" if flag.default is None else f" [{str(flag.default).lower()}]"
+        lines.append(f"  --{flag.name} {kind}{' (repeatable)' if flag.repeat else ''}")
+        lines += textwrap.wrap(
+            flag.help + default, 92, initial_indent="      ", subsequent_indent="      "
+        )
+    names = ", ".join(f"--{flag.name}" for flag in ACCEPTED)
+    lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
+    lines += textwrap.wrap(
+        names, 92, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+    )
+    return "\n".join(lines)

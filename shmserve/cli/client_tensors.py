@@ -1,0 +1,175 @@
+"""What the shell's client makes of a value on its command line, and of the bytes of an output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, encode_bytes, to_bf16
+
+_Array = np.ndarray[Any, Any]
+
+_MOST_DIMENSIONS = 32  # of numpy's arrays
+
+# What JSON elements of a datatype must be, and how a message calls them.
+_INTEGER = (int, "integers")
+_NUMBER = ((int, float), "numbers")
+_ELEMENTS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "BOOL": (bool, "true and false"),
+    "BYTES": (str, "texts"),
+    **dict.fromkeys(("FP16", "FP32", "FP64", "BF16"), _NUMBER),
+}
+
+
+class WrongInput(Exception):
+    """A value on the command line is not what the model takes; the text is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """An input as the model's metadata has it; -1 in `shape` is any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+def load(name: str, text: str) -> Any:
+    """The value in `text`: JSON, or the array in a file if it starts with @; raises WrongInput."""
+    if text.startswith("@"):
+        return _load_array(name, Path(text[1:]))
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise WrongInput(f"input '{name}': the lists are nested too deeply") from error
+    except ValueError as error:
+        hint = "" if text[:1] in tuple('[{"') else f" (a text has quotes: --input '{name}=\"...\"')"
+        raise WrongInput(f"input '{name}': not JSON: {error}{hint}") from error
+
+
+def _load_array(name: str, path: Path) -> _Array:
+    try:
+        with path.open("rb") as file:
+            array = np.load(file, allow_pickle=False)
+    except Exception as error:  # whatever numpy makes of a file that is none of its own
+        raise WrongInput(f"input '{name}': cannot read {path}: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise WrongInput(f"input '{name}': {path} holds several arrays, not one")
+    return array
+
+
+def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
+    """Shape and bytes on the wire of a value (JSON, or an array) for this input.
+
+    A value with exactly one dimension less than the model takes, where the model's first is of any
+    size, becomes a batch of one. Raises WrongInput if the elements are not of the datatype.
+    """
+    if tensor.datatype not in ITEM_SIZE:
+        raise WrongInput(f"input '{tensor.name}' is of an unknown datatype, {tensor.datatype}")
+    convert = _from_array if isinstance(value, np.ndarray) else _from_json
+    array = convert(tensor, value)
+    shape = list(array.shape)
+    if tensor.shape[:1] == (-1,) and len(shape) == len(tensor.shape) - 1:
+        shape.insert(0, 1)
+    return shape, encode_bytes(array) if tensor.datatype == "BYTES" else array.tobytes()
+
+
+def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
+    """An output as nested lists for JSON; raises ValueError or KeyError when it is malformed."""
+    if datatype == "BYTES":
+        elements = np.array([*_texts(raw), None], dtype=np.object_)[:-1]
+        return elements.reshape(shape).tolist()
+    if datatype == "BF16":
+        wide = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
+        return wide.view(np.float32).reshape(shape).tolist()
+    return np.frombuffer(raw, NUMPY[datatype]).reshape(shape).tolist()
+
+
+def _texts(raw: memoryview) -> Iterator[str]:
+    """The elements of a BYTES tensor; what is not UTF-8 is shown as `\\xNN`."""
+    at = 0
+    while at < len(raw):
+        length = int.from_bytes(raw[at : at + 4], "little")
+        at += 4
+        if at + length > len(raw):
+            raise ValueError("an element is longer than its tensor")
+        yield bytes(raw[at : at + length]).decode("utf-8", "backslashreplace")
+        at += length
+
+
+def _from_json(tensor: ModelTensor, value: Any) -> _Array:
+    shape = _shape(value)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise WrongInput(f"input '{tensor.name}': the lists are nested too deeply")
+    kind, called = _ELEMENTS.get(tensor.datatype, _INTEGER)
+    elements: list[Any] = []
+    for element in _leaves(tensor, value, shape):
+        # To Python, true is an integer too.
+        if not isinstance(element, kind) or (isinstance(element, bool) and kind is not bool):
+            raise WrongInput(
+                f"input '{tensor.name}' is {tensor.datatype}: its elements are {called}, not "
+                f"{json.dumps(element)}"
+            )
+        elements.append(element)
+    return _typed(tensor, elements).reshape(shape)
+
+
+def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
+    wanted = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # of BF16 the upper half is taken
+    if wanted.kind in "iu":
+        limits = np.iinfo(wanted)
+        for element in elements:
+            if not limits.min <= element <= limits.max:
+                raise WrongInput(
+                    f"input '{tensor.name}' is {tensor.datatype}: {element} does not fit"
+                )
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(elements, dtype=wanted)
+    except OverflowError as error:
+        raise WrongInput(f"input '{tensor.name}' is {tensor.datatype}: {error}") from error
+    return to_bf16(array) if tensor.datatype == "BF16" else array
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """The shape of nested lists, judged by the first element of each."""
+    shape = []
+    while isinstance(value, list):
+        shape.append(len(value))
+        if not value:
+            break
+        value = value[0]
+    return tuple(shape)
+
+
+def _leaves(tensor: ModelTensor, value: Any, shape: tuple[int, ...]) -> Iterator[Any]:
+    if not shape:
+        yield value
+        return
+    if not isinstance(value, list) or len(value) != shape[0]:
+        raise WrongInput(f"input '{tensor.name}': the lists are of unequal length or depth")
+    for item in value:
+        yield from _leaves(tensor, item, shape[1:])
+
+
+def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
+    floating = tensor.datatype == "BF16" or NUMPY[tensor.datatype].kind == "f"
+    if tensor.datatype == "BYTES":
+        if array.dtype.kind in "SU":
+            return array
+    elif floating and array.dtype.kind == "f":
+        # Less precise is what the model takes; every other conversion must keep the values.
+        with np.errstate(over="ignore"):
+            if tensor.datatype == "BF16":
+                return to_bf16(array.astype(np.float32))
+            return array.astype(NUMPY[tensor.datatype])
+    elif tensor.datatype != "BF16" and np.can_cast(array.dtype, NUMPY[tensor.datatype], "safe"):
+        return array.astype(NUMPY[tensor.datatype])
+    raise WrongInput(
+        f"input '{tensor.name}' is {tensor.datatype}: an array of {array.dtype} is not"
+    )

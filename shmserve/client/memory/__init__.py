@@ -1,0 +1,1 @@
+"""The client's own memory: segments, regions, views, CUDA, DLPack."""

@@ -1,0 +1,226 @@
+"""Memory that a program allocates on a CUDA device and the server's workers use there.
+
+    allocation   |###### a region's tensors, each on 64 bytes ######|     exported by one handle
+
+What is written to it must have reached the device before a request is made (synchronise the stream
+that wrote); what a model wrote is there when the answer comes. cuda-bindings is imported by those
+alone who allocate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+
+from shmserve.client.errors import Released
+from shmserve.client.memory import dlpack
+from shmserve.client.memory.views import Lease
+from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc import messages as m
+from shmserve.ipc.memory.arena import FreeList
+from shmserve.ipc.memory.cuda_ipc import CudaError, Driver, Exporting
+from shmserve.ipc.tensors.datatypes import element_count
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
+
+# The driver may put smaller allocations side by side, and a handle opens what lies around, too.
+_GRANULE = 2 * 1024 * 1024
+
+
+def device_number(device: object) -> int | None:
+    """Which CUDA device "cuda:1" or "cuda" means, or a `torch.device` of that name; None for "cpu".
+    Raises InvalidArgument."""
+    name = str(device)
+    if name == "cpu":
+        return None
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (number.isdecimal() or name == "cuda"):
+        raise InvalidArgument(f"device '{name}' is none of 'cpu', 'cuda', 'cuda:NUMBER'")
+    return int(number or 0)
+
+
+class _Allocation:
+    """Memory on a device, freed with the last that refers to it."""
+
+    def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
+        self.cuda = cuda
+        self.device = device
+        self.pointer = cuda.allocate(byte_size, device)
+        finalizer = weakref.finalize(self, _free, cuda, self.pointer, device, os.getpid())
+        finalizer.atexit = False  # it ends with the process anyway
+
+
+def _free(cuda: Exporting, pointer: int, device: int, pid: int) -> None:
+    if pid == os.getpid():  # a forked child has no part in it
+        with contextlib.suppress(CudaError):  # a device that fails has nothing to give back
+            cuda.free(pointer, device)
+
+
+class DeviceSegment:
+    """One allocation, as the server knows it; what `Segment` is for host memory."""
+
+    def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
+        """Allocate. Raises InvalidArgument for a device that is not there, Unavailable when it has
+        no memory left."""
+        self.size = -(-byte_size // _GRANULE) * _GRANULE
+        try:
+            uuid = cuda.uuid(device)
+        except CudaError as error:
+            raise InvalidArgument(f"this program sees no device 'cuda:{device}'") from error
+        try:
+            self._allocation: _Allocation | None = _Allocation(cuda, device, self.size)
+            raw = cuda.export(self._allocation.pointer, device)
+        except CudaError as error:
+            raise Unavailable(
+                f"{byte_size} bytes of memory that can be shared cannot be had on 'cuda:{device}'"
+            ) from error
+        self._handle = CudaHandle(raw, device, uuid)
+        self.address = self._allocation.pointer
+        self.free = FreeList(self.size)
+        self.memory: Memory | None = None
+
+    def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
+        """What makes it known to a server: a message, and the descriptors that go with it."""
+        handle = self._handle
+        return m.ShareDeviceMemory(number, self.size, handle.raw, handle.device, handle.uuid), ()
+
+    def shared(self, memory: list[Any]) -> None:
+        """The server knows it, as this."""
+        memory_id, byte_size, device, raw, uuid = memory
+        self.memory = Memory.on_device(memory_id, byte_size, CudaHandle(raw, device, uuid))
+
+    def place(self, offset: int, byte_size: int) -> Place:
+        """Where these bytes are, for the server."""
+        assert self.memory is not None
+        return Place(self.memory, offset, byte_size)
+
+    def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: Lease) -> DeviceView:
+        """The tensor at `offset`. Raises Released."""
+        if self._allocation is None:
+            raise Released("this client is closed")
+        return DeviceView(self, self._allocation, offset, shape, datatype, lease)
+
+    def close(self) -> None:
+        """Give the memory back once the last view of it is gone."""
+        self._allocation = None
+
+
+class DeviceView:
+    """A tensor in a region on a device. `torch()`, or DLPack, gives one to compute with.
+
+    It raises Released once the region was released; what was made of it before keeps the memory.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_allocation",
+        "_pointer",
+        "datatype",
+        "lease",
+        "nbytes",
+        "offset",
+        "segment",
+        "shape",
+    )
+
+    def __init__(
+        self,
+        segment: DeviceSegment,
+        allocation: _Allocation,
+        offset: int,
+        shape: tuple[int, ...],
+        datatype: str,
+        lease: Lease,
+    ) -> None:
+        self.segment = segment
+        self._allocation = allocation
+        self._pointer = allocation.pointer + offset
+        self.offset = offset
+        self.shape = tuple(shape)
+        self.datatype = datatype
+        self.nbytes = element_count(self.shape) * dtype_of(datatype).itemsize
+        self.lease = lease
+
+    @property
+    def device(self) -> str:
+        """As torch names it."""
+        return f"cuda:{self._allocation.device}"
+
+    def _check(self) -> None:
+        if self.lease.released:
+            raise Released("this memory was released: copy what should stay")
+
+    def place(self) -> Place:
+        """Where it is, for the server. Raises Released."""
+        self._check()
+        return self.segment.place(self.offset, self.nbytes)
+
+    def torch(self) -> Any:
+        """A torch tensor over the same memory. Raises Released, Unavailable without torch."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            raise Unavailable("import torch before a tensor is made of device memory")
+        return torch.from_dlpack(self)
+
+    def numpy(self) -> Array:
+        """A copy in host memory, BF16 as uint16, once the device has done what it was asked to do.
+
+        Raises Released.
+        """
+        self._check()
+        copy = np.empty(self.shape, dtype_of(self.datatype))
+        if copy.nbytes:
+            raw = copy.reshape(-1).view(np.uint8).data
+            self._allocation.cuda.read(self._pointer, raw, self._allocation.device)
+        return copy
+
+    def fill(self, values: Any) -> None:
+        """Copy an array to it, of its shape and type or what numpy makes that of; it is there on
+        return. Raises Released, InvalidArgument."""
+        self._check()
+        try:
+            array = np.asarray(values, dtype_of(self.datatype))
+            array = np.ascontiguousarray(np.broadcast_to(array, self.shape))
+        except (TypeError, ValueError) as error:
+            text = f"what is not {self.datatype} {self.shape} cannot be copied there: {error}"
+            raise InvalidArgument(text) from error
+        if array.nbytes:
+            raw = array.reshape(-1).view(np.uint8).data
+            self._allocation.cuda.write(self._pointer, raw, self._allocation.device)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self._check()
+        device = self.__dlpack_device__()
+        if options.get("copy") or options.get("dl_device", device) not in (device, None):
+            raise BufferError("this memory is handed out where it is, and not copied")
+        return dlpack.capsule(self._pointer, self.shape, self.datatype, device, self)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CUDA, self._allocation.device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        self._check()
+        return {
+            "shape": self.shape,
+            "typestr": dtype_of(self.datatype).str,
+            "data": (self._pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def __repr__(self) -> str:
+        return f"<{self.datatype} {self.shape} on {self.device}>"
+
+
+def exporting() -> Exporting:
+    """The driver. Raises Unavailable where the package or a GPU lacks."""
+    try:
+        return Driver()
+    except Unavailable as error:
+        raise Unavailable(f"no memory on a device can be allocated: {error.message}") from None

@@ -1,0 +1,168 @@
+"""Memory that a program allocates for its tensors, and the server uses in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
+from typing import Any
+
+from shmserve.client.errors import Released
+from shmserve.client.memory.segments import AnySegment, Memories, aligned
+from shmserve.client.memory.views import Lease, nothing
+from shmserve.client.models import Model
+from shmserve.client.request.prepared import Form
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.ranges import LARGEST
+from shmserve.ipc.tensors.signature import Signature
+
+Shape = tuple[int, ...]
+Specs = Mapping[str, tuple[Sequence[int], str]]  # of tensors by name: shape, datatype
+
+
+class Region(Mapping[str, Any]):
+    """Memory for tensors, by name, that the server reads and writes in place.
+
+    `region["image"]` is an array to fill or to read (on a device, a `DeviceView`);
+    `infer(model, region)` takes those of its tensors that the model takes, and has the others
+    written where they lie.
+    """
+
+    def __init__(
+        self,
+        memories: Memories,
+        tensors: Specs,
+        make: Callable[[int], AnySegment] | None = None,
+    ) -> None:
+        """Allocate, in what `make(byte_size)` gives if that is no usual segment. Raises
+        InvalidArgument for a shape or a datatype, Unavailable without memory.
+
+        >>> Region(memories, {"image": ((8, 1, 8, 8), "FP32")})  # doctest: +SKIP
+        """
+        self._forms = _forms(tensors)
+        total = sum(aligned(max(1, form.byte_size)) for form in self._forms.values())
+        if make is None:
+            self._block = block = memories.allocate(max(1, total), alone=True)
+        else:
+            self._block = block = memories.add(make(max(1, total)))
+        self.lease = Lease(lambda: memories.part_with(block))
+        self._memories = memories
+        self._offsets: dict[str, int] = {}
+        at = block.offset
+        for form in self._forms.values():
+            self._offsets[form.name] = at
+            at += aligned(max(1, form.byte_size))
+        # What a request of a model with these tensors comes to.
+        self.requests: dict[Model, tuple[bytes, int, bytes]] = {}
+
+    @property
+    def segment(self) -> Any:
+        """Where it is."""
+        return self._block.segment
+
+    def __getitem__(self, name: str) -> Any:
+        return self.view(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forms)
+
+    def __len__(self) -> int:
+        return len(self._forms)
+
+    def remember(self, model: Model, request: tuple[bytes, int, bytes]) -> None:
+        """Keep what a request of `model` comes to; nothing of models that are not there any more,
+        as after each reload."""
+        for known in [known for known in list(self.requests) if known.closed]:
+            self.requests.pop(known, None)
+        self.requests[model] = request
+
+    def view(self, name: str, shape: Shape | None = None) -> Any:
+        """The array (`View`, on a device `DeviceView`) of a tensor; with a smaller `shape` (fewer
+        rows, say) of its first bytes.
+
+        Raises KeyError, Released, or InvalidArgument when the shape is none, or has more than there
+        is.
+        """
+        form = self._forms[name]
+        if self.lease.released:
+            raise Released("this region was released")
+        if shape is not None:
+            form, room = _form(name, shape, form.datatype), form
+            if form.byte_size > room.byte_size:
+                raise InvalidArgument(f"'{name}' has room for {room.shape}, not for {form.shape}")
+        return self._block.segment.view(self._offsets[name], form.shape, form.datatype, self.lease)
+
+    def ref(self, name: str) -> TensorRef:
+        """The tensor as it travels. Raises Released."""
+        form = self._forms[name]
+        return form.ref(self.place(name))
+
+    def room(self, name: str, signature: Signature) -> Place:
+        """Where a tensor is to be written that a model gives. Raises Released, or InvalidArgument
+        when it is another type that was allocated."""
+        check_room(name, self._forms[name].datatype, signature)
+        return self.place(name)
+
+    def place(self, name: str) -> Place:
+        """Where a tensor is, for the server. Raises Released."""
+        if self.lease.released:
+            raise Released("this region was released")
+        place: Place = self.segment.place(self._offsets[name], self._forms[name].byte_size)
+        return place
+
+    def release(self) -> None:
+        """Give the memory back; arrays over it raise from now on. A second time is fine."""
+        self.lease.released = True
+        self.requests.clear()
+        # The memory itself goes with the last array over it, and what is in flight.
+        self.lease = Lease(nothing)
+        self.lease.released = True
+        self._memories.settle()
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def check_room(name: str, given: str, signature: Signature) -> None:
+    """Raise InvalidArgument when an output is of another type than `given`, its room's."""
+    spec = signature.outputs.get(name)
+    # Strings are bytes of any tensor, which the answer decodes.
+    if spec is not None and spec.datatype not in (given, "BYTES"):
+        raise InvalidArgument(
+            f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "
+            f"tensor {given}"
+        )
+
+
+def _forms(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Form]:
+    if not isinstance(tensors, Mapping):
+        raise InvalidArgument(
+            f"what to allocate is a mapping of names to (shape, datatype), got {tensors!r:.80}"
+        )
+    forms: dict[str, Form] = {}
+    for name, spec in tensors.items():
+        if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
+            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is no (shape, datatype) by name")
+        forms[name] = _form(name, *spec)
+    return forms
+
+
+def _form(name: str, shape: Sequence[int], datatype: str) -> Form:
+    item = ITEM_SIZE.get(datatype) if isinstance(datatype, str) else 0
+    if not item:
+        allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
+        raise InvalidArgument(f"'{name}': datatype '{datatype}' is none of {allowed}")
+    try:
+        dims = tuple(map(index, shape))
+    except TypeError:
+        dims = (-1,)
+    if any(dim < 0 for dim in dims):
+        raise InvalidArgument(f"'{name}': shape {shape} has a size that is no whole number")
+    size = element_count(dims) * item
+    if size > LARGEST:
+        raise InvalidArgument(f"'{name}': shape {dims} is too large")
+    return Form(name, datatype, dims, size)

@@ -1,0 +1,1 @@
+"""A program's tensors to a request, and a response to its tensors."""

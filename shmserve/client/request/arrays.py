@@ -1,0 +1,122 @@
+"""Tensors as programs have them, and as they travel: numpy, torch, anything with DLPack, lists.
+
+Torch is never imported here: a program that passes torch tensors has done it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.datatypes import NUMPY, to_bf16
+from shmserve.ipc.tensors.signature import TensorSpec
+
+Array = np.ndarray[Any, Any]
+
+_DATATYPES = {dtype: name for name, dtype in NUMPY.items() if name != "BYTES"}
+BF16 = np.dtype(np.uint16)  # numpy has none: its bit patterns
+
+
+def dtype_of(datatype: str) -> np.dtype[Any]:
+    """The numpy type of a protocol's datatype, BF16 as uint16."""
+    return NUMPY.get(datatype, BF16)
+
+
+def datatype_of(array: Array, wanted: str) -> str:
+    """The protocol's datatype of an array of numbers, "" if there is none; uint16 is BF16 where
+    that is wanted."""
+    if wanted == "BF16" and array.dtype == BF16:
+        return wanted
+    return _DATATYPES.get(array.dtype, "")
+
+
+def is_torch(value: object) -> bool:
+    """Whether this is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def from_program(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str]:
+    """(C-contiguous array, datatype) of what a program passes; no copy where that is possible.
+
+    `spec` decides what lists become, and that uint16 may be BF16. Raises InvalidArgument.
+    """
+    wanted = spec.datatype if spec is not None else ""
+    if type(value) is not np.ndarray:
+        value, datatype = _converted(value, wanted, name)
+        if datatype:
+            return value, datatype
+    array: Array = value
+    if array.dtype.kind in "OSUT":
+        return array, "BYTES"
+    known = datatype_of(array, wanted)
+    if not known:
+        raise InvalidArgument(f"input '{name}' is of {array.dtype}, which no datatype is")
+    return _contiguous(array), known
+
+
+def _contiguous(array: Array) -> Array:
+    # Numpy's own makes one dimension of none.
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
+    if is_torch(value):
+        if value.device.type != "cpu":
+            raise InvalidArgument(
+                f"input '{name}' is on device '{value.device}': this door takes host memory, or "
+                "what lies in a region that was allocated there"
+            )
+        torch = sys.modules["torch"]
+        try:
+            value = value.detach().resolve_conj().resolve_neg().contiguous()
+            if value.dtype == torch.bfloat16:
+                return value.view(torch.uint16).numpy(), "BF16"
+            return value.numpy(), ""
+        except (RuntimeError, TypeError) as error:  # sparse, quantized, or of a type of its own
+            raise InvalidArgument(f"input '{name}' cannot be taken from torch: {error}") from error
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidArgument(
+            f"input '{name}' is a masked array, and no tensor has a mask: fill it, or take its data"
+        )
+    if isinstance(value, np.ndarray):
+        plain = getattr(value, "plain", None)  # a view that may be released
+        return (value.view(np.ndarray) if plain is None else plain()), ""
+    if hasattr(value, "__dlpack__"):
+        try:
+            return np.from_dlpack(value), ""
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise InvalidArgument(f"input '{name}' cannot be taken by DLPack: {error}") from error
+    try:
+        return _from_lists(value, wanted)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"input '{name}' is no {wanted} tensor: {error}") from error
+
+
+def _from_lists(value: Any, wanted: str) -> tuple[Array, str]:
+    if not wanted or wanted == "BYTES":
+        return np.asarray(value, dtype_of(wanted) if wanted else None), ""
+    given = np.asarray(value)
+    if given.size and given.dtype.kind not in "biuf":
+        raise ValueError("its elements are not all numbers")
+    with np.errstate(over="ignore"):
+        if wanted == "BF16":
+            return to_bf16(np.asarray(given, np.float32)), wanted
+        made = np.asarray(value, dtype_of(wanted))
+    if made.dtype.kind != "f" and not np.array_equal(made, given):
+        raise ValueError("some of its elements would become others")
+    return made, ""
+
+
+def to_torch(array: Array, datatype: str) -> Any:
+    """A torch tensor over the same memory. BYTES stay an object array."""
+    if datatype == "BYTES":
+        return array
+    if not isinstance(array, np.ndarray):  # on a device
+        return array.torch()
+    torch = sys.modules["torch"]
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if datatype == "BF16" else tensor

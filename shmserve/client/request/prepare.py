@@ -1,0 +1,294 @@
+"""A program's tensors -> a request that can be sent.
+
+inputs of a known form     by a plan (plans.py)
+inputs in a region         where they are: nothing is copied
+strings, and mixtures      packed as they come
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmserve.client.memory.cuda import DeviceView
+from shmserve.client.memory.region import Region, check_room
+from shmserve.client.memory.segments import AnySegment, Block, Memories, aligned
+from shmserve.client.memory.views import View, lease_of, nothing
+from shmserve.client.models import Model
+from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
+from shmserve.client.request.options import PLAIN, Options
+from shmserve.client.request.prepared import Form, Plan, Slot, pack
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.datatypes import encode_bytes
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import INLINE_LIMIT, RequestedOutput
+
+_ELSEWHERE = np.empty(0, np.uint8)  # stands for what is not in host memory
+
+
+class Prepared(NamedTuple):
+    """A request that can be sent; `end` gives back the memory that it uses until its answer."""
+
+    model: Model
+    work: bytes
+    batch_size: int
+    shape_key: bytes
+    options: Options
+    plan: Plan | None = None
+    slot: Slot | None = None
+    as_torch: bool = False
+    end: Callable[[], None] = nothing
+    segments: tuple[AnySegment, ...] = ()  # where its outputs may lie
+    holders: tuple[Any, ...] = ()  # of each: the lease, or the program's tensor, that keeps it
+
+
+def prepare(
+    memories: Memories,
+    model: Model,
+    inputs: Mapping[str, Any],
+    outputs: Sequence[str] | Mapping[str, Any] | None,
+    options: Options,
+) -> Prepared:
+    """A request of `model`. `outputs`: the names that are wanted, or a region or arrays of one
+    where they are to be written.
+
+    Raises InvalidArgument when it does not fit the model, Unavailable when memory is short.
+    """
+    if type(inputs) is Region and outputs is None:
+        return _in_place(model, inputs, options)
+    if type(inputs) is not dict and not isinstance(inputs, Mapping):
+        raise InvalidArgument(f"inputs must be a mapping of names to arrays, got {inputs!r:.80}")
+    arrays: list[Array] = []
+    key: list[Any] = []
+    as_torch = False
+    plannable = not isinstance(outputs, Mapping)
+    if plannable and outputs is not None and type(outputs) not in (list, tuple):
+        outputs = _names(outputs)
+    large = 0
+    specs = model.signature.inputs
+    for name, value in inputs.items():
+        if type(value) is np.ndarray and value.flags.c_contiguous:
+            array, datatype = value, ""
+        elif type(value) is DeviceView:
+            array, datatype, plannable = _ELSEWHERE, value.datatype, False
+        else:
+            as_torch = as_torch or is_torch(value)
+            array, datatype = from_program(value, specs.get(name), name)
+        arrays.append(array)
+        large += array.nbytes
+        key += (name, array.dtype, array.shape, datatype)
+    # What is large may lie in a region, which only its address tells.
+    if plannable and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
+        key += outputs or ()
+        plan = model.plans.get(tuple(key))
+        if plan is not None:
+            return _planned(model, plan, arrays, options, as_torch)
+    else:
+        plannable = False
+    loose = _Loose(memories, model, inputs, arrays, options, as_torch)
+    if not plannable or not loose.plain:
+        return loose.prepare(outputs)
+    plan = loose.plan(tuple(key), tuple(outputs or ()))
+    return _planned(model, plan, arrays, options, as_torch)
+
+
+def _names(outputs: Any) -> tuple[str, ...]:
+    if isinstance(outputs, str) or not isinstance(outputs, Iterable):
+        raise InvalidArgument(
+            f"outputs must be names, a region, or arrays of one by name, got {outputs!r:.80}"
+        )
+    return tuple(outputs)
+
+
+def _planned(
+    model: Model, plan: Plan, arrays: Sequence[Array], options: Options, as_torch: bool
+) -> Prepared:
+    if not plan.slotted:
+        work = plan.joined(arrays) if options is PLAIN else plan.packed(arrays, None, options)
+        return Prepared(model, work, plan.batch_size, plan.shape_key, options, plan, None, as_torch)
+    slot = plan.slot()
+    for target, array in zip(slot.inputs, arrays, strict=False):
+        np.copyto(target, array)
+    plain = options is PLAIN and slot.work
+    work = slot.work if plain else plan.packed(arrays, slot, options)
+    return Prepared(
+        model,
+        work,
+        plan.batch_size,
+        plan.shape_key,
+        options,
+        plan,
+        slot,
+        as_torch,
+        slot.end,
+        (slot.block.segment,),
+    )
+
+
+def _in_place(model: Model, region: Region, options: Options) -> Prepared:
+    known = region.requests.get(model)
+    if known is None or options is not PLAIN:
+        signature = model.signature
+        for name in region:
+            if name not in signature.inputs and name not in signature.outputs:
+                raise InvalidArgument(
+                    f"the region's tensor '{name}' is neither an input nor an output of "
+                    f"model '{model.name}'"
+                )
+        refs = [region.ref(name) for name in region if name in signature.inputs]
+        asked = [
+            RequestedOutput(name, region.room(name, signature))
+            for name in region
+            if name not in signature.inputs
+        ]
+        admission = signature.admit(options.request_id, refs, asked)
+        known = pack(refs, asked, options), admission.batch_size, admission.shape_key
+        if options is PLAIN:
+            region.remember(model, known)
+    lease, segment = region.lease, region.segment
+    return Prepared(model, *known, options, segments=(segment,), holders=(lease,))
+
+
+def _encoded(array: Array, name: str) -> bytes:
+    try:
+        return encode_bytes(array)
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"input '{name}' has text that UTF-8 cannot carry: {error}") from None
+
+
+class _Loose:
+    """A request that follows no plan."""
+
+    def __init__(
+        self,
+        memories: Memories,
+        model: Model,
+        inputs: Mapping[str, Any],
+        arrays: list[Array],
+        options: Options,
+        as_torch: bool,
+    ) -> None:
+        self._memories = memories
+        self._model = model
+        self._options = options
+        self._as_torch = as_torch
+        self._arrays = arrays
+        self._segments: list[AnySegment] = []
+        self._holders: list[Any] = []
+        self._forms: list[Form] = []
+        self._places: list[Place | None] = []
+        specs = model.signature.inputs
+        for index, (name, value) in enumerate(inputs.items()):
+            if type(value) is DeviceView:
+                self._forms.append(Form(name, value.datatype, value.shape, value.nbytes))
+                self._places.append(self._on_device(value))
+                continue
+            array, datatype = from_program(value, specs.get(name), name)
+            shape = array.shape
+            if datatype == "BYTES":
+                array = arrays[index] = np.frombuffer(_encoded(array, name), np.uint8)
+            self._forms.append(Form(name, datatype, shape, array.nbytes))
+            self._places.append(self._found(value, array))
+
+    def _on_device(self, view: DeviceView) -> Place:
+        self._hold(view.segment, view.lease)
+        return view.place()
+
+    def _hold(self, segment: AnySegment, holder: Any) -> None:
+        """Have the request keep memory of the program's until its answer."""
+        self._segments.append(segment)
+        self._holders.append(holder)
+
+    def _found(self, value: Any, array: Array) -> Place | None:
+        """Where an array is if it lies in our memory already."""
+        if type(value) is not View and array.nbytes <= INLINE_LIMIT:
+            return None
+        found = self._memories.find(array.ctypes.data, array.nbytes)
+        if found is None:
+            return None
+        segment, offset = found
+        self._hold(segment, lease_of(value) or value)
+        return segment.place(offset, array.nbytes)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a plan can serve it."""
+        strings = any(form.datatype == "BYTES" for form in self._forms)
+        return not strings and not any(self._places)
+
+    def plan(self, key: tuple[Any, ...], outputs: Sequence[str]) -> Plan:
+        """Make the plan for all that are like it."""
+        plan = Plan(self._model.signature, tuple(self._forms), outputs, self._memories)
+        return self._model.remember(key, plan)
+
+    def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> Prepared:
+        """The request, packed as it is."""
+        signature = self._model.signature
+        asked = [self._output(name, outputs) for name in outputs or ()]
+        pairs = list(zip(self._forms, self._arrays, self._places, strict=True))
+        loose = [array.nbytes for _, array, place in pairs if place is None]
+        block: Block | None = None
+        if sum(loose) > INLINE_LIMIT:
+            block = self._memories.allocate(sum(map(aligned, loose)))
+        at = block.offset if block else 0
+        refs: list[TensorRef] = []
+        for form, array, place in pairs:
+            data: bytes | Place
+            if place is not None:
+                data = place
+            elif block is None:
+                data = array.tobytes()
+            else:
+                segment = block.segment
+                np.copyto(np.ndarray(array.shape, array.dtype, segment.bytes, at), array)
+                data = segment.place(at, array.nbytes)
+                at += aligned(array.nbytes)
+            refs.append(form.ref(data))
+        end = nothing if block is None else block.give_back
+        try:
+            admission = signature.admit(self._options.request_id, refs, asked)
+        except InvalidArgument:
+            end()
+            raise
+        work = pack(refs, asked, self._options)
+        return Prepared(
+            self._model,
+            work,
+            admission.batch_size,
+            admission.shape_key,
+            self._options,
+            as_torch=self._as_torch,
+            end=end,
+            segments=tuple(self._segments),
+            holders=tuple(self._holders),
+        )
+
+    def _output(
+        self, name: str, outputs: Sequence[str] | Mapping[str, Any] | None
+    ) -> RequestedOutput:
+        if type(outputs) is Region:
+            self._hold(outputs.segment, outputs.lease)
+            return RequestedOutput(name, outputs.room(name, self._model.signature))
+        target = outputs[name] if isinstance(outputs, Mapping) else None
+        if target is None:
+            return RequestedOutput(name)
+        place = None
+        spec = self._model.signature.outputs.get(name)
+        if type(target) is DeviceView:
+            check_room(name, target.datatype, self._model.signature)
+            place = self._on_device(target)
+        elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
+            plain = target.plain() if isinstance(target, View) else target
+            given = datatype_of(plain, spec.datatype if spec is not None else "")
+            check_room(name, given or str(plain.dtype), self._model.signature)
+            found = self._memories.find(plain.ctypes.data, plain.nbytes)
+            if found is not None:
+                self._hold(found[0], lease_of(target) or target)
+                place = found[0].place(found[1], plain.nbytes)
+        if place is None:
+            raise InvalidArgument(
+                f"output '{name}' can only be written to memory from `allocate`, in one piece"
+            )
+        return RequestedOutput(name, place)

@@ -1,0 +1,240 @@
+"""What requests of one form come to: the same names, types and shapes again, with other numbers.
+
+    small inputs    the packed request is cut where the tensors are: the next one is a join
+    large inputs    a ring of slots in shared memory, each with its request packed beforehand
+
+    slot    | input | input | output | output |      each on 64 bytes
+
+Outputs of known size have room in the slot when they are large together; others come inside the
+message, or are copied out of the worker's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shmserve.client.memory.segments import Block, Memories, aligned
+from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.client.request.options import PLAIN, Options
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    INLINE_LIMIT,
+    Inference,
+    InferenceTemplate,
+    Inferred,
+    InferredTemplate,
+    RequestedOutput,
+    pack_inference,
+)
+from shmserve.ipc.tensors.ranges import LARGEST
+from shmserve.ipc.tensors.signature import Signature
+
+_NOWHERE = Memory(0, 0, 0, 0, LARGEST, True)
+
+
+class Form(NamedTuple):
+    """A tensor without its numbers."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    byte_size: int
+
+    def ref(self, data: bytes | Place) -> TensorRef:
+        """The tensor with these bytes."""
+        return TensorRef(self.name, self.datatype, self.shape, data)
+
+
+def pack(
+    inputs: Sequence[TensorRef], outputs: Sequence[RequestedOutput], options: Options
+) -> bytes:
+    """A request as it travels."""
+    return pack_inference(_inference(inputs, outputs, options))
+
+
+def _inference(
+    inputs: Sequence[TensorRef], outputs: Sequence[RequestedOutput], options: Options
+) -> Inference:
+    return Inference(
+        options.request_id,
+        tuple(inputs),
+        tuple(outputs),
+        dict(options.parameters or {}),
+        timeout_us=options.timeout_us,
+        priority=options.priority,
+        deadline_ns=options.deadline_ns,
+    )
+
+
+class Slot:
+    """Memory for one request at a time. `inputs` are arrays to write to, `work` its packed request
+    (b"": not the same each time)."""
+
+    __slots__ = ("block", "inputs", "outputs", "places", "plan", "work")
+
+    def __init__(
+        self,
+        plan: Plan,
+        block: Block,
+        inputs: list[Array],
+        places: list[Place],
+        outputs: tuple[RequestedOutput, ...],
+    ) -> None:
+        self.plan = plan
+        self.block = block
+        self.inputs = inputs
+        self.places = places
+        self.outputs = outputs
+        self.work = b""
+
+    def end(self) -> None:
+        """Free for the next request."""
+        self.plan.take_back(self)
+
+
+class Plan:
+    """Requests with inputs of these forms."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        forms: Sequence[Form],
+        outputs: Sequence[str],
+        memories: Memories,
+    ) -> None:
+        """Raises InvalidArgument when they do not fit the model."""
+        self._forms = forms
+        self._memories = memories
+        self._asked = tuple(map(RequestedOutput, outputs))
+        refs = [form.ref(Place(_NOWHERE, 0, form.byte_size)) for form in forms]
+        admission = signature.admit("", refs, self._asked)
+        self.batch_size, self.shape_key = admission.batch_size, admission.shape_key
+        self._inline = sum(form.byte_size for form in forms) <= INLINE_LIMIT
+        wanted = outputs or tuple(signature.outputs)
+        rooms = {name: signature.output_size(name, self.batch_size) for name in wanted}
+        placed = sum(filter(None, rooms.values())) > INLINE_LIMIT
+        self._rooms = rooms if placed else {}
+        self.slotted = placed or not self._inline
+        self._pieces = [] if self.slotted else self._cut()
+        self._ring: deque[Slot] = deque()
+        self._closed = False
+        self.reader = Reader()
+        if self.slotted:
+            memories.serve(self)
+
+    # --- small
+
+    def joined(self, arrays: Sequence[Array]) -> bytes:
+        """The request with these small inputs and no options."""
+        pieces = self._pieces
+        parts: list[bytes] = []
+        for index, array in enumerate(arrays):
+            parts.append(pieces[index])
+            parts.append(array.tobytes())
+        parts.append(pieces[-1])
+        return b"".join(parts)
+
+    def _cut(self) -> list[bytes]:
+        refs = [form.ref(bytes(form.byte_size)) for form in self._forms]
+        return InferenceTemplate(_inference(refs, self._asked, PLAIN)).pieces(PLAIN.deadline_ns)
+
+    # --- large
+
+    def slot(self) -> Slot:
+        """A free slot; raises Unavailable when there is no memory for one more."""
+        try:
+            return self._ring.popleft()
+        except IndexError:
+            return self._new_slot()
+
+    def _new_slot(self) -> Slot:
+        inside = [] if self._inline else self._forms
+        rooms = [size for size in self._rooms.values() if size is not None]
+        sizes = [form.byte_size for form in inside] + rooms
+        block = self._memories.allocate(sum(map(aligned, sizes)))
+        at, segment = block.offset, block.segment
+        arrays: list[Array] = []
+        places: list[Place] = []
+        for form in inside:
+            arrays.append(np.ndarray(form.shape, dtype_of(form.datatype), segment.bytes, at))
+            places.append(segment.place(at, form.byte_size))
+            at += aligned(form.byte_size)
+        outputs: list[RequestedOutput] = []
+        for name, size in self._rooms.items():
+            place = None if size is None else segment.place(at, size)
+            outputs.append(RequestedOutput(name, place))
+            at += aligned(size or 0)
+        slot = Slot(self, block, arrays, places, tuple(outputs) or self._asked)
+        if inside:
+            slot.work = self.packed((), slot, PLAIN)
+        return slot
+
+    def take_back(self, slot: Slot) -> None:
+        """A slot is free again; at any moment, in any thread."""
+        self._ring.append(slot)
+        if self._closed:
+            self.close()
+
+    def packed(self, arrays: Sequence[Array], slot: Slot | None, options: Options) -> bytes:
+        """The request, packed from its parts; inputs with a place in the slot are there."""
+        places = slot.places if slot is not None else []
+        datas: Sequence[bytes | Place] = places or [array.tobytes() for array in arrays]
+        refs = [form.ref(data) for form, data in zip(self._forms, datas, strict=True)]
+        return pack(refs, self._asked if slot is None else slot.outputs, options)
+
+    def close(self) -> None:
+        """Give the slots back; those in use follow when they end."""
+        self._closed = True
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Give the slots back that are not in use; at any moment, in any thread."""
+        with contextlib.suppress(IndexError):  # somebody else may be at it
+            while True:
+                self._ring.popleft().block.give_back()
+
+
+class Reader:
+    """Answers with small tensors only: like the last one, or not (then None)."""
+
+    __slots__ = ("_form",)
+
+    def __init__(self) -> None:
+        self._form: tuple[int, list[tuple[int, int, bytes]], list[tuple[int, int, Form]]] | None
+        self._form = None
+
+    def learn(self, body: bytes, answer: Inferred) -> None:
+        """Remember where the tensors of an answer are, if all are in it."""
+        self._form = None
+        datas = [tensor.data for tensor in answer.outputs if tensor.datatype != "BYTES"]
+        inline = [data for data in datas if isinstance(data, bytes)]
+        if answer.parameters or len(inline) != len(answer.outputs):
+            return
+        *pieces, rest = InferredTemplate(answer).pieces()
+        at, fixed, tensors = 0, [], []
+        for piece, tensor, data in zip(pieces, answer.outputs, inline, strict=True):
+            start = at + len(piece)
+            fixed.append((at, start, piece))
+            at = start + len(data)
+            tensors.append((start, at, Form(tensor.name, tensor.datatype, tensor.shape, 0)))
+        fixed.append((at, len(body), rest))
+        self._form = len(body), fixed, tensors
+
+    def read(self, body: bytes) -> dict[str, tuple[Array, str]] | None:
+        """name -> (array, datatype), or None when the answer is another one."""
+        known = self._form
+        if known is None or len(body) != known[0]:
+            return None
+        for start, end, piece in known[1]:
+            if body[start:end] != piece:
+                return None
+        found: dict[str, tuple[Array, str]] = {}
+        for start, end, (name, datatype, shape, _) in known[2]:
+            raw = bytearray(body[start:end])
+            found[name] = np.ndarray(shape, dtype_of(datatype), raw), datatype
+        return found

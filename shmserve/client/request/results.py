@@ -1,0 +1,195 @@
+"""A server's answer -> tensors for the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shmserve.client.errors import Released
+from shmserve.client.memory.cuda import DeviceSegment
+from shmserve.client.memory.segments import AnySegment
+from shmserve.client.memory.views import Lease, nothing
+from shmserve.client.request.arrays import Array, dtype_of, to_torch
+from shmserve.client.request.prepare import Prepared
+from shmserve.errors import Unavailable, Unsupported
+from shmserve.ipc.tensors.datatypes import decode_bytes
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
+
+_MOST_ANSWERS = 256
+
+
+class Result(Mapping[str, Any]):
+    """An answer: its outputs by name, numpy arrays or torch tensors as the inputs were.
+
+    Large outputs lie in shared memory, and stay as long as an array over them does; `release` (or
+    the end of a `with`) gives them back at once, and what is used then raises Released.
+    """
+
+    __slots__ = ("_lease", "_outputs", "parameters")
+
+    def __init__(
+        self, outputs: dict[str, Any], parameters: dict[str, Any], lease: Lease | None
+    ) -> None:
+        self._outputs = outputs
+        self.parameters = parameters
+        self._lease = lease
+
+    def __getitem__(self, name: str) -> Any:
+        return self._outputs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outputs)
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def __repr__(self) -> str:
+        return f"Result({self._outputs!r})"
+
+    def release(self) -> None:
+        """Give the outputs' memory back."""
+        if self._lease is not None:
+            self._lease.released = True
+            self._lease = None
+        self._outputs = _Released()
+
+    def __enter__(self) -> Result:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class _Released(dict[str, Any]):
+    """The outputs of a result that was released."""
+
+    def __missing__(self, name: str) -> Any:
+        raise Released("this result was released")
+
+    def __iter__(self) -> Iterator[str]:
+        raise Released("this result was released")
+
+    def __len__(self) -> int:
+        raise Released("this result was released")
+
+
+def read(
+    prepared: Prepared,
+    body: bytes,
+    copied: Callable[[Place], bytes],
+    release: Callable[[int, list[int]], None],
+) -> Result:
+    """The result in an answer. `copied(place)` gives what is in a worker's memory, and
+    `release(pid, offsets)` tells the worker that it was read.
+
+    The request's memory is given back, or kept by the arrays over it. Raises Unavailable when the
+    worker's memory is gone, Unsupported when only the server's own user may read it; the request
+    has its memory still then.
+    """
+    plan = prepared.plan
+    if plan is not None:
+        small = plan.reader.read(body)
+        if small is not None:
+            prepared.end()
+            return _result(small, {}, None, prepared.as_torch)
+    answers = prepared.model.answers
+    answer = answers.get(body)
+    if answer is None:
+        answer = unpack_inferred(body)
+        if len(answers) < _MOST_ANSWERS and all(
+            isinstance(tensor.data, Place) for tensor in answer.outputs
+        ):
+            answers[body] = answer  # the same places again give the same answer again
+    if plan is not None:
+        plan.reader.learn(body, answer)
+    lease = None if prepared.slot is None else Lease(nothing)
+    found = _Outputs(prepared, lease, copied)
+    try:
+        outputs = {tensor.name: found.array(tensor) for tensor in answer.outputs}
+    finally:
+        for pid, offsets in _of_workers(answer, prepared.segments).items():
+            release(pid, offsets)
+    if lease is None:
+        prepared.end()
+    else:
+        lease.on_end = prepared.end  # it ends with the last array
+    return _result(outputs, dict(answer.parameters), lease, prepared.as_torch)
+
+
+def _result(
+    arrays: dict[str, tuple[Array, str]],
+    parameters: dict[str, Any],
+    lease: Lease | None,
+    as_torch: bool,
+) -> Result:
+    if as_torch:
+        return Result({n: to_torch(*pair) for n, pair in arrays.items()}, parameters, lease)
+    return Result({name: pair[0] for name, pair in arrays.items()}, parameters, lease)
+
+
+def _of_workers(answer: Inferred, own: Sequence[AnySegment]) -> dict[int, list[int]]:
+    ours = {segment.memory.id for segment in own if segment.memory is not None}
+    found: dict[int, list[int]] = {}
+    for tensor in answer.outputs:
+        place = tensor.data
+        if isinstance(place, Place) and place.memory.id not in ours:
+            found.setdefault(place.memory.pid, []).append(place.offset)
+    return found
+
+
+class _Outputs:
+    """Where the outputs of one answer are."""
+
+    def __init__(
+        self, prepared: Prepared, lease: Lease | None, copied: Callable[[Place], bytes]
+    ) -> None:
+        self._prepared = prepared
+        self._lease = lease
+        self._from_worker = copied
+
+    def array(self, tensor: TensorRef) -> tuple[Array, str]:
+        """An output and its datatype."""
+        raw = tensor.data
+        if isinstance(raw, Place):
+            segment = self._segment(raw.memory)
+            if segment is not None and tensor.datatype != "BYTES":
+                lease = self._lease or self._region_lease(segment)
+                view = segment.view(raw.offset, tensor.shape, tensor.datatype, lease)
+                return view, tensor.datatype
+            raw = self._copied(raw, segment)
+        if tensor.datatype == "BYTES":
+            model = self._prepared.model.name
+            return decode_bytes(raw, tensor.shape, tensor.name, model), "BYTES"
+        dtype = dtype_of(tensor.datatype)
+        return np.ndarray(tensor.shape, dtype, bytearray(raw)), tensor.datatype
+
+    def _segment(self, memory: Memory) -> Any:
+        for segment in self._prepared.segments:
+            if segment.memory is not None and segment.memory.id == memory.id:
+                return segment
+        return None
+
+    def _region_lease(self, segment: AnySegment) -> Lease:
+        prepared = self._prepared
+        # Outputs come after inputs.
+        for other, holder in zip(prepared.segments[::-1], prepared.holders[::-1], strict=True):
+            if other is segment and isinstance(holder, Lease):
+                return holder
+        return Lease(nothing)
+
+    def _copied(self, place: Place, segment: AnySegment | None) -> bytes:
+        if segment is not None:
+            if isinstance(segment, DeviceSegment):
+                raise Unsupported("strings on a device cannot be read there: give them no place")
+            return bytes(segment.bytes[place.offset : place.offset + place.byte_size])
+        try:
+            return self._from_worker(place)
+        except Unavailable as error:
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            raise Unsupported(
+                "an output is too large for a message: name a place for it, from `allocate`"
+            ) from None

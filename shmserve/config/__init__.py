@@ -1,0 +1,1 @@
+"""What the command line says: options, and the settings made of them."""

@@ -1,0 +1,250 @@
+"""The settings of a server: frozen, made once from the command line, units in the names."""
+
+from __future__ import annotations
+
+import grp
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shmserve.common.accelerators import cuda_devices
+from shmserve.common.auth_tokens import (
+    GRPC_HEADER_PREFIX,
+    Restrictions,
+    Tokens,
+    encode_restrictions,
+    parse_restrictions,
+    read_tokens,
+)
+from shmserve.common.shm_access import NO_GROUP, ShmPolicy
+from shmserve.config import grpc
+from shmserve.config.grpc import GrpcConfig
+from shmserve.config.options import Parsed
+from shmserve.errors import InvalidArgument
+from shmserve.logs import LogSettings
+from shmserve.model_config import ModelDefaults
+from shmserve.supervisor.models.repository import is_inline
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything `shmserve serve` was told. `model_files` are "path/model.py:Class".
+
+    No `tokens`: none is asked for. The restricted APIs are by scope.
+    """
+
+    model_repositories: tuple[Path, ...]
+    model_files: tuple[str, ...]
+    model_control_mode: str
+    load_models: tuple[str, ...]
+    repository_poll_s: int
+    auto_complete: bool
+    backend_config: tuple[tuple[str, str, str], ...]  # (backend, setting, value)
+    model_defaults: ModelDefaults
+    max_queue_size: int
+    request_timeout_us: int
+    execution_timeout_s: float
+    allow_http: bool
+    http_address: str
+    http_port: int
+    http_unix_socket: Path | None
+    http_max_input_size: int
+    http_body_timeout_s: float
+    gateways: int
+    grpc: GrpcConfig | None
+    allow_metrics: bool
+    metrics_address: str
+    metrics_port: int
+    tokens: Tokens
+    insecure: bool
+    http_restricted: Restrictions
+    grpc_restricted: Restrictions
+    shm: ShmPolicy
+    server_id: str
+    run_dir: Path | None
+    arena_byte_size: int
+    exit_timeout_s: int
+    exit_on_error: bool
+    strict_readiness: bool
+    log: LogSettings
+    delay_scheduler: int
+    visible_devices: str | None
+    without_effect: tuple[str, ...]
+
+    def backend_settings(self, backend: str) -> dict[str, str]:
+        """What --backend-config says for a backend (settings without a backend are for all)."""
+        return {key: value for name, key, value in self.backend_config if name in ("", backend)}
+
+    def worker_threads(self, instances: int) -> int:
+        """Compute threads of one of `instances` workers of a model: the cores, shared out."""
+        return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
+
+    def gateway_settings(self) -> dict[str, Any]:
+        """What a gateway is told."""
+        return {
+            "id": self.server_id,
+            "max_input_size": self.http_max_input_size,
+            "request_timeout_us": self.request_timeout_us,
+            "arena_byte_size": self.arena_byte_size,
+            "body_timeout_s": self.http_body_timeout_s,
+            "http_address": self.http_address,
+            "tokens": dict(self.tokens),
+            "http_restricted": encode_restrictions(self.http_restricted),
+            "grpc_restricted": encode_restrictions(self.grpc_restricted),
+            "allow_client_shm": self.shm.allow,
+            "shm_overlap": self.shm.overlap,
+            "cuda_devices": cuda_devices(self.visible_devices),
+        }
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the server may listen where other hosts reach it."""
+        return bool(self.tokens) or self.insecure
+
+
+def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
+    """The settings that a parsed command line and the environment give.
+
+    Raises InvalidArgument with one line naming the flag.
+    """
+    value: dict[str, Any] = parsed.values
+    repositories, files = _models(parsed)
+    if value["model-control-mode"] != "explicit" and parsed.repeated["load-model"]:
+        raise InvalidArgument("--load-model: needs --model-control-mode=explicit")
+    if "*" in parsed.repeated["load-model"] and len(parsed.repeated["load-model"]) > 1:
+        raise InvalidArgument("--load-model: '*' loads all models and must stand alone")
+    return ServerConfig(
+        model_repositories=tuple(repositories),
+        model_files=tuple(files),
+        model_control_mode=value["model-control-mode"],
+        load_models=tuple(parsed.repeated["load-model"]),
+        repository_poll_s=value["repository-poll-secs"],
+        auto_complete=not value["disable-auto-complete-config"],
+        backend_config=tuple(map(_backend_setting, parsed.repeated["backend-config"])),
+        model_defaults=ModelDefaults(
+            dynamic_batching=value["dynamic-batching"],
+            max_batch_size=value["max-batch-size"],
+            max_queue_delay_us=value["max-queue-delay-us"],
+        ),
+        max_queue_size=value["max-queue-size"],
+        request_timeout_us=value["request-timeout-us"],
+        execution_timeout_s=value["execution-timeout-secs"],
+        allow_http=value["allow-http"],
+        http_address=value["http-address"],
+        http_port=value["http-port"],
+        http_unix_socket=Path(value["http-unix-socket"]) if value["http-unix-socket"] else None,
+        http_max_input_size=value["http-max-input-size"],
+        http_body_timeout_s=value["http-body-timeout-secs"],
+        gateways=value["gateways"],
+        grpc=grpc.from_values(value),
+        allow_metrics=value["allow-metrics"],
+        metrics_address=value["metrics-address"] or value["http-address"],
+        metrics_port=value["metrics-port"],
+        tokens=_tokens(value["auth-token-file"]),
+        insecure=value["insecure"],
+        http_restricted=parse_restrictions(
+            "--http-restricted-api", parsed.repeated["http-restricted-api"]
+        ),
+        grpc_restricted=parse_restrictions(
+            "--grpc-restricted-protocol",
+            parsed.repeated["grpc-restricted-protocol"],
+            GRPC_HEADER_PREFIX,
+        ),
+        shm=_shm_policy(value),
+        server_id=value["id"],
+        run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
+        arena_byte_size=value["arena-byte-size"],
+        exit_timeout_s=value["exit-timeout-secs"],
+        exit_on_error=value["exit-on-error"],
+        strict_readiness=value["strict-readiness"],
+        log=LogSettings(
+            log_file=value["log-file"] or "",
+            log_info=value["log-info"],
+            log_warning=value["log-warning"],
+            log_error=value["log-error"],
+            log_verbose_level=value["log-verbose"],
+            log_format=value["log-format"],
+        ),
+        delay_scheduler=_count(environment, "TRITONSERVER_DELAY_SCHEDULER"),
+        visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
+        without_effect=tuple(dict.fromkeys(parsed.without_effect)),
+    )
+
+
+def _tokens(file: str | None) -> Tokens:
+    if file == "":  # what an unset shell variable must not mean: that nobody needs a token
+        raise InvalidArgument("--auth-token-file: '' is not a file")
+    return {} if file is None else read_tokens(Path(file))
+
+
+def _shm_policy(value: Mapping[str, Any]) -> ShmPolicy:
+    most = value["shm-max-byte-size"]
+    if most is None:
+        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most_per_uid = value["shm-max-byte-size-per-uid"]
+    return ShmPolicy(
+        allow=value["allow-client-shm"],
+        group=_group(value["shm-group"]),
+        max_regions=value["shm-max-regions"],
+        max_regions_per_uid=value["shm-max-regions-per-uid"],
+        max_byte_size=most,
+        max_byte_size_per_uid=most if most_per_uid is None else most_per_uid,
+        sparse_byte_size=value["shm-sparse-byte-size"],
+        overlap=value["shm-overlap"],
+    )
+
+
+def _group(name: str | None) -> int:
+    if name is None:
+        return NO_GROUP
+    if name.isdecimal() and len(name) < 10:
+        return int(name)
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise InvalidArgument(f"--shm-group: there is no group '{name}' here") from None
+
+
+def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
+    repositories = [Path(text) for text in parsed.repeated["model-repository"]]
+    files: list[str] = []
+    if "" in (*parsed.repeated["model-repository"], *parsed.positional):
+        # To Path it is the folder we are in: what an unset shell variable must not mean.
+        raise InvalidArgument("--model-repository: '' is not a folder")
+    for word in parsed.positional:
+        if is_inline(word):
+            files.append(word)
+        else:
+            repositories.append(Path(word))
+    for path in repositories:
+        try:
+            if path.suffix == ".py" and path.is_file():
+                raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
+            if not path.is_dir():
+                raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
+        except OSError as error:
+            raise InvalidArgument(
+                f"--model-repository: cannot read '{path}': {error.strerror}"
+            ) from None
+    if not repositories and not files:
+        raise InvalidArgument(
+            "--model-repository: at least one is needed (or a path/model.py:Class)"
+        )
+    return repositories, files
+
+
+def _backend_setting(text: str) -> tuple[str, str, str]:
+    head, equals, value = text.partition("=")
+    backend, comma, setting = head.partition(",")
+    if not equals or not head:
+        raise InvalidArgument(f"--backend-config: '{text}' is not BACKEND,SETTING=VALUE")
+    return (backend, setting, value) if comma else ("", backend, value)
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "") or "0"
+    if not text.isdecimal():
+        raise InvalidArgument(f"{name}: '{text}' is not a number of requests")
+    return int(text)

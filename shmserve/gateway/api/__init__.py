@@ -1,0 +1,1 @@
+"""What every protocol offers beside inference; no HTTP or gRPC type in here."""

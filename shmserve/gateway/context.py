@@ -1,0 +1,33 @@
+"""Everything one gateway process holds, for its handlers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shmserve.gateway.links.dispatcher import Dispatcher
+from shmserve.gateway.links.supervisor import Supervisor
+from shmserve.gateway.model_table import ModelTable
+from shmserve.gateway.region_table import RegionTable
+from shmserve.gateway.settings import Settings
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import HealthChanged
+
+
+@dataclass(slots=True, eq=False)
+class Gateway:
+    """`arena` holds request bodies; `mappings` are of workers' arenas, never of clients' regions.
+
+    `health` is the supervisor's word. `draining`: inferences are refused, connections end with
+    their next response.
+    """
+
+    settings: Settings
+    dispatcher: Dispatcher
+    models: ModelTable
+    regions: RegionTable
+    supervisor: Supervisor
+    arena: Arena
+    mappings: Mappings
+    health: HealthChanged
+    draining: bool = False

@@ -1,0 +1,1 @@
+"""The RPCs beside inference: metadata, repository, shared memory, logging."""

@@ -1,0 +1,157 @@
+"""The calls in progress: which clients keep them waiting, and which connections have any.
+
+gRPC says nothing of a message before all of it is here, or gone. So a call that waits for its
+request, or for its client to take the response, is judged by its connection: as long as that moves
+as much as a body over HTTP has to, the call may wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from enum import Enum, auto
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import grpc
+import grpc.aio
+
+from shmserve.common.peer_credentials import Address
+from shmserve.gateway.grpc import core_sockets
+from shmserve.gateway.http.body import SLOWEST_RATE
+
+logger = logging.getLogger(__name__)
+
+
+class Call(Protocol):
+    """One call."""
+
+    def peer(self) -> str:
+        """The client's address, in gRPC's words."""
+
+    def late(self) -> None:
+        """End it: its request did not come in time."""
+
+
+class Phase(Enum):
+    """What a call waits for."""
+
+    RECEIVING = auto()  # its request
+    RUNNING = auto()  # us
+    SENDING = auto()  # its client, to take the response
+
+
+# How a call ends whose request does not come.
+LATE = (grpc.StatusCode.UNAVAILABLE, "the request did not arrive in time")
+MISSING = (grpc.StatusCode.INTERNAL, "Unable to parse request")  # as from Triton
+
+
+class Calls:
+    """All of a server's.
+
+    A connection must move at least `SLOWEST_RATE` bytes a second, measured over `patience_s`
+    seconds, while one of its calls waits for it: else a call that waits for its request ends, and a
+    connection that a response waits for.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._phases: dict[Call, Phase] = {}
+        # What the connections had moved of those that waited at the last look.
+        self._moved: dict[tuple[Call, Phase], int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, call: Call) -> None:
+        """A call is here; its request is still to come."""
+        self._phases[call] = Phase.RECEIVING
+        if self._timer is None:
+            self._look_again()
+
+    def arrived(self, call: Call) -> None:
+        """Its request is here."""
+        self._phases[call] = Phase.RUNNING
+
+    def answered(self, call: Call) -> None:
+        """Its response is on its way, unless it is over already."""
+        if call in self._phases:
+            self._phases[call] = Phase.SENDING
+
+    def end(self, call: Call) -> None:
+        """It is over."""
+        self._phases.pop(call, None)
+
+    def addresses(self) -> set[Address | None]:
+        """The clients' addresses of all calls."""
+        return {core_sockets.address_of(peer) for peer in {call.peer() for call in self._phases}}
+
+    def _look_again(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._patience_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._phases:
+            self._moved.clear()
+            return
+        self._look_again()
+        connections = {connection.client: connection for connection in core_sockets.connections()}
+        before, self._moved = self._moved, {}
+        for call, phase in list(self._phases.items()):
+            address = core_sockets.address_of(call.peer())
+            connection = None if address is None else connections.get(address)
+            if phase is Phase.RUNNING or connection is None:
+                continue
+            moved = core_sockets.moved(connection, inwards=phase is Phase.RECEIVING)
+            known = before.get((call, phase))
+            if known is None or moved - known >= self._patience_s * SLOWEST_RATE:
+                self._moved[call, phase] = moved
+            elif phase is Phase.RECEIVING:
+                call.late()
+            else:
+                logger.info("a client that does not read its responses was disconnected")
+                core_sockets.shut(connection)
+
+
+class Reading:
+    """A call that grpc.aio handles; the block is its handler."""
+
+    def __init__(self, calls: Calls, context: Any) -> None:
+        self._calls = calls
+        self._context = context
+        self._limit = asyncio.timeout(None)
+
+    def __enter__(self) -> Self:
+        self._calls.arrived(self)  # a stream may be silent for as long as it likes
+        self._context.add_done_callback(lambda _: self._calls.end(self))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._calls.answered(self)
+
+    def peer(self) -> str:
+        """The client's address, in gRPC's words."""
+        address: str = self._context.peer()
+        return address
+
+    def late(self) -> None:
+        """End it: its request did not come in time."""
+        self._limit.reschedule(0)
+
+    async def request(self) -> bytes:
+        """The one request of a call that has only one; without it the call is aborted."""
+        self._calls.begin(self)
+        ending = MISSING
+        try:
+            async with self._limit:
+                raw = await self._context.read()
+        except TimeoutError:
+            ending, raw = LATE, grpc.aio.EOF
+        self._calls.arrived(self)
+        if raw is grpc.aio.EOF:
+            await self._context.abort(*ending)
+        request: bytes = raw
+        return request

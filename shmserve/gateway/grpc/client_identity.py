@@ -1,0 +1,53 @@
+"""The clients of gRPC's calls: where each comes from, and which user it is.
+
+gRPC tells a call's peer by its address alone, and a moment later that address may be another
+user's. So a user is remembered with the connection, which is found among our own descriptors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.common.peer_credentials import Address, loopback_peer
+from shmserve.common.shm_access import Peer
+from shmserve.gateway.client_identity import Caller, Door
+from shmserve.gateway.grpc import core_sockets
+
+_MOST_KNOWN = 16384
+
+
+class CallCaller(Caller):
+    """The client of one call; nothing is looked up unless it wants shared memory."""
+
+    __slots__ = ("_call", "_users")
+
+    def __init__(self, door: Door, users: Users, call: Any) -> None:
+        super().__init__(door, None)
+        self._users = users
+        self._call = call
+
+    def _find_user(self) -> Peer | None:
+        client = core_sockets.address_of(self._call.peer())
+        return None if client is None else self._users.at(client)
+
+
+class Users:
+    """The users at the other ends of connections that this process has, by their addresses."""
+
+    def __init__(self) -> None:
+        self._known: dict[Address, tuple[core_sockets.Connection, Peer]] = {}
+
+    def at(self, client: Address) -> Peer | None:
+        """The user of the client that is connected from this address, None if nobody knows it;
+        raises OSError."""
+        found = self._known.get(client)
+        if found is not None and core_sockets.is_open(found[0]):
+            return found[1]
+        self._known.pop(client, None)
+        connection = core_sockets.find(client)
+        if connection is None or (peer := loopback_peer(connection.here, client)) is None:
+            return None
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[client] = (connection, peer)
+        return peer

@@ -1,0 +1,114 @@
+"""Who makes room when there are too many of gRPC's connections, by the rules of gateway/crowds.py.
+
+gRPC's core accepts connections by itself, and at the limit it turns away whoever comes. So they are
+looked at from outside: soon after somebody came, which shows at the listening socket unless the
+core is quicker, and again and again while there are many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Collection
+from typing import NamedTuple
+
+from shmserve.common.fd_limits import share_of
+from shmserve.common.peer_credentials import network
+from shmserve.gateway.client_identity import DoorKind
+from shmserve.gateway.grpc import core_sockets
+from shmserve.gateway.grpc.call_watchdog import Calls
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 1.0
+_RESTS = 20  # times as long as looking took
+
+
+class Seen(NamedTuple):
+    """A connection: whose it is (`peer`; None on loopback, where nobody has a share), how long ago
+    something went through it, and whether it has calls."""
+
+    connection: core_sockets.Connection
+    peer: str | None
+    silent_ms: int
+    busy: bool
+
+
+def leaving(seen: Collection[Seen], most: int) -> list[Seen]:
+    """Those that make room where there may be `most`.
+
+    A peer that has more than its share loses what is too much, first what is idle. At the limit
+    some of all that are idle go. Those that have been silent for longest come first.
+    """
+    share = share_of(most)
+    order = sorted(seen, key=lambda one: (one.busy, -one.silent_ms))
+    crowds: defaultdict[str, list[Seen]] = defaultdict(list)
+    for one in order:
+        if one.peer is not None:
+            crowds[one.peer].append(one)
+    ended = [one for crowd in crowds.values() for one in crowd[: max(0, len(crowd) - share)]]
+    if not ended and len(seen) >= most:
+        ended = [one for one in order if not one.busy][: max(1, most // 16)]
+    return ended
+
+
+class Crowds:
+    """Watches the connections through one door, of which there may be `most`."""
+
+    def __init__(self, calls: Calls, kind: DoorKind, ports: set[int], most: int) -> None:
+        self._calls = calls
+        self._all_are_one = kind is DoorKind.LOOPBACK
+        self._ports = ports
+        self._most = most
+        self._many = most if self._all_are_one else share_of(most)
+        self._loop = asyncio.get_running_loop()
+        self._listeners: list[int] = []
+
+    def open(self) -> None:
+        """Begin; the server listens."""
+        self._listeners = [os.dup(fd) for fd in core_sockets.listeners(self._ports)]
+        self._wait()
+
+    def close(self) -> None:
+        """End."""
+        for fd in self._listeners:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+        self._listeners.clear()
+
+    def _wait(self) -> None:
+        for fd in self._listeners:
+            self._loop.add_reader(fd, self._somebody_came)
+
+    def _somebody_came(self) -> None:
+        for fd in self._listeners:
+            self._loop.remove_reader(fd)
+        self._loop.call_later(_PAUSE_S, self._look)
+
+    def _look(self) -> None:
+        if not self._listeners:
+            return
+        # More descriptors than connections: whoever has few of the one has few of the other.
+        if core_sockets.count() < self._many:
+            self._wait()
+            return
+        began = time.monotonic()
+        busy = self._calls.addresses()
+        seen = [
+            Seen(one, self._peer(one), silent_ms, one.client in busy)
+            for one in core_sockets.connections()
+            if one.here[1] in self._ports and (silent_ms := core_sockets.silent_ms(one)) is not None
+        ]
+        ended = leaving(seen, self._most)
+        for one in ended:
+            core_sockets.shut(one.connection)
+        if ended:
+            logger.warning("%d of %d connections were ended to make room", len(ended), len(seen))
+        took_s = time.monotonic() - began
+        self._loop.call_later(max(_PAUSE_S, _RESTS * took_s), self._look)
+
+    def _peer(self, connection: core_sockets.Connection) -> str | None:
+        return None if self._all_are_one else network(connection.client[0])

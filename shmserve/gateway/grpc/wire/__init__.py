@@ -1,0 +1,1 @@
+"""Protobuf messages to requests, and responses to protobuf messages."""

@@ -1,0 +1,253 @@
+"""ModelInferRequest to the request that both doors share, checked as Triton checks it (pure).
+
+The bytes of an input are in `raw_input_contents` (one entry for each input that is in no region) or
+in its own typed `contents`; the texts are Triton's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.gateway.http.json.infer_request import (
+    SEQUENCE_END,
+    SEQUENCE_START,
+    RegionRange,
+    WireInput,
+    WireOutput,
+    WireRequest,
+    check_number,
+    correlation_id,
+)
+from shmserve.gateway.http.json.parser import LARGEST_UNSIGNED
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.signature import shape_text
+from shmserve.proto.grpc_service_pb2 import (
+    InferParameter,
+    InferTensorContents,
+    ModelInferRequest,
+)
+
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_RESERVED = (
+    "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
+    f"starting with 'triton_' are allowed: {_EMPTY_FINAL}"
+)
+# field of InferTensorContents -> the datatype it is for, and narrower ones that travel in it
+_CONTENTS = (
+    ("bool_contents", "BOOL", ()),
+    ("int_contents", "INT32", ("INT8", "INT16")),
+    ("int64_contents", "INT64", ()),
+    ("uint_contents", "UINT32", ("UINT8", "UINT16")),
+    ("uint64_contents", "UINT64", ()),
+    ("fp32_contents", "FP32", ()),
+    ("fp64_contents", "FP64", ()),
+    ("bytes_contents", "BYTES", ()),
+)
+
+# Those whose values protobuf writes one behind the other, as a tensor has them.
+_PLAIN_ON_THE_WIRE = frozenset(("BOOL", "FP32", "FP64"))
+
+_Parameters = Mapping[str, InferParameter]
+
+
+def wire_request(message: ModelInferRequest) -> WireRequest:
+    """What the client asks for; raises InvalidArgument or Unsupported."""
+    request = WireRequest(message.id, [], [], binary=True)
+    if message.parameters:
+        _take_parameters(request, message.parameters)
+    check_number(message.inputs, "inputs")
+    check_number(message.outputs, "outputs")
+    raw = message.raw_input_contents
+    taken = 0
+    for tensor in message.inputs:
+        wire = _input(tensor)
+        if tensor.parameters:
+            wire.place = _region(tensor.name, tensor.parameters)
+        if wire.place is None:
+            if tensor.HasField("contents"):
+                if raw:
+                    raise InvalidArgument(
+                        "contents field must not be specified when using raw_input_contents for "
+                        f"'{tensor.name}' for model '{message.model_name}'"
+                    )
+                wire.data = _typed(tensor, message.model_name)
+            elif taken < len(raw):
+                wire.data = raw[taken]
+                taken += 1
+            else:
+                raise InvalidArgument(
+                    f"unable to find data for input tensor '{tensor.name}' for model "
+                    f"'{message.model_name}' in request."
+                )
+        elif tensor.HasField("contents"):
+            raise InvalidArgument(
+                "unexpected 'content' provided when using shared memory for input tensor "
+                f"'{tensor.name}' for model '{message.model_name}'"
+            )
+        request.inputs.append(wire)
+    request.outputs = [_output(output) for output in message.outputs]
+    return request
+
+
+def _input(tensor: ModelInferRequest.InferInputTensor) -> WireInput:
+    name, datatype, shape = tensor.name, tensor.datatype, tuple(tensor.shape)
+    if datatype not in ITEM_SIZE:
+        datatype = "<invalid>"  # no model's, so it is refused with this word, which is Triton's
+    if shape and min(shape) < 0:
+        raise InvalidArgument(
+            f"invalid shape for input '{name}': shape {shape_text(shape)} contains one or more "
+            "invalid dimensions"
+        )
+    return WireInput(name, datatype, shape, element_count(shape))
+
+
+def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> WireOutput:
+    if not output.parameters:
+        return WireOutput(output.name, True)
+    place = _region(output.name, output.parameters)
+    if "classification" in output.parameters:
+        parameter = output.parameters["classification"]
+        if parameter.WhichOneof("parameter_choice") != "int64_param":
+            raise InvalidArgument(
+                "invalid value type for 'classification' parameter, expected int64_param"
+            )
+        if parameter.int64_param <= 0:
+            raise InvalidArgument("invalid value for 'classification' parameter, expected >= 0")
+        if place is not None:
+            raise InvalidArgument(
+                "output can't set both 'shared_memory_region' and 'classification'"
+            )
+        raise Unsupported(
+            f"the 'classification' parameter of output '{output.name}' is not supported"
+        )
+    return WireOutput(output.name, True, place)
+
+
+def _region(tensor: str, parameters: _Parameters) -> RegionRange | None:
+    """The range of a region that a tensor's parameters name, if they name one."""
+    if "shared_memory_region" not in parameters:
+        for key in ("shared_memory_offset", "shared_memory_byte_size"):
+            if key in parameters:
+                raise InvalidArgument(
+                    f"'{key}' can not be specified without 'shared_memory_region' parameter for "
+                    f"tensor '{tensor}'"
+                )
+        return None
+    name = _of_kind(tensor, parameters, "shared_memory_region", "string_param")
+    offset = 0
+    if "shared_memory_offset" in parameters:
+        offset = _of_kind(tensor, parameters, "shared_memory_offset", "int64_param")
+    if "shared_memory_byte_size" not in parameters:
+        raise InvalidArgument(
+            "'shared_memory_byte_size' must be specified along with 'shared_memory_region' "
+            f"parameter for tensor '{tensor}'"
+        )
+    size = _of_kind(tensor, parameters, "shared_memory_byte_size", "int64_param")
+    # Negative numbers are very large ones, as in Triton: out of every region.
+    return RegionRange(name, offset & LARGEST_UNSIGNED, size & LARGEST_UNSIGNED)
+
+
+def _of_kind(tensor: str, parameters: _Parameters, key: str, kind: str) -> Any:
+    if parameters[key].WhichOneof("parameter_choice") != kind:
+        raise InvalidArgument(
+            f"invalid value type for '{key}' parameter for tensor '{tensor}', expected {kind}."
+        )
+    return getattr(parameters[key], kind)
+
+
+def _typed(tensor: ModelInferRequest.InferInputTensor, model: str) -> bytes:
+    """The bytes of an input that was given as typed contents."""
+    datatype = tensor.datatype
+    data: bytes | None = None
+    for field, plain, narrow in _CONTENTS:
+        values = getattr(tensor.contents, field)
+        if not values:
+            continue
+        if data is not None:
+            raise InvalidArgument(
+                f"unexpected explicit tensor data for input tensor '{tensor.name}' for model "
+                f"'{model}', binary data was already supplied."
+            )
+        if datatype != plain and datatype not in narrow:
+            raise InvalidArgument(
+                f"unexpected explicit tensor data for input tensor '{tensor.name}' for model "
+                f"'{model}' of type '{plain}', expected datatype '{datatype}'"
+            )
+        if plain == "BYTES":
+            data = b"".join(
+                part for item in values for part in (len(item).to_bytes(4, "little"), item)
+            )
+        elif plain in _PLAIN_ON_THE_WIRE:
+            data = _packed(tensor.contents)
+        else:
+            read = np.fromiter(values, NUMPY[plain], len(values))
+            data = read.astype(NUMPY[datatype], copy=False).tobytes()
+    return data or b""
+
+
+def _packed(contents: InferTensorContents) -> bytes:
+    """The values of the first field that is set, as protobuf has them on the wire.
+
+    To go through them one by one takes a hundred times as long, and every client waits meanwhile;
+    it also makes another number of a NaN that is not a quiet one.
+    """
+    contents.DiscardUnknownFields()
+    written = contents.SerializeToString()
+    size = shift = 0
+    for at in range(1, len(written)):  # behind the tag, which is one byte
+        size |= (written[at] & 127) << shift
+        shift += 7
+        if written[at] < 128:
+            return written[at + 1 : at + 1 + size]
+    return b""
+
+
+def _take_parameters(request: WireRequest, parameters: _Parameters) -> None:
+    for key, parameter in parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        value: Any = getattr(parameter, kind) if kind else None
+        match key:
+            case "sequence_id":
+                _expect(key, kind, "int64_param", "string_param")
+                request.correlation_id = (
+                    correlation_id(value) if kind == "string_param" else value % 2**64
+                )
+            case "sequence_start":
+                _expect(key, kind, "bool_param")
+                request.flags |= SEQUENCE_START * value
+            case "sequence_end":
+                _expect(key, kind, "bool_param")
+                request.flags |= SEQUENCE_END * value
+            case "priority":
+                _expect(key, kind, "int64_param", "uint64_param")
+                if value < 0:
+                    raise InvalidArgument("invalid value for 'priority', expected value >= 0.")
+                request.priority = value
+            case "timeout":
+                _expect(key, kind, "int64_param")
+                request.timeout_us = max(value, 0)
+            case _ if key == _EMPTY_FINAL:
+                # It asks for a closing response of decoupled models: of others there is one anyway.
+                _expect(key, kind, "bool_param")
+            case _ if key.startswith("triton_"):
+                raise InvalidArgument(_RESERVED)
+            case _:
+                if kind in (None, "uint64_param"):
+                    raise _wrong_kind(key, ("int64_param", "bool_param", "string_param"))
+                request.parameters[key] = value
+
+
+def _expect(key: str, kind: str | None, *allowed: str) -> None:
+    if kind not in allowed:
+        raise _wrong_kind(key, allowed)
+
+
+def _wrong_kind(key: str, allowed: tuple[str, ...]) -> InvalidArgument:
+    *first, last = allowed
+    comma = "," if len(first) > 1 else ""
+    listed = f"{', '.join(first)}{comma} or {last}" if first else last
+    return InvalidArgument(f"invalid value type for '{key}' parameter, expected {listed}.")

@@ -1,0 +1,125 @@
+"""ModelInferResponse as bytes, without a copy of the tensors that is not needed.
+
+Everything but the id and the tensors' bytes is the same from one response of a model to the next,
+as long as the shapes are: that part is serialized once and kept. The rest is appended as protobuf
+has it on the wire: a field is its tag, its length and its bytes, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shmserve.errors import Internal
+from shmserve.gateway.model_table import Model
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inferred
+from shmserve.proto.grpc_service_pb2 import (
+    InferParameter,
+    ModelInferResponse,
+    ModelStreamInferResponse,
+)
+
+LARGEST_MESSAGE = 2**31 - 1  # what protobuf and gRPC can carry
+
+_ID = b"\x1a"  # field 3, length-delimited
+_RAW_OUTPUT = b"\x32"  # field 6
+_INFER_RESPONSE = b"\x12"  # field 2 of ModelStreamInferResponse
+_MOST_HEADS = 256
+
+_Head = tuple[tuple[str, str, tuple[int, ...]], ...]
+_heads: dict[tuple[str, str, _Head], bytes] = {}
+
+
+def encode(
+    model: Model, request_id: str, answer: Inferred, contents: Sequence[bytes | memoryview]
+) -> bytes:
+    """The serialized response; `contents` has the bytes of each output, empty for one in a region.
+
+    Raises Internal when it is larger than a message can be.
+    """
+    pieces: list[bytes | memoryview] = [_head(model, answer.outputs)]
+    if answer.parameters:
+        pieces.append(_parameters(answer.parameters))
+    if request_id:
+        raw = request_id.encode()
+        pieces += (_ID, varint(len(raw)), raw)
+    for content in contents:
+        pieces += (_RAW_OUTPUT, varint(len(content)), content)
+    size = sum(map(len, pieces))
+    if size > LARGEST_MESSAGE:
+        raise Internal(
+            f"Response has byte size {size} which exceeds gRPC's byte size limit {LARGEST_MESSAGE}."
+        )
+    return b"".join(pieces)
+
+
+def _head(model: Model, outputs: Sequence[TensorRef]) -> bytes:
+    key = (model.name, model.version, tuple((t.name, t.datatype, t.shape) for t in outputs))
+    head = _heads.get(key)
+    if head is None:
+        if len(_heads) >= _MOST_HEADS:
+            _heads.clear()
+        response = ModelInferResponse(model_name=model.name, model_version=model.version)
+        for name, datatype, shape in key[2]:
+            response.outputs.add(name=name, datatype=datatype, shape=shape)
+        head = _heads[key] = response.SerializeToString()
+    return head
+
+
+def _parameters(values: dict[str, Any]) -> bytes:
+    response = ModelInferResponse()
+    for key, value in values.items():
+        set_parameter(response.parameters[key], value)
+    serialized: bytes = response.SerializeToString()
+    return serialized
+
+
+def set_parameter(parameter: InferParameter, value: Any) -> None:
+    """Put a bool, int, float or str where its type belongs."""
+    match value:
+        case bool():
+            parameter.bool_param = value
+        case int():
+            parameter.int64_param = value
+        case float():
+            parameter.double_param = value
+        case _:
+            parameter.string_param = str(value)
+
+
+_FINAL = "triton_final_response"
+FINAL = _parameters({_FINAL: True})
+_NO_MESSAGE = "<EMPTY MESSAGE>"  # an error without a text would be none
+
+
+def streamed(response: bytes) -> bytes:
+    """A ModelInferResponse as the last one to its request in a stream."""
+    return b"".join((_INFER_RESPONSE, varint(len(response) + len(FINAL)), response, FINAL))
+
+
+def streamed_error(message: str, request_id: str, model_name: str = "") -> bytes:
+    """What a stream says of a request that failed; `model_name` tells whose scheduler had it, and
+    that it is answered with this."""
+    response = ModelStreamInferResponse(error_message=message or _NO_MESSAGE)
+    response.infer_response.id = request_id
+    if model_name:
+        response.infer_response.model_name = model_name
+        response.infer_response.parameters[_FINAL].bool_param = True
+    serialized: bytes = response.SerializeToString()
+    return serialized
+
+
+def varint(value: int) -> bytes:
+    """`value` >= 0 as protobuf writes it: seven bits a byte, the lowest first."""
+    if value < 128:
+        return _SMALL[value]
+    parts = bytearray()
+    while value >= 128:
+        parts.append(value & 127 | 128)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
+_SMALL = tuple(bytes((value,)) for value in range(128))

@@ -1,0 +1,1 @@
+"""The HTTP listener: connections, routes, bodies, responses."""

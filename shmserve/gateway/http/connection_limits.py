@@ -1,0 +1,108 @@
+"""How many connections there may be through one door, and who makes room for whom.
+
+Who opens many and sends nothing keeps nobody out: at the limit the connections that have been idle
+for longest make room for new ones. And no peer (a user at a unix socket, an address of another
+host) has more than a share of them, so that what it opens costs the others nothing: beyond that,
+room is made among its own. On loopback all clients have one address, and are one crowd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from operator import itemgetter
+from typing import Any
+
+from aiohttp import web
+
+from shmserve.common.fd_limits import share_of
+from shmserve.common.peer_credentials import network
+from shmserve.gateway.client_identity import Caller, Door, DoorKind
+from shmserve.gateway.http.protocol import Answer, Connection
+from shmserve.gateway.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_COMPLAINTS = 10  # about too many connections
+
+
+class Server(web.Server):
+    """Makes connections through one door, up to `most` of them."""
+
+    def __init__(self, answer: Answer, settings: Settings, door: Door, most: int) -> None:
+        super().__init__(_unused, handler_cancellation=True)
+        self._answer = answer
+        self._settings = settings
+        self._door = door
+        self._most = most
+        self._most_of_one = share_of(most)
+        self._of: dict[object, set[Connection]] = {}  # by peer
+        self._crowded = 0
+
+    def __call__(self) -> Connection:
+        """The protocol of a new connection."""
+        return Connection(self, self._loop, self._answer, self._settings)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Enter a connection, or end it when there are too many."""
+        super().connection_made(handler, transport)
+        assert isinstance(handler, Connection)
+        caller = handler.caller = Caller(self._door, transport.get_extra_info("socket"))
+        peer = self._peer_of(caller, transport)
+        if peer is not None:
+            its = self._of.setdefault(peer, set())
+            its.add(handler)
+            caller.when_gone(lambda: self._leave(peer, handler))
+            if len(its) > self._most_of_one:
+                self._make_room(handler, its, self._most_of_one)
+        if len(self._connections) > self._most:
+            self._make_room(handler, self._connections, self._most)
+
+    def _peer_of(self, caller: Caller, transport: asyncio.Transport) -> object:
+        """Who shares a limit; None on loopback, where nothing tells clients apart."""
+        if self._door.kind is DoorKind.UNIX:
+            return caller.uid
+        if self._door.kind is DoorKind.LOOPBACK:
+            return None
+        return network(str((transport.get_extra_info("peername") or ("",))[0]))
+
+    def _leave(self, peer: object, connection: Connection) -> None:
+        its = self._of[peer]
+        its.discard(connection)
+        if not its:
+            del self._of[peer]
+
+    def _make_room(self, newcomer: Connection, crowd: Collection[Any], most: int) -> None:
+        others = [
+            connection
+            for connection in crowd
+            if isinstance(connection, Connection) and connection.open and connection is not newcomer
+        ]
+        if len(others) < most or not newcomer.open:
+            return  # the rest is on its way out
+        # Several at a time, so that a flood of newcomers costs little each.
+        ended = _longest(others, lambda one: one.idle_since, max(1, most // 64))
+        ended = ended or _longest(others, lambda one: one.sending_since, 1)
+        logger.log(
+            logging.WARNING if self._crowded < _COMPLAINTS else logging.DEBUG,
+            "more than %d connections%s: %s",
+            most,
+            "" if most == self._most else " of one peer",
+            f"{len(ended)} that were idle were ended" if ended else "one was refused",
+        )
+        self._crowded += 1
+        for connection in ended or [newcomer]:
+            connection.force_close()
+
+
+def _longest(
+    connections: list[Connection], since: Callable[[Connection], float | None], count: int
+) -> list[Connection]:
+    found = [(began, connection) for connection in connections if (began := since(connection))]
+    return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]
+
+
+async def _unused(request: web.BaseRequest) -> web.StreamResponse:
+    # aiohttp wants a handler, and calls it in the loop that `Connection.start` replaces.
+    raise AssertionError("connections answer by themselves")

@@ -1,0 +1,199 @@
+"""Reading an inference request: what its body is made of, and how much of it is read when.
+
+Small bodies are here when the handler starts. A large binary body goes from the socket straight
+into one arena block, after its header was checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from shmserve.errors import InvalidArgument
+from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.json import tensors
+from shmserve.gateway.http.json.fingerprint import split
+from shmserve.gateway.http.json.infer_request import (
+    TOO_LARGE,
+    WireInput,
+    WireRequest,
+    parse_request,
+)
+from shmserve.gateway.http.json.large_arrays import LARGE, Numbers, loads_large
+from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.request import CONTENT_ENCODING, HEADER_LENGTH, Request, WholeBody
+from shmserve.gateway.inference.builder import (
+    Holds,
+    Taken,
+    admit,
+    build,
+    from_json,
+    raw_request,
+    tensor_ref,
+)
+from shmserve.gateway.model_table import Model
+from shmserve.gateway.region_table import admit as admit_user
+from shmserve.ipc.tensors.inference import INLINE_LIMIT
+
+_BODY_TOO_LARGE = (
+    "request body of {size} bytes does not fit the {limit} bytes of server memory for tensors"
+)
+_RAW_TOO_LARGE = "Raw input" + TOO_LARGE
+_CUT_SHORT = "the request body ended early"
+_NUMBER = re.compile(r"-?[0-9]+")
+
+
+async def take(gateway: Gateway, model: Model, request: Request) -> Taken:
+    """Read, parse and admit a request.
+
+    Raises what the client did wrong, BodyTimeout, or Unavailable when memory for its tensors is
+    full; then it holds nothing.
+    """
+    headers = request.headers
+    said = headers.get(HEADER_LENGTH)
+    encoded = CONTENT_ENCODING in headers
+    content = request.content
+    if type(content) is WholeBody and not encoded:
+        return await _take_whole(gateway, model, content.read_nowait(), said)
+    body = Body(request, gateway.settings)
+    if encoded and body.compressed():
+        return await _take_whole(gateway, model, await body.inflate(), said)
+    whole = body.here()
+    if whole is not None:
+        return await _take_whole(gateway, model, whole, said)
+    limit = gateway.settings.max_input_size
+    if said is None:
+        whole = await body.read(limit, JSON_TOO_LARGE)
+    elif body.declared < 0:
+        whole = await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
+    else:
+        size = header_size(said, body.declared)
+        tail_size = body.declared - size if size else 0
+        if tail_size > INLINE_LIMIT:
+            with body.arriving():
+                caller = request.connection.caller
+                return await _take_streamed(gateway, model, body, size, caller)
+        whole = await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
+    return await _take_whole(gateway, model, whole, said)
+
+
+def header_size(said: str | None, body_size: int) -> int:
+    """How many bytes of the body are JSON, by the header that says so; all when there is none.
+
+    Raises InvalidArgument for what is no number in [0, body_size].
+    """
+    if said is None:
+        return body_size
+    if _NUMBER.fullmatch(said) is None:
+        raise InvalidArgument(f"Unable to parse Inference-Header-Content-Length, got: {said}")
+    if len(said) > 11 or not -(2**31) <= int(said) < 2**31:
+        raise InvalidArgument(
+            "Unable to parse Inference-Header-Content-Length, value is out of range "
+            f"[ -2147483648, 2147483647 ], got: {said}"
+        )
+    if not 0 <= int(said) <= body_size:
+        raise InvalidArgument(
+            f"inference header size should be in range (0, {body_size}), got: {said}"
+        )
+    return int(said)
+
+
+async def _take_whole(gateway: Gateway, model: Model, body: bytes, said: str | None) -> Taken:
+    limit = gateway.settings.max_input_size
+    size = header_size(said, len(body))
+    if not size:
+        if len(body) > limit:
+            raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
+        wire, body = raw_request(model.signature, body)
+        return build(gateway, model, wire, body, 0)[0]
+    tail_size = len(body) - size
+    header = body[:size] if tail_size else body
+    key, arrays = split(header, tail_size)
+    if len(header) <= limit:
+        known = model.plans.follow(key, body, size, arrays)
+        if known is not None:
+            return known
+    wire = await _parse(header, tail_size, model, limit)
+    taken, plan = build(gateway, model, wire, body, size, planned=model.plans.notice(key))
+    if plan is not None:
+        model.plans.remember(key, wire, plan, len(arrays))
+    return taken
+
+
+async def _parse(header: bytes, tail_size: int, model: Model, limit: int) -> WireRequest:
+    if len(header) > limit:
+        raise InvalidArgument(JSON_TOO_LARGE.format(size=len(header), limit=limit))
+    if len(header) < LARGE:
+        return parse_request(loads(header), tail_size, model.name, limit)
+    wire = parse_request(loads_large(header), tail_size, model.name, limit)
+    for tensor in wire.inputs:
+        data = tensor.data
+        if isinstance(data, Numbers):
+            tensor.data = await _read_parts(data.parts(), tensor)
+        elif type(data) is list and tensor.count:
+            tensor.data = await _read_parts(tensors.parts(data), tensor)
+    return wire
+
+
+async def _read_parts(parts: Iterator[list[Any]], tensor: WireInput) -> bytes:
+    pieces: list[bytes] = []
+    for piece in tensors.decode_parts(parts, tensor.datatype, tensor.count, tensor.name):
+        pieces.append(piece)
+        await asyncio.sleep(0)  # the loop answers others between two slices
+    return b"".join(pieces)
+
+
+async def _take_streamed(
+    gateway: Gateway, model: Model, body: Body, size: int, caller: Caller
+) -> Taken:
+    """Read the header, make room, and fill it from the socket."""
+    limit = gateway.settings.max_input_size
+    if size > limit:
+        raise InvalidArgument(JSON_TOO_LARGE.format(size=size, limit=limit))
+    start = await body.read_start(size)
+    if len(start) < size:
+        raise InvalidArgument(_CUT_SHORT)
+    wire = await _parse(start[:size], body.declared - size, model, limit)
+    start = start[size:]
+    holds = Holds(gateway.arena)
+    try:
+        taken, views = _room(gateway, model, wire, holds)
+        if holds.regions:
+            # Nobody waits for the body with another's region in use.
+            admit_user(holds.regions, caller.peer())
+        with body.keeping(holds.release):
+            if not await body.read_into(views, start):
+                raise InvalidArgument(_CUT_SHORT)
+    except BaseException:
+        holds.release()
+        raise
+    return taken
+
+
+def _room(
+    gateway: Gateway, model: Model, wire: WireRequest, holds: Holds
+) -> tuple[Taken, list[memoryview]]:
+    """The request, and where its binary tensors are to be read to."""
+    jsons = [None if tensor.data is None else from_json(tensor) for tensor in wire.inputs]
+    sizes = [
+        len(data) if data is not None else max(tensor.binary_size, 0)
+        for tensor, data in zip(wire.inputs, jsons, strict=True)
+    ]
+    places = holds.allocate(sizes)
+    tensors = [
+        tensor_ref(gateway, holds, tensor, None if tensor.place is not None else place)
+        for tensor, place in zip(wire.inputs, places, strict=True)
+    ]
+    # Before the body is read, so that a wrong request costs no upload's time.
+    taken, _ = admit(gateway, model, wire, tensors, holds)
+    views: list[memoryview] = []
+    for tensor, place, data in zip(wire.inputs, places, jsons, strict=True):
+        if data is not None:
+            gateway.arena.view(place)[:] = data
+        elif tensor.binary_size > 0:
+            views.append(gateway.arena.view(place))
+    return taken, views

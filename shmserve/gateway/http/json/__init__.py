@@ -1,0 +1,1 @@
+"""JSON of requests: parsed within limits, checked, and turned into tensors."""

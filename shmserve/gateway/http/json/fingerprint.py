@@ -1,0 +1,111 @@
+"""What HTTP requests come to that differ only in their tensors' values, remembered.
+
+Programs send the same request again and again with other numbers in it. Of one with binary tensors
+the JSON header is the same each time. Of one in JSON it is the text without its numbers:
+
+    {"inputs": [{"name": "X", ..., "data": [1, 2]}]}  ->  {"inputs": [{"name": "X", ..., |}]}  1, 2
+
+What is cut out is an array in any JSON text, and nothing in a string, where the quotes would not
+stand like this. So texts that are the same without it say the same but for those arrays.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import orjson
+
+from shmserve.errors import ShmserveError
+from shmserve.gateway.http.json.infer_request import WireInput, WireRequest
+from shmserve.gateway.http.json.tensors import decode
+
+if TYPE_CHECKING:
+    from shmserve.gateway.inference.builder import Plan, Taken
+
+_NUMBERS = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
+_LONGEST_TEXT = 64 * 1024
+_LONGEST_KEY = 2048
+_MOST = 256
+
+Key = tuple[bytes, int]
+
+
+def split(header: bytes, tail_size: int) -> tuple[Key, Sequence[bytes]]:
+    """What a request's plan goes by, and the texts of its arrays of numbers, if it is all JSON."""
+    if tail_size or b'"data":' not in header or len(header) > _LONGEST_TEXT:
+        return (header, tail_size), ()
+    parts = _NUMBERS.split(header)
+    return (b"\0".join(parts[::2]), 0), parts[1::2]
+
+
+class Plans:
+    """The plans of one model."""
+
+    def __init__(self) -> None:
+        # None: it came once. Only what comes again is worth a plan.
+        self._known: dict[Key, _Known | None] = {}
+
+    def follow(self, key: Key, body: bytes, at: int, texts: Sequence[bytes]) -> Taken | None:
+        """The request that the plan of `key` makes of `texts`, or of the binary tensors in `body`
+        from `at`; None when there is no plan, or it takes the long way to say what is wrong.
+
+        Raises AlreadyExists when an output overlaps another one in flight and may not.
+        """
+        known = self._known.get(key)
+        if known is None:
+            return None
+        if not known.inputs:
+            return known.plan.follow(body, at)
+        if len(texts) != len(known.inputs):
+            return None
+        datas: list[bytes] = []
+        try:
+            for tensor, text in zip(known.inputs, texts, strict=True):
+                values = orjson.loads(b"[%b]" % text)
+                datas.append(decode(values, tensor.datatype, tensor.count, tensor.name))
+        except (ShmserveError, orjson.JSONDecodeError):
+            return None
+        return known.plan.follow(b"".join(datas), 0)
+
+    def notice(self, key: Key) -> bool:
+        """A request with this key is here; returns whether one came before and is worth a plan."""
+        if len(key[0]) > _LONGEST_KEY:
+            return False
+        if key in self._known:
+            return True
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[key] = None
+        return False
+
+    def remember(self, key: Key, wire: WireRequest, plan: Plan, arrays: int) -> None:
+        """Keep the plan of a request that came with so many arrays of numbers, if they are its
+        tensors."""
+        inputs = [tensor for tensor in wire.inputs if tensor.data is not None]
+        if len(inputs) == arrays and (not inputs or _are_tensors(key[0], arrays)):
+            for tensor in inputs:
+                tensor.data = None  # this request's values are packed by now, and no other's
+            self._known[key] = _Known(plan, inputs)
+
+
+class _Known(NamedTuple):
+    plan: Plan
+    inputs: list[WireInput]  # those that are given as arrays of numbers
+
+
+def _are_tensors(kept: bytes, arrays: int) -> bool:
+    """Whether what was cut out of `kept` is the inputs' data, in their order, and nothing else."""
+    token = secrets.token_hex(16)  # a client cannot write a string that means a cut
+    marks = [f"{token}{number}" for number in range(arrays)]
+    whole = kept
+    for mark in marks:
+        whole = whole.replace(b"\0", b'"data":["%b"]' % mark.encode(), 1)
+    try:
+        header = orjson.loads(whole)
+    except orjson.JSONDecodeError:
+        return False  # it was read with more patience
+    datas = [tensor["data"] for tensor in header["inputs"] if "data" in tensor]
+    return datas == [[mark] for mark in marks]

@@ -1,0 +1,277 @@
+"""The JSON part of an inference request: what the client asks for, checked and typed (pure).
+
+The header is the parsed JSON object; the binary tensors follow it in the body, in the order of the
+inputs. Checks and their order are Triton's, and so are the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.gateway.http.json.parser import (
+    LARGEST_UNSIGNED,
+    JsonFault,
+    boolean,
+    member_array,
+    member_string,
+    mistyped,
+    unsigned,
+)
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.ranges import LARGEST
+from shmserve.ipc.tensors.signature import check_extent
+
+SEQUENCE_START, SEQUENCE_END = 1, 2
+LONGEST_CORRELATION_ID = 128
+
+# More than any program sends: millions fit into a request, and take every process that handles them
+# seconds in which it does nothing else. Inputs, outputs and parameters; and dims of one input.
+_MOST_OF_A_KIND = 16384
+_MOST_DIMS = 1024
+
+_SOURCES = (
+    "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+    "'shared_memory_region' in 'parameters'. "
+)
+_RESERVED = (
+    "parameter keys starting with 'triton_' are reserved for Triton usage "
+    "and should not be specified."
+)
+TOO_LARGE = (
+    " has a byte_size ({size} bytes) that exceeds the maximum allowed value of {limit} bytes. "
+    "Use --http-max-input-size to increase the limit."
+)
+_NOTHING: dict[str, Any] = {}
+
+
+@dataclass(slots=True)
+class RegionRange:
+    """[offset, offset + byte_size) of a region, as the client says it: not checked yet."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+
+@dataclass(slots=True)
+class WireInput:
+    """An input; its data is `data` (JSON), `binary_size` bytes of the body, or at `place`."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    count: int
+    data: Any = None
+    binary_size: int = -1
+    place: RegionRange | None = None
+
+
+@dataclass(slots=True)
+class WireOutput:
+    """A requested output and the form it is to have."""
+
+    name: str
+    binary: bool
+    place: RegionRange | None = None
+
+
+@dataclass(slots=True)
+class WireRequest:
+    """A request. Outputs that are not listed are sent in the form that `binary` says."""
+
+    id: str
+    inputs: list[WireInput]
+    outputs: list[WireOutput]
+    binary: bool = False
+    parameters: dict[str, Any] = field(default_factory=dict)
+    correlation_id: int | str = 0
+    flags: int = 0
+    timeout_us: int = 0
+    priority: int = 0
+
+
+def request_id(header: Any) -> str:
+    """The request's id, "" when it has none; raises JsonFault when it is not a string."""
+    value = header.get("id", "") if type(header) is dict else ""
+    if type(value) is not str:
+        raise mistyped("id", "string")
+    return value
+
+
+def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> WireRequest:
+    """The request in `header`, with `tail_size` bytes of binary tensors behind it.
+
+    `json_limit` bounds the bytes of each tensor given as JSON. Raises JsonFault, InvalidArgument or
+    Unsupported.
+    """
+    ident = request_id(header)
+    request = WireRequest(ident, [], [])
+    if type(header) is dict and "parameters" in header:
+        _take_parameters(request, header["parameters"])
+    at = 0
+    inputs = member_array(header, "inputs")
+    check_number(inputs, "inputs")
+    for raw in inputs:
+        tensor = _input(raw, json_limit)
+        size = tensor.binary_size
+        if size >= 0:
+            at += size
+            if at > tail_size:
+                raise InvalidArgument(
+                    f"unexpected size for input '{tensor.name}', expecting "
+                    f"{at - tail_size} additional bytes for model '{model}'"
+                )
+        request.inputs.append(tensor)
+    if at != tail_size:
+        raise InvalidArgument(f"unexpected additional input data for model '{model}'")
+    if "outputs" in header:
+        outputs = member_array(header, "outputs")
+        check_number(outputs, "outputs")
+        request.outputs = [_output(raw) for raw in outputs]
+    return request
+
+
+def check_number(members: Sized, noun: str) -> None:
+    """Raise InvalidArgument for more than any model has: nobody else is answered while a request is
+    understood, and there is room for millions in it."""
+    if len(members) > _MOST_OF_A_KIND:
+        raise InvalidArgument(
+            f"a request may have {_MOST_OF_A_KIND} {noun} at most, this one has {len(members)}"
+        )
+
+
+def _input(raw: Any, json_limit: int) -> WireInput:
+    if type(raw) is not dict:
+        raise InvalidArgument(_SOURCES + "But no field is set")
+    given = raw.get("parameters")
+    parameters = given if type(given) is dict else _NOTHING
+    binary = "binary_data_size" in parameters
+    region = "shared_memory_region" in parameters
+    inline = "data" in raw
+    if binary + region + inline != 1:
+        raise _not_one_source(inline, binary, region)
+    name = member_string(raw, "name")
+    datatype = member_string(raw, "datatype")
+    item = ITEM_SIZE.get(datatype)
+    shape = member_array(raw, "shape")
+    if len(shape) > _MOST_DIMS:
+        raise InvalidArgument(
+            f"input '{name}' may have {_MOST_DIMS} dimensions at most, it has {len(shape)}"
+        )
+    for dim in shape:
+        if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
+            raise mistyped("shape", "unsigned-integer")
+    count = element_count(shape)
+    if item is None:
+        raise InvalidArgument(f"invalid datatype for input {name}")
+    if count * (item or 1) > LARGEST or count == 0:
+        check_extent(name, shape, count, item)
+    tensor = WireInput(name, datatype, tuple(shape), count)
+    if binary:
+        tensor.binary_size = unsigned(parameters["binary_data_size"], "binary_data_size")
+    elif region:
+        tensor.place = _range(parameters)
+    else:
+        tensor.data = raw["data"]
+        if count * item > json_limit:
+            excess = TOO_LARGE.format(size=count * item, limit=json_limit)
+            raise InvalidArgument(f"JSON input '{name}'{excess}")
+    return tensor
+
+
+def _not_one_source(inline: bool, binary: bool, region: bool) -> InvalidArgument:
+    names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
+    given = " ".join(n for n, there in zip(names, (inline, binary, region), strict=True) if there)
+    return InvalidArgument(_SOURCES + (f"But set {given}" if given else "But no field is set"))
+
+
+def _range(parameters: dict[str, Any]) -> RegionRange:
+    region = parameters["shared_memory_region"]
+    if type(region) is not str:
+        raise mistyped("shared_memory_region", "string")
+    offset = parameters.get("shared_memory_offset", 0)
+    size = parameters.get("shared_memory_byte_size", 0)
+    return RegionRange(
+        region,
+        unsigned(offset, "shared_memory_offset"),
+        unsigned(size, "shared_memory_byte_size"),
+    )
+
+
+def _output(raw: Any) -> WireOutput:
+    if type(raw) is not dict:
+        raise JsonFault(
+            "Unable to parse 'name': attempt to access non-existing object member 'name'"
+        )
+    name = member_string(raw, "name")
+    given = raw.get("parameters")
+    if type(given) is not dict:
+        return WireOutput(name, False)
+    binary = "binary_data" in given and boolean(given["binary_data"], "binary_data")
+    classes = 0
+    if "classification" in given:
+        classes = unsigned(given["classification"], "classification")
+    place = None
+    if "shared_memory_region" in given:
+        place = _range(given)
+        for other, set_too in (("classification", classes), ("binary_data", binary)):
+            if set_too:
+                raise InvalidArgument(f"Output can't set both 'shared_memory_region' and '{other}'")
+    else:
+        for word in ("shared_memory_offset", "shared_memory_byte_size"):
+            if word in given:
+                unsigned(given[word], word)
+    if classes:
+        raise Unsupported(f"the 'classification' parameter of output '{name}' is not supported")
+    return WireOutput(name, binary, place)
+
+
+def _take_parameters(request: WireRequest, raw: Any) -> None:
+    if type(raw) is not dict:
+        raise JsonFault("failed to get request params.: attempt to get members for non-object")
+    check_number(raw, "parameters")
+    for key, value in raw.items():
+        match key:
+            case "sequence_id":
+                if type(value) is not str and (
+                    type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED
+                ):
+                    raise mistyped(key, "string")
+                request.correlation_id = correlation_id(value)
+            case "sequence_start":
+                request.flags |= SEQUENCE_START * boolean(value, key)
+            case "sequence_end":
+                request.flags |= SEQUENCE_END * boolean(value, key)
+            case "priority":
+                request.priority = unsigned(value, key)
+            case "timeout":
+                request.timeout_us = unsigned(value, key)
+            case "binary_data_output":
+                request.binary = boolean(value, key)
+            case _:
+                request.parameters[key] = _custom(key, value)
+
+
+def correlation_id(value: int | str) -> int | str:
+    """A sequence's id; raises Unsupported for a text that is too long."""
+    if isinstance(value, str) and len(value) > LONGEST_CORRELATION_ID:
+        raise Unsupported(
+            f"string correlation ID cannot be longer than {LONGEST_CORRELATION_ID} characters"
+        )
+    return value
+
+
+def _custom(key: str, value: Any) -> str | int | float | bool:
+    if key.startswith("triton_"):
+        raise InvalidArgument(_RESERVED)
+    if type(value) not in (str, int, bool, float):
+        raise InvalidArgument(
+            f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
+        )
+    if type(value) is int and value > LARGEST:
+        return float(value)  # models are given int64, and a double for what is more
+    checked: str | int | float | bool = value
+    return checked

@@ -1,0 +1,173 @@
+"""JSON from clients: parsing within limits, and typed access with Triton's texts (pure)."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from typing import Any
+
+import numpy as np
+import orjson
+
+from shmserve.common.duplicate_keys import DoubledName, members
+from shmserve.errors import Internal, InvalidArgument
+from shmserve.gateway.http.json.duplicate_keys import (
+    OBJECTS_IN_REQUEST,
+    doubled,
+    members_of_request,
+    outside_strings,
+)
+from shmserve.gateway.http.json.syntax_errors import explain
+
+MOST_DEEP = 100
+# Of objects, and of their members. No request needs more, and each takes the time of many numbers.
+MOST_MEMBERS = 256 * 1024
+LARGEST_UNSIGNED = 2**64 - 1
+
+# A second, slow reading finds the words for what is wrong: milliseconds at most.
+_LONGEST_EXPLAINED = 16 * 1024
+
+_LARGE = 1024 * 1024
+_LONGEST_LENIENT = 8 * _LARGE
+
+_UNREADABLE = "failed to parse the request JSON buffer: "
+_TOO_MANY = f"more than {MOST_MEMBERS} objects or members"
+_TOO_DEEP = f"JSON nesting depth exceeds maximum allowed limit ({MOST_DEEP})"
+_STEPS = np.zeros(256, np.int8)
+_STEPS[list(b"[{")] = 1
+_STEPS[list(b"]}")] = -1
+_STRING_OR_INF = re.compile(rb'"(?:[^"\\]|\\.)*+"|\bInf\b', re.DOTALL)
+
+
+class JsonFault(Internal):
+    """The JSON is not what the protocol asks for: the client's fault, but Triton answers 500."""
+
+
+def loads(raw: bytes) -> Any:
+    """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton, in up to 8 MiB.
+
+    Raises JsonFault for what is not JSON, InvalidArgument for nesting deeper than 100, for a name
+    that stands twice in one object and for far too many members.
+    """
+    if len(raw) > 2 * MOST_MEMBERS and any(_too_many(raw, mark) for mark in (b"{", b":")):
+        raise InvalidArgument(_UNREADABLE + _TOO_MANY)
+    try:
+        value = orjson.loads(raw) if len(raw) < _LARGE else _loads_large(raw)
+    except orjson.JSONDecodeError as error:
+        return _loads_lenient(raw, error)
+    plain = raw.count(b":") == members_of_request(value)
+    objects = OBJECTS_IN_REQUEST if plain else raw.count(b"{")
+    if objects + raw.count(b"[") > MOST_DEEP and _too_deep(raw):
+        raise InvalidArgument(_TOO_DEEP)
+    if not plain and (fault := doubled(raw, value)) is not None:
+        raise InvalidArgument(_UNREADABLE + fault)
+    return value
+
+
+def _loads_large(raw: bytes) -> Any:
+    # Millions of arrays that are being made are looked at again and again by the collector of
+    # cycles, which finds none: that would be most of the time, and nobody is answered in it.
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        return orjson.loads(raw)
+    finally:
+        if collected:
+            gc.enable()
+
+
+def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
+    if raw.startswith(b"\xef\xbb\xbf"):
+        return loads(raw[3:])
+    if _too_deep(raw):
+        raise InvalidArgument(_TOO_DEEP)
+    # No variable may hold the exception: with its frames, and the text, it would wait for the
+    # collector.
+    reason = _UNREADABLE + _reason(raw, strict)
+    # What is larger has its numbers in arrays, which are read in slices (bigjson.py). As a whole it
+    # would keep everybody waiting for ten times as long as with the quick parser.
+    if len(raw) > _LONGEST_LENIENT or (b"NaN" not in raw and b"Inf" not in raw):
+        raise JsonFault(reason)
+    spelled = _STRING_OR_INF.sub(lambda m: b"Infinity" if m[0] == b"Inf" else m[0], raw)
+    try:
+        value = json.loads(
+            spelled, parse_float=_finite, parse_int=_whole, object_pairs_hook=members
+        )
+        orjson.dumps(value)  # half a surrogate pair is not text
+    except DoubledName as found:
+        raise InvalidArgument(f"{_UNREADABLE}{found}") from None
+    except (ValueError, TypeError, RecursionError):
+        raise JsonFault(reason) from None
+    return value
+
+
+def _reason(raw: bytes, strict: orjson.JSONDecodeError) -> str:
+    found = explain(raw) if len(raw) <= _LONGEST_EXPLAINED else None
+    return found or f"{strict.msg.partition(': line')[0]}. at {strict.pos}"
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value - value != 0.0:
+        raise ValueError("number too big to be stored in double")
+    return value
+
+
+def _whole(text: str) -> int | float:
+    value = int(text) if len(text) < 32 else float(text)
+    return value if -(2**63) <= value <= LARGEST_UNSIGNED else float(value)
+
+
+def _too_many(raw: bytes, mark: bytes) -> bool:
+    return raw.count(mark) > MOST_MEMBERS and len(outside_strings(raw, mark)) > MOST_MEMBERS
+
+
+def _too_deep(raw: bytes) -> bool:
+    # Brackets in strings are no nesting, and must not hide any.
+    steps = _STEPS[outside_strings(raw, b"[]{}")]
+    return bool(np.cumsum(steps, dtype=np.int32).max(initial=0) > MOST_DEEP)
+
+
+def missing(field: str) -> JsonFault:
+    """The text for a member that is not there."""
+    return JsonFault(
+        f"Unable to parse '{field}': attempt to access non-existing object member '{field}'"
+    )
+
+
+def mistyped(field: str, kind: str) -> JsonFault:
+    """The text for a member that is not a `kind`: "string", "array", "unsigned-integer", ..."""
+    return JsonFault(f"Unable to parse '{field}': attempt to access JSON non-{kind} as {kind}")
+
+
+def member_string(holder: dict[str, Any], field: str) -> str:
+    """A member that must be there and a string."""
+    value = holder.get(field)
+    if type(value) is not str:
+        raise mistyped(field, "string") if field in holder else missing(field)
+    return value
+
+
+def member_array(holder: Any, field: str) -> list[Any]:
+    """A member that must be there and an array; `holder` may be anything."""
+    if type(holder) is not dict or field not in holder:
+        raise missing(field)
+    value = holder[field]
+    if type(value) is not list:
+        raise mistyped(field, "array")
+    return value
+
+
+def unsigned(value: Any, field: str) -> int:
+    """`value` as an integer in [0, 2**64)."""
+    if type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED:
+        raise mistyped(field, "unsigned-integer")
+    return value
+
+
+def boolean(value: Any, field: str) -> bool:
+    """`value` as true or false."""
+    if type(value) is not bool:
+        raise mistyped(field, "boolean")
+    return value

@@ -1,0 +1,106 @@
+"""The process of an HTTP gateway, on the supervisor's listening sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from shmserve.common import fd_limits
+from shmserve.common.auth_tokens import Authorisation, decode_restrictions
+from shmserve.gateway import process
+from shmserve.gateway.api import metrics
+from shmserve.gateway.client_identity import Door, door_kind
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.connection_limits import Server
+from shmserve.gateway.http.protocol import Answer
+from shmserve.gateway.http.routes import App
+from shmserve.gateway.settings import Settings
+
+_BACKLOG = 1024
+
+
+def run(args: dict[str, Any]) -> None:
+    """Be gateway `args["index"]` until told to stop.
+
+    `args["fds"]` are the listening sockets, the first `http_count` for HTTP, the others for
+    metrics; `settings` are `Settings` and `log` are `LogSettings`, by name; `run_dir` is where the
+    supervisor's socket is.
+    """
+    settings = Settings(**args["settings"])
+    index = args["index"]
+    process.prepare(f"gateway {index}", f"gateway http {index}", args["log"])
+    sockets = [socket.socket(fileno=fd) for fd in args["fds"]]
+    count = args["http_count"]
+    uvloop.run(
+        process.serve(
+            str(index),
+            Path(args["run_dir"]),
+            settings,
+            lambda gateway: HttpFront(gateway, sockets[:count], sockets[count:]),
+        )
+    )
+
+
+class HttpFront(process.Front):
+    """HTTP connections, and those that scrape metrics, on sockets that listen already."""
+
+    def __init__(
+        self, gateway: Gateway, http: Sequence[socket.socket], scrapes: Sequence[socket.socket]
+    ) -> None:
+        self._gateway = gateway
+        self._app = App(gateway)
+        self._http = http
+        self._scrapes = scrapes
+        self._listeners: list[asyncio.Server] = []
+        self._servers: list[Server] = []
+
+    async def open(self) -> None:
+        """Accept connections."""
+        settings = self._gateway.settings
+        restrictions = decode_restrictions(settings.http_restricted)
+        http = Authorisation(settings.tokens, restrictions)
+        scrapes = Authorisation(settings.tokens, {})
+        page = functools.partial(metrics.metrics, self._gateway)
+        for sock in self._http:
+            await self._serve(sock, self._app.handle, http)
+        for sock in self._scrapes:
+            await self._serve(sock, page, scrapes)
+
+    async def _serve(self, sock: socket.socket, answer: Answer, rules: Authorisation) -> None:
+        settings = self._gateway.settings
+        names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
+        door = Door(door_kind(sock), rules, settings.allow_client_shm, names)
+        spared = fd_limits.for_connections(len(self._http) + len(self._scrapes))
+        server = Server(answer, settings, door, min(settings.max_connections, spared))
+        make = asyncio.get_running_loop()
+        if sock.family == socket.AF_UNIX:
+            listener = await make.create_unix_server(server, sock=sock, backlog=_BACKLOG)
+        else:
+            listener = await make.create_server(server, sock=sock, backlog=_BACKLOG)
+        self._listeners.append(listener)
+        self._servers.append(server)
+
+    def drain(self, drained: Callable[[], None]) -> None:
+        """Every request counts: the last one to be answered ends the wait."""
+
+        def idle() -> None:
+            self._app.on_idle = None
+            drained()
+
+        self._app.on_idle = idle
+        if not self._app.active:
+            idle()
+
+    async def close(self) -> None:
+        """Drop listeners and connections."""
+        for listener in self._listeners:
+            listener.close()
+        for server in self._servers:
+            for connection in server.connections:
+                connection.force_close()

@@ -1,0 +1,76 @@
+"""An HTTP request as handlers see it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from aiohttp.http import HttpVersion, RawRequestMessage
+from aiohttp.streams import StreamReader
+from multidict import CIMultiDictProxy, istr
+
+from shmserve.gateway.client_identity import Caller
+
+ACCEPT_ENCODING = istr("Accept-Encoding")
+CONTENT_ENCODING = istr("Content-Encoding")
+CONTENT_LENGTH = istr("Content-Length")
+EXPECT = istr("Expect")
+FETCH_SITE = istr("Sec-Fetch-Site")
+HEADER_LENGTH = istr("Inference-Header-Content-Length")
+TRANSFER_ENCODING = istr("Transfer-Encoding")
+
+
+class Channel(Protocol):
+    """What a request and its reply need of their connection."""
+
+    transport: asyncio.Transport | None
+    caller: Caller
+
+    @property
+    def writing_paused(self) -> bool:
+        """Whether the client reads more slowly than we write."""
+
+    async def drain(self) -> None:
+        """Wait until it has caught up; raises ConnectionError when it is gone."""
+
+
+class WholeBody:
+    """A body that came in one piece with its head: of an aiohttp.StreamReader, what is used of one
+    that has ended."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def is_eof(self) -> bool:
+        """Whether nothing more comes."""
+        return True
+
+    def read_nowait(self) -> bytes:
+        """All that is left."""
+        data, self._data = self._data, b""
+        return data
+
+    async def readany(self) -> bytes:
+        """All that is left; b"" at the end."""
+        return self.read_nowait()
+
+
+class Request:
+    """Method, target (path and query as sent), headers, and the stream of the body."""
+
+    __slots__ = ("connection", "content", "headers", "method", "target", "version")
+
+    def __init__(
+        self,
+        message: RawRequestMessage,
+        content: StreamReader | WholeBody,
+        connection: Channel,
+    ) -> None:
+        self.method: str = message.method
+        self.target: str = message.path
+        self.headers: CIMultiDictProxy[str] = message.headers
+        self.version: HttpVersion = message.version
+        self.content = content
+        self.connection = connection

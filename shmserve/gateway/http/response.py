@@ -1,0 +1,109 @@
+"""Responses: a status, header lines and the pieces of a body, written with one call if small."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+from aiohttp.http import HttpVersion10
+
+from shmserve.gateway.http.request import Request
+
+# What is larger goes to the socket piece by piece, as fast as the client reads.
+_WHOLE = 256 * 1024
+_PIECE = 1024 * 1024
+
+JSON = b"Content-Type: application/json\r\n"
+
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Length: ".encode()
+    for status in http.HTTPStatus
+}
+
+
+class Reply:
+    """A whole response.
+
+    `headers` are complete lines; `on_sent` runs once nobody needs `pieces` any more.
+    """
+
+    __slots__ = ("close", "headers", "on_sent", "pieces", "status")
+
+    def __init__(
+        self,
+        status: int = 200,
+        pieces: Sequence[bytes | memoryview] = (),
+        headers: bytes = b"",
+        *,
+        close: bool = False,
+    ) -> None:
+        self.status = status
+        self.pieces = pieces
+        self.headers = headers
+        self.close = close
+        self.on_sent: Callable[[], None] | None = None
+
+    def head(self, request: Request | None, size: int) -> bytes:
+        """Status line and headers for a body of `size` bytes; no `request`: it was malformed."""
+        start = b"%b%d\r\n" % (_STATUS_LINES[self.status], size)
+        if self.close:
+            start += b"Connection: close\r\n"
+        elif request is not None and request.version == HttpVersion10:
+            start += b"Connection: keep-alive\r\n"
+        return b"%b%bX-Content-Type-Options: nosniff\r\n\r\n" % (start, self.headers)
+
+    async def send(self, request: Request, stall_s: float) -> None:
+        """Write it; a client that reads nothing for `stall_s` seconds is cut off.
+
+        Raises ConnectionError when the client is gone.
+        """
+        transport = request.connection.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        size = sum(map(len, self.pieces))
+        head = self.head(request, size)
+        if request.method == "HEAD":
+            transport.write(head)
+        elif size <= _WHOLE:
+            transport.write(b"".join((head, *self.pieces)))
+        else:
+            await self._stream(request, transport, head, stall_s)
+        if request.connection.writing_paused:
+            await _drain(request, transport, stall_s)
+
+    async def _stream(
+        self, request: Request, transport: asyncio.Transport, head: bytes, stall_s: float
+    ) -> None:
+        # Nothing may stay queued in the transport: the pieces' memory is given back after the last.
+        transport.set_write_buffer_limits(high=0)
+        try:
+            transport.write(head)
+            for piece in self.pieces:
+                for at in range(0, len(piece), _PIECE):
+                    transport.write(piece[at : at + _PIECE])
+                    if request.connection.writing_paused:
+                        await _drain(request, transport, stall_s)
+        finally:
+            transport.set_write_buffer_limits()
+
+
+async def _drain(request: Request, transport: asyncio.Transport, stall_s: float) -> None:
+    try:
+        async with asyncio.timeout(stall_s):
+            await request.connection.drain()
+    except TimeoutError:
+        transport.abort()
+        raise ConnectionResetError("the client does not read its response") from None
+
+
+def json_reply(value: Any, status: int = 200) -> Reply:
+    """`value` as JSON."""
+    return Reply(status, (orjson.dumps(value),), JSON)
+
+
+def error_reply(status: int, message: str, *, headers: bytes = b"", close: bool = False) -> Reply:
+    """{"error": message}."""
+    return Reply(status, (orjson.dumps({"error": message}),), JSON + headers, close=close)

@@ -1,0 +1,179 @@
+"""The route table, and the way of every request: route, authorise, handle, errors to answers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from urllib.parse import unquote
+
+from shmserve.errors import PermissionDenied, QueueFull, ShmserveError, Unauthenticated
+from shmserve.gateway.api import absent, log_settings, metadata, repository, shared_memory
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http import infer
+from shmserve.gateway.http.body import BodyTimeout, BrokenBody
+from shmserve.gateway.http.compression import UnsupportedEncoding
+from shmserve.gateway.http.request import FETCH_SITE, Request
+from shmserve.gateway.http.response import Reply, error_reply
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[..., Awaitable[Reply]]
+
+_MODEL = r"/v2/models/([^/]+)(?:/versions/([0-9]+))?"
+_REPOSITORY = r"/v2/repository(?:/([^/]+))?"
+_REGION = r"(?:/region/([^/]+))?"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`handler(gateway, request, *groups of path)`.
+
+    `scope` is the API that the route belongs to.
+    """
+
+    method: str
+    path: str
+    scope: str
+    handler: Handler
+
+
+ROUTES = (
+    Route("POST", _MODEL + "/infer", "inference", infer.infer),
+    Route("GET", "/v2/health/live", "health", metadata.live),
+    Route("GET", "/v2/health/ready", "health", metadata.ready),
+    Route("GET", "/v2", "metadata", metadata.server),
+    Route("GET", "/v2/models/stats", "statistics", metadata.statistics),
+    Route("GET", _MODEL, "metadata", metadata.model),
+    Route("GET", _MODEL + "/ready", "health", metadata.model_ready),
+    Route("GET", _MODEL + "/config", "model-config", metadata.model_config),
+    Route("GET", _MODEL + "/stats", "statistics", metadata.model_statistics),
+    Route("POST", _MODEL + "/generate", "inference", absent.generate),
+    Route("POST", _MODEL + "/generate_stream", "inference", absent.generate),
+    *(
+        Route(method, r"/v2(?:/models/([^/]+))?/trace/setting", "trace", absent.trace)
+        for method in ("GET", "POST")
+    ),
+    Route("GET", "/v2/logging", "logging", log_settings.show),
+    Route("POST", "/v2/logging", "logging", log_settings.change),
+    Route("POST", _REPOSITORY + "/index", "model-repository", repository.index),
+    Route("POST", _REPOSITORY + "/models/([^/]+)/load", "model-repository", repository.load),
+    Route("POST", _REPOSITORY + "/models/([^/]+)/unload", "model-repository", repository.unload),
+    *(
+        Route(method, f"/v2/{kind}sharedmemory{_REGION}/{verb}", "shared-memory", handler)
+        for kind, verbs in (
+            ("system", (shared_memory.register, shared_memory.status, shared_memory.unregister)),
+            (
+                "cuda",
+                (
+                    shared_memory.register_cuda,
+                    shared_memory.status_cuda,
+                    shared_memory.unregister_cuda,
+                ),
+            ),
+        )
+        for method, verb, handler in zip(
+            ("POST", "GET", "POST"), ("register", "status", "unregister"), verbs, strict=True
+        )
+    ),
+)
+
+_HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
+_PATTERNS = [(route, re.compile(route.path)) for route in ROUTES]
+
+
+@lru_cache(maxsize=1024)
+def find_route(raw_path: str, method: str = "") -> tuple[Route, tuple[str | None, ...]] | None:
+    """The route of a request's target and the parts of the path it takes; None for no route. Where
+    several have the path it is the one for `method`, if there is one.
+
+    The path is matched as it was sent, so that an escaped slash separates nothing; its parts are
+    then unescaped. A target may name a host before the path, as those sent to proxies do.
+    """
+    path = _HOST.sub("", raw_path.partition("?")[0])
+    found = None
+    for route, pattern in _PATTERNS:
+        match = pattern.fullmatch(path)
+        if match is None:
+            continue
+        here = route, tuple(part and unquote(part) for part in match.groups())
+        if route.method == method:
+            return here
+        found = found or here
+    return found
+
+
+def authorise(route: Route, request: Request) -> None:
+    """Decide whether this request may use this API; every route passes here.
+
+    Another site's page in the user's browser may not: it could send such a POST unasked. What else
+    is refused says gateway/authorisation.py.
+    """
+    headers = request.headers
+    if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST":
+        raise PermissionDenied(f"requests of another site to the {route.scope} API are not allowed")
+    if (refusal := request.connection.caller.refuse(route.scope, headers)) is not None:
+        raise refusal
+
+
+class App:
+    """Answers requests.
+
+    `active` counts those that are not answered yet; `on_idle` hears when none is left.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.active = 0
+        self.on_idle: Callable[[], None] | None = None
+
+    async def handle(self, request: Request) -> Reply:
+        """One request, whatever it is."""
+        self.active += 1
+        try:
+            reply = await self._answer(request)
+        except BaseException:
+            self._left()
+            raise
+        if self._gateway.draining:
+            reply.close = True
+        then = reply.on_sent
+        reply.on_sent = self._left if then is None else partial(self._left, then)
+        return reply
+
+    def _left(self, then: Callable[[], None] | None = None) -> None:
+        self.active -= 1
+        if then is not None:
+            then()
+        if not self.active and self.on_idle is not None:
+            self.on_idle()
+
+    async def _answer(self, request: Request) -> Reply:
+        found = find_route(request.target, request.method)
+        if found is None:
+            return error_reply(404, "Not Found")
+        route, groups = found
+        try:
+            authorise(route, request)
+            if request.method != route.method:
+                return error_reply(405, "Method Not Allowed")
+            return await route.handler(self._gateway, request, *groups)
+        except ShmserveError as error:
+            return _error(error)
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.target)
+            return error_reply(500, "internal error")
+
+
+def _error(error: ShmserveError) -> Reply:
+    headers = b""
+    if isinstance(error, QueueFull):
+        headers = b"Retry-After: %d\r\n" % error.retry_after_s
+    elif isinstance(error, UnsupportedEncoding):
+        headers = b"Accept-Encoding: gzip, deflate\r\n"
+    elif isinstance(error, Unauthenticated):
+        headers = b"WWW-Authenticate: Bearer\r\n"
+    close = isinstance(error, BodyTimeout | BrokenBody)
+    return error_reply(error.status, error.message, headers=headers, close=close)

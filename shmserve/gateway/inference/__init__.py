@@ -1,0 +1,1 @@
+"""An inference request, whatever protocol it came by: built, admitted, answered."""

@@ -1,0 +1,186 @@
+"""The models this gateway may call, as the supervisor published them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any, Never
+
+import orjson
+
+from shmserve.errors import InvalidArgument, NotFound, Unavailable
+from shmserve.gateway.http.json.fingerprint import Plans
+from shmserve.gateway.links.dispatcher import Dispatcher, Scheduler
+from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.tensors.ranges import LARGEST
+from shmserve.ipc.tensors.signature import Signature
+
+logger = logging.getLogger(__name__)
+
+_NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class Model:
+    """One version of a model.
+
+    `ready` is for health: a model that is starting again still takes requests, which wait. `tags`
+    are further labels of its nv_* metrics.
+    """
+
+    __slots__ = (
+        "config",
+        "decoupled",
+        "load_seconds",
+        "metadata",
+        "name",
+        "plans",
+        "ready",
+        "scheduler",
+        "signature",
+        "tags",
+        "version",
+    )
+
+    def __init__(self, published: ModelPublished, scheduler: Scheduler) -> None:
+        self.name = published.name
+        self.version = published.version
+        self.config: bytes = orjson.dumps(published.config)
+        self.metadata = published.metadata
+        self.ready = published.ready
+        self.load_seconds = published.load_seconds
+        self.scheduler = scheduler
+        self.plans = Plans()
+        self.signature = Signature(published.config, published.version)
+        self.tags = _tags(published.config)
+        policy = published.config.get("model_transaction_policy") or {}
+        self.decoupled = bool(policy.get("decoupled", False))
+
+
+def _tags(config: dict[str, Any]) -> dict[str, str]:
+    # A key that is no label would make all of the metrics unreadable.
+    tags = config.get("metric_tags") or {}
+    return {"_" + _NO_LABEL.sub("_", key): str(value) for key, value in tags.items()}
+
+
+class ModelTable:
+    """name -> version -> `Model`."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._models: dict[str, dict[str, Model]] = {}
+        self._latest: dict[str, Model] = {}
+        self._withdrawn: dict[str, set[str]] = {}
+
+    def publish(self, message: ModelPublished) -> None:
+        """A version may be called, or changed."""
+        scheduler = self._dispatcher.scheduler(message.endpoint)
+        scheduler.use()
+        versions = self._models.setdefault(message.name, {})
+        old = versions.get(message.version)
+        model = versions[message.version] = Model(message, scheduler)
+        self._withdrawn.get(message.name, set()).discard(message.version)
+        if message.latest or (old is not None and self._latest.get(message.name) is old):
+            self._latest[message.name] = model
+        if old is not None:
+            old.scheduler.leave()
+
+    def withdraw(self, name: str, version: str) -> None:
+        """A version must not be called any more; what is in flight on it finishes."""
+        versions = self._models.get(name, {})
+        model = versions.pop(version, None)
+        if not versions:
+            self._models.pop(name, None)
+        self._withdrawn.setdefault(name, set()).add(version)
+        if model is not None:
+            if self._latest.get(name) is model:
+                del self._latest[name]
+            model.scheduler.leave()
+
+    def resolve(self, name: str, version: str) -> Model:
+        """The model for a request; version "" means the latest. Raises NotFound or Unavailable."""
+        model = self.find(name, version)
+        return model if model is not None else self._absent(name, version)
+
+    def find(self, name: str, version: str) -> Model | None:
+        """Like `resolve`, None when there is none."""
+        if not version:
+            return self._latest.get(name)
+        versions = self._models.get(name, {})
+        return versions.get(version) or versions.get(whole_version(version))
+
+    def current(self, model: Model) -> Model:
+        """Who serves now what was found as `model` when its request began to arrive.
+
+        Raises NotFound or Unavailable when nobody does, and Unavailable when it is configured in
+        another way: the request was read by the old one.
+        """
+        now = self._models.get(model.name, {}).get(model.version)
+        if now is None:
+            self._absent(model.name, model.version)
+        if now is not model and now.config != model.config:
+            raise Unavailable(
+                f"model '{model.name}' was loaded with another configuration while the request "
+                "arrived"
+            )
+        return now
+
+    def _absent(self, name: str, version: str) -> Never:
+        unknown = f"Request for unknown model: '{name}'"
+        version = whole_version(version) if version else ""
+        was = self._withdrawn.get(name, ())
+        if version in was:
+            raise Unavailable(f"{unknown} version {version} is not at ready state")
+        if not was and name not in self._models:
+            raise NotFound(f"{unknown} is not found")
+        if version:
+            raise NotFound(f"{unknown} version {version} is not found")
+        raise NotFound(f"{unknown} has no available versions")
+
+    def versions(self, name: str) -> list[str]:
+        """The versions of a model, ascending."""
+        return sorted(self._models.get(name, ()), key=int)
+
+    def all(self) -> list[Model]:
+        """Every version of every model, in order."""
+        return [
+            self._models[name][version]
+            for name in sorted(self._models)
+            for version in self.versions(name)
+        ]
+
+
+def checked_version(text: str) -> str:
+    """A version as a message gives it, "" for the latest; raises InvalidArgument with Triton's
+    text."""
+    if not text or (text.isascii() and text.isdecimal()):
+        return text
+    if text.isascii() and text[0] == "-" and text[1:].isdecimal():
+        raise InvalidArgument(
+            f"invalid model version specified '{text}' , version should be an integral value > 0"
+        )
+    raise InvalidArgument(
+        f"failed to get model version from specified version string '{text}' (details: stol), "
+        "version should be an integral value > 0"
+    )
+
+
+def whole_version(text: str) -> str:
+    """A version from a URL in its plain form: "01" is 1. Raises InvalidArgument beyond 63 bits."""
+    if len(text) > 19 or int(text) > LARGEST:
+        raise InvalidArgument(
+            f"failed to get model version from specified version string '{text}' (details: stol), "
+            "version should be an integral value > 0"
+        )
+    return str(int(text))
+
+
+def describe(model: Model, versions: list[str]) -> dict[str, Any]:
+    """GET /v2/models/NAME: the metadata, with the versions that this request is to see."""
+    metadata = model.metadata
+    return {
+        "name": model.name,
+        "versions": versions,
+        "platform": metadata.get("platform", ""),
+        "inputs": metadata.get("inputs", []),
+        "outputs": metadata.get("outputs", []),
+    }

@@ -1,0 +1,316 @@
+"""Registered shared memory regions: where tensors are, and how long a region is in use.
+
+The supervisor registers; here is a copy of its table. A gateway never maps a region: it checks that
+a range lies within one and tells the worker where that is.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from shmserve.common.shm_access import EVERYONE, Ownership, Peer
+from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
+from shmserve.gateway.http.json.infer_request import RegionRange
+from shmserve.gateway.http.json.parser import LARGEST_UNSIGNED
+from shmserve.ipc.messages import RegionPublished
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
+from shmserve.ipc.tensors.ranges import fits
+
+logger = logging.getLogger(__name__)
+
+
+class Region:
+    """One generation of a name. `requests` counts those in flight that use it."""
+
+    __slots__ = (
+        "byte_size",
+        "key",
+        "memory",
+        "name",
+        "offset",
+        "owner",
+        "requests",
+        "spans",
+        "withdrawn",
+    )
+
+    def __init__(self, message: RegionPublished) -> None:
+        self.name = message.name
+        self.key = message.key
+        self.offset = message.offset
+        self.byte_size = message.byte_size
+        if message.handle:
+            handle = CudaHandle(message.handle, message.device_id, message.device_uuid)
+            self.memory = Memory.on_device(message.memory_id, message.object_size, handle)
+        else:
+            self.memory = Memory(
+                id=message.memory_id,
+                pid=message.pid,
+                fd=message.fd,
+                inode=message.inode,
+                byte_size=message.object_size,
+                sealed=False,
+                copied=message.copied,
+                pinned=message.pinned,
+            )
+        self.owner = Ownership(message.uid, message.group, message.copied)
+        self.requests = 0
+        self.withdrawn = False
+        self.spans = Spans()
+
+    def admits(self, peer: Peer) -> bool:
+        """Whether the region is this user's to use."""
+        return peer.uid == EVERYONE or self.owner.admits(peer)
+
+    def place(self, wanted: RegionRange) -> Place:
+        """The place of a range of this region; raises InvalidArgument when it lies outside."""
+        offset, size = wanted.offset, wanted.byte_size
+        if size > LARGEST_UNSIGNED - offset:
+            raise InvalidArgument(
+                f"Integer overflow detected: byte_size ({size}) + offset ({offset}) exceeds "
+                f"maximum value ({LARGEST_UNSIGNED}) for region '{self.name}'"
+            )
+        if offset >= self.byte_size:
+            raise InvalidArgument(f"Invalid offset for shared memory region: '{self.name}'")
+        if not fits(offset, size, self.byte_size):
+            raise InvalidArgument(
+                f"Invalid offset + byte size for shared memory region: '{self.name}'"
+            )
+        return Place(self.memory, self.offset + offset, size)
+
+    def status(self) -> dict[str, Any]:
+        """As the status endpoint of its kind shows it."""
+        if self.memory.cuda is not None:
+            device_id = self.memory.cuda.device
+            return {"name": self.name, "device_id": device_id, "byte_size": self.byte_size}
+        return {
+            "name": self.name,
+            "key": self.key,
+            "offset": self.offset,
+            "byte_size": self.byte_size,
+        }
+
+
+class Spans:
+    """The ranges of one shared memory object that requests in flight write to, by their start.
+
+    Only ranges that overlap no other are kept, so that one look to each side tells.
+    """
+
+    __slots__ = ("regions", "taken", "warned")
+
+    def __init__(self) -> None:
+        self.regions = 0
+        self.taken: list[tuple[int, int]] = []
+        self.warned = False
+
+    def add(self, span: tuple[int, int]) -> bool:
+        """Take a range; False, and nothing taken, when a part of it is."""
+        taken = self.taken
+        at = bisect_left(taken, span)
+        if at < len(taken) and taken[at][0] < span[1]:
+            return False
+        if at and taken[at - 1][1] > span[0]:
+            return False
+        taken.insert(at, span)
+        return True
+
+    def remove(self, span: tuple[int, int]) -> None:
+        """Give back a range that was taken."""
+        del self.taken[bisect_left(self.taken, span)]
+
+
+class Uses:
+    """The regions that one request uses and the ranges that it writes; given back at once."""
+
+    __slots__ = ("_spans", "_table", "_writes", "regions")
+
+    def __init__(self, table: RegionTable) -> None:
+        self._table = table
+        self.regions: list[Region] = []
+        self._spans: list[tuple[Region, tuple[int, int]]] = []  # all output ranges
+        self._writes: list[tuple[Region, tuple[int, int]]] = []  # those that overlap no other
+
+    def take(self, wanted: RegionRange, *, write: bool = False) -> Place:
+        """Use a range; raises NotFound or InvalidArgument."""
+        region = self._table.find(wanted.region)
+        place = region.place(wanted)
+        if region not in self.regions:
+            self.regions.append(region)
+            region.requests += 1
+        if write:
+            self._write(region, (place.offset, place.offset + place.byte_size))
+        return place
+
+    def renew(
+        self, regions: Iterable[Region], spans: Iterable[tuple[Region, tuple[int, int]]]
+    ) -> None:
+        """Use what another request used, which was checked then. Raises AlreadyExists."""
+        self.regions += regions
+        for region in self.regions:
+            region.requests += 1
+        for region, span in spans:
+            self._write(region, span)
+
+    def _write(self, region: Region, span: tuple[int, int]) -> None:
+        if span[0] == span[1] or self._table.overlap == "ignore":
+            return
+        self._spans.append((region, span))
+        if region.spans.add(span):
+            self._writes.append((region, span))
+        else:
+            self._overlaps(region)
+
+    def pattern(self) -> Pattern:
+        """What is used, for other requests that use the same."""
+        return Pattern(self._table, tuple(self.regions), tuple(self._spans))
+
+    def _overlaps(self, region: Region) -> None:
+        # Two requests that write to the same bytes: both succeed, and one finds the other's result.
+        if self._table.overlap == "error":
+            raise AlreadyExists(
+                f"an output in shared memory region '{region.name}' overlaps one of a request in "
+                "flight"
+            )
+        if not region.spans.warned:
+            region.spans.warned = True
+            logger.warning(
+                "requests in flight write to overlapping parts of shared memory region '%s'",
+                region.name,
+            )
+
+    def release(self) -> None:
+        """The request is over."""
+        for region, span in self._writes:
+            region.spans.remove(span)
+        self._writes.clear()
+        for region in self.regions:
+            region.requests -= 1
+            if region.withdrawn and not region.requests:
+                self._table.released(region)
+        self.regions.clear()
+
+
+class Pattern:
+    """The uses of a request, to be made again for one with the same header."""
+
+    __slots__ = ("_regions", "_spans", "_table", "_version")
+
+    def __init__(
+        self,
+        table: RegionTable,
+        regions: tuple[Region, ...],
+        spans: tuple[tuple[Region, tuple[int, int]], ...],
+    ) -> None:
+        self._table = table
+        self._version = table.version
+        self._regions = regions
+        self._spans = spans
+
+    def again(self) -> Uses | None:
+        """The same uses, or None when the names may mean something else by now.
+
+        Raises AlreadyExists when an output overlaps another one and may not.
+        """
+        if self._version != self._table.version:
+            return None
+        uses = Uses(self._table)
+        try:
+            uses.renew(self._regions, self._spans)
+        except BaseException:
+            uses.release()
+            raise
+        return uses
+
+
+class RegionTable:
+    """The regions by name.
+
+    `on_released(memory_id)` hears when the last request leaves a withdrawn generation. `overlap`
+    says what becomes of outputs of two requests in one place: "error", "warn" or "ignore".
+    """
+
+    def __init__(self, on_released: Callable[[int], None], overlap: str = "warn") -> None:
+        self._on_released = on_released
+        self.version = 0  # changes with the meaning of any name
+        self.overlap = overlap
+        self._spans: dict[int | bytes, Spans] = {}  # by the object
+        self._by_name: dict[str, Region] = {}
+        self._by_id: dict[int, Region] = {}
+
+    def publish(self, message: RegionPublished) -> None:
+        """A region may be used under its name."""
+        if message.memory_id not in self._by_id:
+            region = self._by_id[message.memory_id] = Region(message)
+            # Two names for one object share what is written in it.
+            region.spans = self._spans.setdefault(region.memory.object, region.spans)
+            region.spans.regions += 1
+            self._by_name[message.name] = region
+            self.version += 1
+
+    def withdraw(self, memory_id: int) -> None:
+        """The name is free; requests in flight keep the generation."""
+        region = self._by_id.get(memory_id)
+        if region is None:
+            self._on_released(memory_id)
+            return
+        region.withdrawn = True
+        self.version += 1
+        if self._by_name.get(region.name) is region:
+            del self._by_name[region.name]
+        if not region.requests:
+            self.released(region)
+
+    def released(self, region: Region) -> None:
+        """Nothing uses a withdrawn generation any more."""
+        if self._by_id.pop(region.memory.id, None) is not None:
+            region.spans.regions -= 1
+            if not region.spans.regions:
+                del self._spans[region.memory.object]
+        self._on_released(region.memory.id)
+
+    def find(self, name: str) -> Region:
+        """The region of a name, for a request. Raises NotFound."""
+        region = self._by_name.get(name)
+        if region is None:
+            raise NotFound(
+                f"Unable to find shared memory region: '{name}' "
+                f"({len(self._by_name)} are registered; "
+                "register it before the request, and again after a restart of the server)"
+            )
+        return region
+
+    def visible(self, name: str, peer: Peer, *, cuda: bool) -> list[Region]:
+        """The regions that the status call of a kind of memory shows `peer`; all for an empty name.
+
+        Raises NotFound with Triton's texts for an unknown name and for one of the other kind.
+        """
+        if not name:
+            return [r for r in self.all() if r.admits(peer) and (r.memory.cuda is not None) == cuda]
+        kind, other = ("CUDA", "system") if cuda else ("system", "CUDA")
+        region = self._by_name.get(name)
+        if region is None or not region.admits(peer):
+            raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
+        if (region.memory.cuda is not None) != cuda:
+            raise NotFound(
+                f"The region named '{name}' is registered as {other} shared memory, "
+                f"not {kind} shared memory"
+            )
+        return [region]
+
+    def all(self) -> Iterable[Region]:
+        """Every region that has a name, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+
+def admit(regions: Iterable[Region], peer: Peer) -> None:
+    """Raise NotFound unless all these regions are this user's to use."""
+    for region in regions:
+        if not region.admits(peer):
+            raise NotFound(
+                f"Unable to find shared memory region: '{region.name}' (it was registered by "
+                "another user)"
+            )

@@ -1,0 +1,130 @@
+"""A message as JSON: proto3 JSON in, and out exactly as GET /v2/models/NAME/config prints it."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any, cast
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from shmserve.model_config.message_builder import is_map, is_repeated
+from shmserve.model_config.syntax_tree import MAX_DEPTH, Block, Entry, Lines, Malformed, Scalar
+
+_FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
+
+
+# What begins a name or a value in JSON.
+_BEGINNING = re.compile(r'"(?:[^"\\]++|\\.)*+"|[{\[]|[^\s{}\[\]:,"]+', re.DOTALL)
+
+
+def tree_from_json(value: dict[str, Any], text: str = "") -> Block:
+    """The tree of a decoded JSON object; null members are left out.
+
+    With the positions in the `text` that it was decoded from, where there is one. Raises Malformed
+    for a member that JSON could not have held, for lists of lists and for nesting beyond
+    `MAX_DEPTH`.
+    """
+    places: Iterator[str] = repeat("")
+    if text:
+        # A decoded object keeps the order of its text: so they come in the order they are asked.
+        places = map(Lines(text).at, (found.start() for found in _BEGINNING.finditer(text)))
+    return _block(value, next(places), places, 1)
+
+
+def _block(value: dict[Any, Any], at: str, places: Iterator[str], depth: int) -> Block:
+    if depth > MAX_DEPTH:
+        raise Malformed(at, f"nested deeper than {MAX_DEPTH}")
+    block = Block(at)
+    for name, member in value.items():
+        name_at = next(places)
+        if member is None:
+            next(places)
+            continue
+        listed = isinstance(member, list | tuple)
+        if listed:
+            next(places)
+        values = [_value(item, places, depth) for item in (member if listed else [member])]
+        block.entries.append(Entry(str(name), values, listed, True, name_at))
+    return block
+
+
+def _value(value: object, places: Iterator[str], depth: int) -> Scalar | Block:
+    at = next(places)
+    if isinstance(value, dict):
+        return _block(value, at, places, depth + 1)
+    if isinstance(value, bool):
+        return Scalar("bool", value, "true" if value else "false", at)
+    if isinstance(value, int | float):
+        return Scalar("number", value, _number_source(value), at)
+    if isinstance(value, str):
+        return Scalar("string", value.encode("utf-8", "surrogatepass"), f'"{value}"', at)
+    found = "a list in a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+    raise Malformed(at, f"unexpected value: {'null in a list' if value is None else found}")
+
+
+def message_to_dict(message: Message) -> dict[str, Any]:
+    """The JSON object of a message: every primitive field; where set, sub-messages and oneofs."""
+    shown: dict[str, Any] = {}
+    for target in cast("list[FieldDescriptor]", message.DESCRIPTOR.fields):
+        value: Any = getattr(message, target.name)
+        if is_map(target):
+            entry = cast("Descriptor", target.message_type)
+            plain = entry.fields_by_name["value"].message_type is None
+            shown[target.name] = {
+                str(key): value[key] if plain else message_to_dict(value[key])
+                for key in sorted(value)
+            }
+        elif is_repeated(target):
+            shown[target.name] = [_shown(target, item) for item in value]
+        elif _is_always_shown(target) or message.HasField(target.name):
+            shown[target.name] = _shown(target, value)
+    return shown
+
+
+def _is_always_shown(target: FieldDescriptor) -> bool:
+    # proto3 `optional` is a oneof of one member, named after it: in JSON one more primitive.
+    group = target.containing_oneof
+    return target.message_type is None and (group is None or group.name == f"_{target.name}")
+
+
+def _shown(target: FieldDescriptor, value: Any) -> Any:
+    if target.message_type is not None:
+        return message_to_dict(value)
+    if target.enum_type is not None:
+        known = target.enum_type.values_by_number.get(value)
+        return known.name if known else value
+    if target.cpp_type in _FLOATS:
+        return _shown_float(value, is_single=target.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
+    return value
+
+
+def _shown_float(value: float, *, is_single: bool) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    if is_single:
+        stored = struct.pack("f", value)
+        # The shortest text that reads back as the same float32; 9 digits always do.
+        for digits in range(6, 10):
+            short = float(f"{value:.{digits}g}")
+            if _single(short) == stored:
+                return short
+    return value
+
+
+def _single(value: float) -> bytes | None:
+    try:
+        return struct.pack("f", value)
+    except OverflowError:  # rounding up the largest float32
+        return None
+
+
+def _number_source(value: int | float) -> str:
+    # int's repr refuses thousands of digits; nobody wants to read them either.
+    return repr(value) if abs(value) < 1e100 else "a huge number"

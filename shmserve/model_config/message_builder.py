@@ -1,0 +1,328 @@
+"""Fills a protobuf message from a tree, collecting everything that does not fit the schema."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from shmserve.errors import clip
+from shmserve.model_config.diagnostics import Key, Problem, member
+from shmserve.model_config.syntax_tree import Block, Entry, Scalar
+
+_INT_RANGES: dict[int, tuple[int, int]] = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+_FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
+_FLOAT_WORDS = {
+    "inf": math.inf,
+    "infinity": math.inf,
+    "-inf": -math.inf,
+    "-infinity": -math.inf,
+    "nan": math.nan,
+    "-nan": math.nan,
+}
+_BOOL_WORDS = {"true": True, "True": True, "t": True, "false": False, "False": False, "f": False}
+
+# What people write for a datatype, without TYPE_, where spelling alone would suggest another one.
+_DATA_TYPES = {
+    "BYTES": "STRING",
+    "HALF": "FP16",
+    "FLOAT16": "FP16",
+    "FLOAT": "FP32",
+    "FLOAT32": "FP32",
+    "DOUBLE": "FP64",
+    "FLOAT64": "FP64",
+    "BFLOAT16": "BF16",
+    "INT": "INT32",
+    "LONG": "INT64",
+}
+_JSON_FLOATS = {b"Infinity": math.inf, b"-Infinity": -math.inf, b"NaN": math.nan}
+_JSON_INTEGER = re.compile(rb"-?[0-9]{1,40}")
+_JSON_NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+
+class _Wrong(Exception):
+    """The value does not fit the field; the text says why."""
+
+
+@dataclass(slots=True)
+class Builder:
+    """One filling; `json`: values as in proto3 JSON. `places` and `problems` as of a `Source`."""
+
+    json: bool = False
+    places: dict[Key, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def fill(self, message: Message, block: Block, path: Key = ()) -> None:
+        """Set every entry of `block` on `message`; add what does not fit to `problems`.
+
+        What does not fit in a list leaves an empty element, so that the others keep their numbers.
+        """
+        descriptor = cast("Descriptor", message.DESCRIPTOR)
+        seen: dict[str, str] = {}
+        for entry in block.entries:
+            target = self._find(descriptor, entry)
+            if target is None:
+                unknown = _unknown_field(descriptor, entry.name)
+                self._problem(entry.at, (*path, entry.name), unknown)
+                continue
+            here = (*path, target.name)
+            self.places.setdefault(here, entry.at)
+            clash = _clash(target, seen)
+            if clash:
+                self._problem(entry.at, here, clash)
+                continue
+            self._set(message, target, entry, here)
+
+    def _problem(self, at: str, key: Key, text: str) -> None:
+        self.problems.append(Problem(key, text, at=at))
+
+    def _find(self, descriptor: Descriptor, entry: Entry) -> FieldDescriptor | None:
+        found = descriptor.fields_by_name.get(entry.name)
+        if found is None and self.json:
+            found = descriptor.fields_by_camelcase_name.get(entry.name)
+        return found
+
+    def _set(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
+        is_message = target.message_type is not None
+        if not is_message and not entry.colon:
+            self._problem(entry.at, path, 'expected ":" between the name and its value')
+            return
+        if is_map(target):
+            self._set_map(message, target, entry, path)
+            return
+        repeated = is_repeated(target)
+        if entry.listed and not repeated:
+            self._problem(entry.at, path, "takes one value, found a list")
+            return
+        if self.json and repeated and not entry.listed:
+            self._problem(entry.at, path, "expected a list")
+            return
+        for value in entry.values:
+            place = path
+            if repeated:
+                place = (*path, len(getattr(message, target.name)))
+                self.places[place] = value.at if entry.listed else entry.at
+            try:
+                if is_message:
+                    self._set_message(message, target, value, place)
+                else:
+                    _assign(message, target, self._scalar(target, value))
+            except _Wrong as wrong:
+                self._problem(value.at, place, str(wrong))
+                if repeated:
+                    _add_empty(getattr(message, target.name), target)
+
+    def _set_message(
+        self, message: Message, target: FieldDescriptor, value: Scalar | Block, path: Key
+    ) -> None:
+        if isinstance(value, Scalar):
+            raise _Wrong(f"expected {{ ... }}, found {clip(value.source)}")
+        child = getattr(message, target.name)
+        if is_repeated(target):
+            child = child.add()
+        else:
+            child.SetInParent()
+        self.fill(child, value, path)
+
+    def _set_map(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
+        if self.json and entry.listed:
+            self._problem(entry.at, path, "expected { ... }, found a list")
+            return
+        container: Any = getattr(message, target.name)
+        for value in entry.values:
+            if isinstance(value, Scalar):
+                self._problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
+                continue
+            at = value.at if entry.listed else entry.at
+            pairs = map(_pair, value.entries) if self.json else [Block(at, value.entries)]
+            for block in pairs:
+                pair = container.GetEntryClass()()
+                known = len(self.problems)
+                self.fill(pair, block, path)
+                if len(self.problems) == known:
+                    self.places[*path, member(pair.key)] = block.at
+                    _put(container, pair)
+
+    def _scalar(self, target: FieldDescriptor, value: Scalar | Block) -> Any:
+        if isinstance(value, Block):
+            raise _Wrong(f"expected {_wanted(target)}, found {{ ... }}")
+        kind = target.cpp_type
+        if kind in _INT_RANGES:
+            return self._integer(target, value)
+        if kind in _FLOATS:
+            return self._float(target, value)
+        if kind == FieldDescriptor.CPPTYPE_BOOL:
+            return self._bool(value)
+        if kind == FieldDescriptor.CPPTYPE_ENUM:
+            return self._enum(target, value)
+        if value.kind != "string" or not isinstance(value.value, bytes):
+            raise _Wrong(f"expected a string, found {clip(value.source)}")
+        try:
+            return value.value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise _Wrong("the string is not valid UTF-8") from None
+
+    def _integer(self, target: FieldDescriptor, value: Scalar) -> int:
+        number = self._numeric(value)
+        if self.json and isinstance(number, float) and number.is_integer():
+            number = int(number)
+        if not isinstance(number, int):
+            raise _Wrong(f"expected an integer, found {clip(value.source)}")
+        low, high = _INT_RANGES[target.cpp_type]
+        if not low <= number <= high:
+            raise _Wrong(f"{clip(value.source)} is out of range [{low}, {high}]")
+        return number
+
+    def _float(self, target: FieldDescriptor, value: Scalar) -> float:
+        number = self._numeric(value)
+        if number is None and value.kind == "word":
+            number = _FLOAT_WORDS.get(str(value.value).lower())
+        if number is None:
+            raise _Wrong(f"expected {_wanted(target)}, found {clip(value.source)}")
+        try:
+            return float(number)
+        except OverflowError:
+            return math.inf if number > 0 else -math.inf
+
+    def _numeric(self, value: Scalar) -> int | float | None:
+        if value.kind == "number" and isinstance(value.value, int | float):
+            return value.value
+        if self.json and value.kind == "string" and isinstance(value.value, bytes):
+            return _number_in_string(value.value)
+        return None
+
+    def _bool(self, value: Scalar) -> bool:
+        if isinstance(value.value, bool):
+            return value.value
+        if not self.json:
+            if value.kind == "word" and value.value in _BOOL_WORDS:
+                return _BOOL_WORDS[str(value.value)]
+            if value.kind == "number" and value.value in (0, 1) and isinstance(value.value, int):
+                return bool(value.value)
+        raise _Wrong(f"expected true or false, found {clip(value.source)}")
+
+    def _enum(self, target: FieldDescriptor, value: Scalar) -> int:
+        enum = target.enum_type
+        assert enum is not None
+        if isinstance(value.value, bytes):
+            name = value.value.decode("utf-8", "replace") if self.json else ""
+        else:
+            name = str(value.value) if value.kind == "word" else ""
+        if name in enum.values_by_name:
+            return int(enum.values_by_name[name].number)
+        number = value.value
+        if value.kind == "number" and isinstance(number, int) and number in enum.values_by_number:
+            return number
+        raise _Wrong(f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}")
+
+
+def is_repeated(target: FieldDescriptor) -> bool:
+    """Whether a field holds a list (or a map)."""
+    # protobuf 5 has only `label`, which newer runtimes deprecate for `is_repeated`.
+    newer = getattr(target, "is_repeated", None)
+    if newer is not None:
+        return bool(newer)
+    return bool(getattr(target, "label") == FieldDescriptor.LABEL_REPEATED)  # noqa: B009
+
+
+def is_map(target: FieldDescriptor) -> bool:
+    """Whether a field holds a map."""
+    return target.message_type is not None and bool(target.message_type.GetOptions().map_entry)
+
+
+def _clash(target: FieldDescriptor, seen: dict[str, str]) -> str | None:
+    """Why a singular field cannot be set (again, or besides another of its oneof), or None.
+
+    Notes in `seen` that it is set now.
+    """
+    if is_repeated(target):
+        return None
+    group = target.containing_oneof.name if target.containing_oneof else target.name
+    earlier = seen.get(group)
+    seen[group] = target.name
+    if earlier is None:
+        return None
+    if earlier == target.name:
+        return "is set more than once"
+    return f'cannot be set together with "{earlier}"'
+
+
+def _assign(message: Message, target: FieldDescriptor, value: Any) -> None:
+    if is_repeated(target):
+        getattr(message, target.name).append(value)
+    else:
+        setattr(message, target.name, value)
+
+
+def _add_empty(container: Any, target: FieldDescriptor) -> None:
+    if target.message_type is not None:
+        container.add()
+    else:
+        container.append("" if target.cpp_type == FieldDescriptor.CPPTYPE_STRING else 0)
+
+
+def _put(container: Any, pair: Any) -> None:
+    if pair.DESCRIPTOR.fields_by_name["value"].message_type is not None:
+        container[pair.key].CopyFrom(pair.value)
+    else:
+        container[pair.key] = pair.value
+
+
+def _pair(item: Entry) -> Block:
+    """JSON's `"key": value` as the map entry that text format writes out."""
+    key = Scalar("string", item.name.encode("utf-8", "surrogatepass"), item.name, item.at)
+    value = Entry("value", item.values, item.listed, True, item.at)
+    return Block(item.at, [Entry("key", [key], False, True, item.at), value])
+
+
+def _number_in_string(text: bytes) -> int | float | None:
+    if text in _JSON_FLOATS:
+        return _JSON_FLOATS[text]
+    if _JSON_INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if _JSON_NUMBER.fullmatch(text) else None
+
+
+def _wanted(target: FieldDescriptor) -> str:
+    if target.cpp_type in _INT_RANGES:
+        return "an integer"
+    if target.cpp_type in _FLOATS:
+        return "a number"
+    return {
+        FieldDescriptor.CPPTYPE_BOOL: "true or false",
+        FieldDescriptor.CPPTYPE_STRING: "a string",
+    }.get(target.cpp_type, "one of its names")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    close = difflib.get_close_matches(name.lower()[:80], list(known), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def _unknown_field(descriptor: Descriptor, name: str) -> str:
+    near = _nearest(name, descriptor.fields_by_name)
+    if near:
+        return f'no such field; did you mean "{near}"?'
+    return f"no such field; known are {', '.join(sorted(descriptor.fields_by_name))}"
+
+
+def _enum_hint(enum: EnumDescriptor, name: str) -> str:
+    # Compared without what all of them start with (TYPE_, KIND_), which would make any two alike.
+    shared = next(iter(enum.values_by_name)).partition("_")[0] + "_"
+    names = {known.removeprefix(shared).lower(): known for known in enum.values_by_name}
+    meant = name.upper().removeprefix(shared)
+    near = _nearest(_DATA_TYPES.get(meant, meant), names)
+    if near:
+        return f'; did you mean "{names[near]}"?'
+    return f"; expected one of {', '.join(enum.values_by_name)}"

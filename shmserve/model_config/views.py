@@ -1,0 +1,127 @@
+"""What others ask of a configuration: its JSON, its metadata, what of it is not acted on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from shmserve.model_config.json_format import message_to_dict
+from shmserve.model_config.normalise import ENSEMBLE
+from shmserve.proto.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelInput,
+    ModelOptimizationPolicy,
+    ModelOutput,
+    ModelQueuePolicy,
+)
+
+_GROUP_FIELDS = ("rate_limiter", "secondary_devices", "profile", "passive", "host_policy")
+_OPTIMIZATION_FIELDS = (
+    "graph",
+    "cuda",
+    "execution_accelerators",
+    "gather_kernel_buffer_threshold",
+    "eager_batching",
+)
+_TOP_FIELDS = (
+    "batch_input",
+    "batch_output",
+    "cc_model_filenames",
+    "metric_tags",
+    "model_warmup",
+    "model_operations",
+    "model_repository_agents",
+    "model_metrics",
+)
+
+
+def to_dict(config: ModelConfig) -> dict[str, Any]:
+    """The configuration as GET /v2/models/NAME/config prints it.
+
+    snake_case names, integers as numbers, enums by name, every primitive field, sub-messages only
+    where set.
+    """
+    return message_to_dict(config)
+
+
+def metadata(config: ModelConfig, versions: Iterable[int]) -> dict[str, Any]:
+    """The object of GET /v2/models/NAME; shapes start with -1 where the model batches."""
+    batch = [-1] if config.max_batch_size >= 1 else []
+
+    def tensor(io: ModelInput | ModelOutput) -> dict[str, Any]:
+        return {
+            "name": io.name,
+            "datatype": _protocol_name(io.data_type),
+            "shape": [*batch, *io.dims],
+        }
+
+    return {
+        "name": config.name,
+        "versions": [str(version) for version in sorted(versions)],
+        "platform": config.platform or config.backend,
+        "inputs": [tensor(io) for io in config.input],
+        "outputs": [tensor(io) for io in config.output],
+    }
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """Why a valid configuration cannot be served by this version, or None."""
+    what = None
+    if config.HasField("sequence_batching"):
+        what = "sequence_batching is"
+    elif config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE:
+        what = "ensemble_scheduling is"
+    elif config.model_transaction_policy.decoupled:
+        what = "the 'decoupled' transaction policy is"
+    return f"{what} not supported, required by model '{config.name}'" if what else None
+
+
+def ignored_fields(config: ModelConfig) -> list[str]:
+    """The paths of what is set, accepted and without effect, for one log line a model."""
+    return list(_ignored(config))
+
+
+def _ignored(config: ModelConfig) -> Iterator[str]:
+    for name in _TOP_FIELDS:
+        if _is_set(config, name):
+            yield name
+    if config.response_cache.enable:
+        yield "response_cache"
+    yield from _ignored_optimization(config.optimization)
+    for index, group in enumerate(config.instance_group):
+        for name in _GROUP_FIELDS:
+            if _is_set(group, name):
+                yield f"instance_group[{index}].{name}"
+    for index, output in enumerate(config.output):
+        if output.label_filename:
+            yield f"output[{index}].label_filename"
+    if config.HasField("dynamic_batching"):
+        batching = config.dynamic_batching
+        if batching.priority_levels > 1:
+            yield "dynamic_batching.priority_levels"
+        if batching.priority_queue_policy:
+            yield "dynamic_batching.priority_queue_policy"
+        if batching.default_queue_policy.timeout_action == ModelQueuePolicy.DELAY:
+            yield "dynamic_batching.default_queue_policy.timeout_action"
+
+
+def _ignored_optimization(optimization: ModelOptimizationPolicy) -> Iterator[str]:
+    for name in _OPTIMIZATION_FIELDS:
+        if _is_set(optimization, name):
+            yield f"optimization.{name}"
+    if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
+        yield "optimization.priority"
+    for name in ("input_pinned_memory", "output_pinned_memory"):
+        # Pinned memory is the default, used where it helps; only switching it off has no effect.
+        if optimization.HasField(name) and not getattr(optimization, name).enable:
+            yield f"optimization.{name}"
+
+
+def _is_set(message: Any, name: str) -> bool:
+    return any(target.name == name for target, _ in message.ListFields())
+
+
+def _protocol_name(data_type: int) -> str:
+    name = DataType.Name(data_type).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name

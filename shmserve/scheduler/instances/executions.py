@@ -1,0 +1,224 @@
+"""Batches at workers: start, return, loss, overrun; and what workers hear of their requests."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any, Protocol, assert_never
+
+from shmserve.ipc.messages import (
+    BatchFinished,
+    CancelExecution,
+    Execute,
+    InstanceReady,
+    KillInstance,
+    ReleaseOutputs,
+)
+from shmserve.ipc.tensors.aliasing import runs_once
+from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.instances.pool import Execution, Pool, Slot, SlotState
+from shmserve.scheduler.instances.service_time import Pace
+from shmserve.scheduler.requests.queue import Backlog
+from shmserve.scheduler.requests.request import Request, State
+from shmserve.scheduler.requests.responses import Answers, Outcome, Peers, Worker
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.statistics import Reason, Statistics, Timing
+
+logger = logging.getLogger(__name__)
+
+_MOST_EARLY = 4096
+
+
+class Superior(Protocol):
+    """Queues messages to the supervisor; `malformed` counts unreadable ones from it."""
+
+    malformed: int
+
+    def post(self, message: Any) -> None:
+        """Queue a message."""
+
+
+class Executions:
+    """What instances do for requests. `misplaced` counts messages that made no sense."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workers: Peers,
+        control: Superior,
+        backlog: Backlog,
+        answers: Answers,
+        statistics: Statistics,
+    ) -> None:
+        self.pool = Pool(settings.execution_limit_ns)
+        self.pace = Pace()
+        self.misplaced = 0
+        self._limit_s = settings.execution_limit_ns / 1e9
+        self._workers = workers
+        self._control = control
+        self._backlog = backlog
+        self._answers = answers
+        self._statistics = statistics
+        self._ids = itertools.count(1)
+        # Releases of outputs of instances that are still to offer themselves, by their pid.
+        self._early: dict[int, list[tuple[int, int]]] = {}
+
+    # --- to workers -------------------------------------------------------------------------------
+
+    def start(self, requests: list[Request], reason: Closed, now_ns: int) -> None:
+        """Send a batch to a free instance, or ahead to one that has room."""
+        execution = Execution(next(self._ids), requests, reason, now_ns)
+        slot = self.pool.assign(execution)
+        work = [[request.key, request.client.pid, request.work] for request in requests]
+        self._workers.post(slot.peer, Execute(execution.id, work, self._answers.live))
+
+    def cancel(self, request: Request) -> None:
+        """Tell the worker that has this request that its outputs are not wanted."""
+        slot = self.pool.running(request)
+        if slot is not None:
+            self._workers.post(slot.peer, CancelExecution(request.key))
+
+    def release(self, client_pid: int, pid: int, offsets: list[int]) -> None:
+        """Tell worker `pid` that a client has read these outputs."""
+        slot = self.pool.by_pid(pid)
+        if slot is not None:
+            self._workers.post(slot.peer, ReleaseOutputs(client_pid, offsets))
+        elif self.pool.awaits(pid):  # a predecessor's, which will come once it has time
+            early = self._early.setdefault(pid, [])
+            early += [(client_pid, offset) for offset in offsets[: _MOST_EARLY - len(early)]]
+
+    def forget(self, pid: int) -> None:
+        """A process is gone."""
+        self._early.pop(pid, None)
+
+    # --- from workers -----------------------------------------------------------------------------
+
+    def handle(self, peer: bytes, message: InstanceReady | BatchFinished, now_ns: int) -> None:
+        """Handle a worker's message; what no worker of ours can have sent is dropped."""
+        match message:
+            case InstanceReady():
+                if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
+                    self.pool.offer(message.index, peer, message.pid)
+                    if message.pid in self._early and self.pool.by_peer(peer) is not None:
+                        for client_pid, offset in self._early.pop(message.pid):
+                            self._workers.post(peer, ReleaseOutputs(client_pid, [offset]))
+                else:
+                    self.misplaced += 1
+            case BatchFinished():
+                slot = self.pool.by_peer(peer)
+                if slot is None or slot.execution is None:
+                    self.misplaced += 1
+                elif slot.execution.id != message.batch:
+                    self._distrust(slot, slot.execution, now_ns)
+                else:
+                    self._returned(slot, slot.execution, message, now_ns)
+            case _:
+                assert_never(message)
+
+    def _returned(
+        self, slot: Slot, execution: Execution, message: BatchFinished, now_ns: int
+    ) -> None:
+        requests = execution.requests
+        worker = Worker(slot.peer, slot.pid)
+        self.pool.finish(slot, now_ns)
+        timing = Timing.of(message, execution.sent_ns, now_ns)
+        if message.executed:
+            units = sum([request.units for request in requests])
+            self._statistics.executed(execution.reason, units, timing, now_ns)
+            took_ns = max(now_ns - execution.started_ns, timing.total_ns)
+            self.pace.observe(took_ns, timing.total_ns, len(requests))
+        self._statistics.copied(message)
+        replies = matched(requests, message.replies)
+        if replies is None:
+            self.misplaced += 1
+            logger.error("an instance returned a batch with answers that do not fit it")
+            replies = [[0, "INTERNAL", "internal error", b""]] * len(requests)
+        for request, (_, code, text, body) in zip(requests, replies, strict=True):
+            if request.state is State.EXECUTING:
+                self._answers.finish(request, Outcome(code, text, body, timing, worker), now_ns)
+            else:
+                if not code:
+                    self._answers.drop_outputs(request.client.pid, body, worker)
+                self._answers.close(request, now_ns)
+
+    def _distrust(self, slot: Slot, execution: Execution, now_ns: int) -> None:
+        """A worker that answers what it was not asked is in no state that we know."""
+        self.misplaced += 1
+        if slot.state is SlotState.BUSY:
+            self._doom(slot, "it returned a batch that it was not given")
+            for request in execution.requests:
+                if request.state is State.EXECUTING:
+                    self._fail_early(request, "internal error", now_ns)
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def exited(self, executions: list[Execution], reason: str, now_ns: int) -> None:
+        """A worker died with these: whoever was in the first runs once more, alone, if it can; the
+        others, which it had not begun, go back to where they were in the queue.
+        """
+        if not executions:
+            return
+        self._statistics.workers_lost += 1
+        for execution in reversed(executions[1:]):
+            for request in reversed(execution.requests):
+                if request.state is State.EXECUTING:
+                    self._backlog.put_back(request)
+                else:
+                    self._answers.close(request, now_ns)
+        for request in executions[0].requests:
+            if request.state is not State.EXECUTING:
+                self._answers.close(request, now_ns)
+                continue
+            request.deaths += 1
+            once = runs_once(request.work)
+            if request.deaths == 1 and not once:
+                self._statistics.retried += 1
+                self._backlog.retry(request)
+            else:
+                text = "the model's worker died while running this request"
+                if reason:
+                    text += f" ({reason})"
+                if once:
+                    text += "; its outputs go over its inputs, which may be changed"
+                self._answers.finish(request, Outcome("INTERNAL", text, b"", None, None), now_ns)
+
+    def overrun(self, slot: Slot, now_ns: int) -> None:
+        """A batch passed the limit: its worker is killed, and a request that was alone in it fails.
+
+        Members of a larger batch wait for the end of the worker, which still uses their memory, and
+        run again alone.
+        """
+        assert slot.execution is not None
+        self._statistics.overruns += 1
+        limit = f"exceeded the limit of {self._limit_s:g} seconds"
+        requests = slot.execution.requests
+        self._doom(slot, f"an execution of {len(requests)} requests {limit}")
+        if len(requests) == 1 and requests[0].state is State.EXECUTING:
+            self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
+
+    def _doom(self, slot: Slot, reason: str) -> None:
+        self.pool.doom(slot)
+        self._control.post(KillInstance(slot.index, reason, slot.pid))
+
+    def _fail_early(self, request: Request, text: str, now_ns: int) -> None:
+        self._answers.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)
+
+
+def matched(requests: list[Request], replies: list[list[Any]]) -> list[list[Any]] | None:
+    """The replies [key, code, message, body] in the order of `requests`, or None: not one each."""
+    if len(replies) != len(requests):
+        return None
+    ordered = True
+    for request, reply in zip(requests, replies, strict=True):
+        if list(map(type, reply)) != _REPLY:
+            return None
+        ordered = ordered and request.key == reply[0]
+    if ordered:
+        return replies
+    by_key = {reply[0]: reply for reply in replies}
+    if any(request.key not in by_key for request in requests):
+        return None
+    return [by_key[request.key] for request in requests]
+
+
+_REPLY = [int, str, str, bytes]

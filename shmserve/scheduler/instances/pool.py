@@ -1,0 +1,283 @@
+"""The model's instances as slots: who is there, who is free, what each one runs (pure).
+
+    GONE -> EXPECTED -> IDLE <-> BUSY -> DOOMED -> GONE     (an exit leads to GONE from everywhere)
+
+The supervisor announces (`InstanceExpected`) and reports ends (`InstanceExited`, `ProcessExited`);
+a worker offers itself (`InstanceReady`). These come on two sockets, in any order: an offer that is
+ahead of the announcement is kept until then. Only the process that was announced is taken: the
+models of others run foreign code, which may offer itself too.
+
+An idle instance gets a batch at once. One that is busy may get more ahead, as many as it has credit
+for: that hides the messages' way between two batches, but what is sent ahead cannot grow any more
+and waits behind one worker while another may become free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.requests.request import NEVER, Request
+
+_MOST_OFFERS = 16
+
+
+class SlotState(StrEnum):
+    """Where an instance is."""
+
+    GONE = "gone"
+    EXPECTED = "expected"
+    IDLE = "idle"
+    BUSY = "busy"
+    DOOMED = "doomed"  # its end was asked for
+
+
+SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
+    SlotState.GONE: {"expect": SlotState.EXPECTED, "exit": SlotState.GONE},
+    SlotState.EXPECTED: {
+        "expect": SlotState.EXPECTED,
+        "offer": SlotState.IDLE,
+        "exit": SlotState.GONE,
+    },
+    SlotState.IDLE: {
+        "expect": SlotState.IDLE,
+        "assign": SlotState.BUSY,
+        "exit": SlotState.GONE,
+    },
+    SlotState.BUSY: {
+        "expect": SlotState.BUSY,
+        "finish": SlotState.IDLE,
+        "doom": SlotState.DOOMED,
+        "exit": SlotState.GONE,
+    },
+    SlotState.DOOMED: {
+        "expect": SlotState.DOOMED,
+        "finish": SlotState.DOOMED,
+        "exit": SlotState.GONE,
+    },
+}
+
+
+@dataclass(slots=True, eq=False)
+class Execution:
+    """A batch on its way through a worker.
+
+    `started_ns`: since when we know of nothing before it there. The worker may have begun earlier,
+    though not before `sent_ns`: it goes on at once, and its word of the last batch takes a while.
+    """
+
+    id: int
+    requests: list[Request]
+    reason: Closed
+    sent_ns: int
+    started_ns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started_ns = self.sent_ns
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """An instance by its index; `peer` and `pid` are the worker's while there is one."""
+
+    index: int
+    state: SlotState = SlotState.GONE
+    peer: bytes = b""
+    pid: int = 0
+    awaited: int = 0  # the process that was announced
+    offers: dict[int, bytes] = field(default_factory=dict)  # the latest, by pid
+    executions: deque[Execution] = field(default_factory=deque)
+
+    @property
+    def execution(self) -> Execution | None:
+        """What it runs now; behind it is what was sent ahead."""
+        return self.executions[0] if self.executions else None
+
+    def meet(self, event: str) -> None:
+        """Move to the next state; raises KeyError where there is none."""
+        self.state = SLOT[self.state][event]
+
+
+class Pool:
+    """All slots of a model version."""
+
+    def __init__(self, execution_limit_ns: int) -> None:
+        self._limit_ns = execution_limit_ns
+        self._slots: dict[int, Slot] = {}
+        self._by_peer: dict[bytes, Slot] = {}
+        self._free: deque[Slot] = deque()
+        self._failure = ""
+
+    # --- coming and going -------------------------------------------------------------------------
+
+    def expect(self, index: int, pid: int) -> None:
+        """An instance is loading; requests wait for it. `pid` is its process, 0: not yet known."""
+        slot = self._slot(index)
+        slot.meet("expect")
+        slot.awaited = pid or slot.awaited
+        self._take_offer(slot)
+
+    def offer(self, index: int, peer: bytes, pid: int) -> None:
+        """A worker is ready for batches; it counts once the supervisor's word of it is here."""
+        slot = self._slot(index)
+        if slot.pid != pid:
+            slot.offers[pid] = peer
+            if len(slot.offers) > _MOST_OFFERS:
+                del slot.offers[next(iter(slot.offers))]
+            self._take_offer(slot)
+
+    def exit(self, index: int) -> list[Execution]:
+        """The instance's process is gone; returns what it had, first what it was running."""
+        return self._leave(self._slot(index))
+
+    def exit_process(self, pid: int) -> list[Execution]:
+        """Some process is gone; returns what it had if it was an instance."""
+        for slot in self._slots.values():
+            slot.offers.pop(pid, None)
+            if slot.awaited == pid != slot.pid:
+                slot.awaited = 0
+            if slot.pid == pid:
+                return self._leave(slot)
+        return []
+
+    def fail(self, reason: str) -> None:
+        """No instance will come back, until one does."""
+        self._failure = reason
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can run and nothing is worth waiting for; empty while something may."""
+        return "" if self._by_peer else self._failure
+
+    def _slot(self, index: int) -> Slot:
+        slot = self._slots.get(index)
+        if slot is None:
+            slot = self._slots[index] = Slot(index)
+        return slot
+
+    def _take_offer(self, slot: Slot) -> None:
+        if slot.state is not SlotState.EXPECTED or slot.awaited not in slot.offers:
+            return
+        slot.meet("offer")
+        slot.pid = slot.awaited
+        slot.peer = slot.offers[slot.pid]
+        slot.offers.clear()
+        self._by_peer[slot.peer] = slot
+        self._free.append(slot)
+        self._failure = ""
+
+    def _leave(self, slot: Slot) -> list[Execution]:
+        slot.meet("exit")
+        lost = list(slot.executions)
+        slot.executions.clear()
+        self._by_peer.pop(slot.peer, None)
+        if slot in self._free:
+            self._free.remove(slot)
+        if slot.awaited == slot.pid:
+            slot.awaited = 0
+        slot.peer, slot.pid = b"", 0
+        return lost
+
+    # --- work -------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> bool:
+        """Whether an instance can take a batch."""
+        return bool(self._free)
+
+    def room(self, credit: int) -> bool:
+        """Whether a busy instance has less than `credit` batches."""
+        if credit > 1:
+            for slot in self._by_peer.values():
+                if slot.state is SlotState.BUSY and len(slot.executions) < credit:
+                    return True
+        return False
+
+    def assign(self, execution: Execution) -> Slot:
+        """Give a batch to the instance that has been free for longest, else to the least busy."""
+        if self._free:
+            slot = self._free.popleft()
+            slot.meet("assign")
+        else:
+            busy = (slot for slot in self._by_peer.values() if slot.state is SlotState.BUSY)
+            slot = min(busy, key=lambda slot: len(slot.executions))
+        slot.executions.append(execution)
+        return slot
+
+    def finish(self, slot: Slot, now_ns: int) -> None:
+        """The instance has returned its batch, and begins the next one if it has it."""
+        slot.executions.popleft()
+        if slot.executions:
+            slot.executions[0].started_ns = now_ns
+            return
+        slot.meet("finish")
+        if slot.state is SlotState.IDLE:
+            self._free.append(slot)
+
+    def doom(self, slot: Slot) -> None:
+        """The instance's end was asked for: it keeps its batch and gets no other."""
+        slot.meet("doom")
+
+    def by_peer(self, peer: bytes) -> Slot | None:
+        """The instance that speaks from this address."""
+        return self._by_peer.get(peer)
+
+    def by_pid(self, pid: int) -> Slot | None:
+        """The instance that is this process."""
+        return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
+
+    def awaits(self, pid: int) -> bool:
+        """Whether this process was announced, and has not offered itself yet."""
+        return any(slot.awaited == pid != slot.pid for slot in self._slots.values())
+
+    def running(self, request: Request) -> Slot | None:
+        """The instance that has this request."""
+        for slot in self._by_peer.values():
+            if any(request in execution.requests for execution in slot.executions):
+                return slot
+        return None
+
+    # --- time and counts --------------------------------------------------------------------------
+
+    def next_limit_ns(self) -> int:
+        """When `overdue` may have something, or NEVER."""
+        if not self._limit_ns:
+            return NEVER
+        first = NEVER
+        for slot in self._by_peer.values():
+            if slot.state is SlotState.BUSY and slot.executions[0].started_ns < first:
+                first = slot.executions[0].started_ns
+        return first + self._limit_ns if first < NEVER else NEVER
+
+    def overdue(self, now_ns: int) -> list[Slot]:
+        """Instances that run their batch for the execution limit or longer."""
+        if not self._limit_ns:
+            return []
+        return [
+            slot
+            for slot in self._by_peer.values()
+            if slot.state is SlotState.BUSY
+            and slot.execution is not None
+            and now_ns - slot.execution.started_ns >= self._limit_ns
+        ]
+
+    @property
+    def ready_count(self) -> int:
+        """Instances that run batches or could."""
+        return len(self._by_peer)
+
+    @property
+    def executing(self) -> int:
+        """Requests that instances have now."""
+        slots = self._by_peer.values()
+        return sum(len(execution.requests) for slot in slots for execution in slot.executions)
+
+    def counts(self) -> dict[str, int]:
+        """How many instances are in each state."""
+        counted = dict.fromkeys(map(str, SlotState), 0)
+        for slot in self._slots.values():
+            counted[slot.state] += 1
+        return counted

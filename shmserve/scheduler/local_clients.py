@@ -1,0 +1,213 @@
+"""Requests of guests: checked here, because no gateway has.
+
+A gateway is part of the server, and says truly what a request is: a guest's word is not taken.
+Its identity must carry its token, the memory it names must be its own, and what the request counts
+as in a batch is worked out from the request itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Seals
+from shmserve.ipc.messages import Failed, Submit
+from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.tensors.inference import Inference, unpack_inference
+from shmserve.ipc.tensors.signature import Admission, Signature
+from shmserve.ipc.tensors.template_cache import Forms
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.transport.router import Router
+from shmserve.ipc.transport.untrusted_router import WaryRouter
+
+_GONE_REMEMBERED = 4096
+_MOST_MEMORIES = 4096
+_MOST_KNOWN = 1024
+_LONGEST_KNOWN = 1024  # bytes of a request that is remembered whole
+# Between a guest and us; what says that it took longer would be seen in everybody's statistics.
+_LONGEST_WAY_NS = 1_000_000_000
+
+
+class GuestDoor:
+    """One scheduler's guests; `link` is the socket at `endpoint` that they are connected to.
+    `limit_us` is the server's limit from a request's arrival to its answer, 0: none."""
+
+    def __init__(
+        self, endpoint: str, seals: Seals, signature: Signature, limit_us: int = 0
+    ) -> None:
+        self._gone: deque[int] = deque(maxlen=_GONE_REMEMBERED)
+        self.link = WaryRouter(endpoint, self._admits)
+        self._seals = seals
+        self._rules = GuestRules(seals, signature, limit_us)
+
+    def check(self, peer: bytes, message: Any, now_ns: int) -> Any:
+        """The message as it may be believed, or None: then it is dealt with."""
+        if type(message) is not Submit:
+            return message
+        try:
+            return self._rules.checked(_number(peer), message, now_ns)
+        except ShmserveError as error:
+            self.link.post(peer, Failed(message.id, error.code, error.message, 0, False))
+        except MalformedMessage:
+            text = "the request cannot be read: see the protocol's description"
+            self.link.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
+        return None
+
+    def _admits(self, peer: bytes) -> bool:
+        number = self._seals.guest(peer)
+        if not number or number in self._gone:
+            return False
+        return sum(_number(other) == number for other in self.link.peers()) < MOST_LINKS
+
+    def forget(self, number: int) -> None:
+        """A guest is gone: what it left connected is of no use to anybody."""
+        self._gone.append(number)
+        for peer in self.link.peers():
+            if _number(peer) == number:
+                self.link.dismiss(peer)
+        self._rules.forget(number)
+
+    def knows(self, peer: bytes) -> bool:
+        """Whether this address is a guest's."""
+        return self.link.connected(peer)
+
+
+class GuestRules:
+    """What is true of a guest's request (pure)."""
+
+    def __init__(self, seals: Seals, signature: Signature, limit_us: int = 0) -> None:
+        self._seals = seals
+        self._signature = signature
+        self._limit_us = limit_us
+        self._memories: set[tuple[int, Memory]] = set()
+        self._forms: Forms[Admission] = Forms()  # of small tensors
+        # By a guest and its request, whose tensors are in memory.
+        self._known: dict[tuple[int, bytes], Admission] = {}
+
+    def forget(self, number: int) -> None:
+        """A guest is gone."""
+        self._memories = {item for item in self._memories if item[0] != number}
+        self._known.clear()
+
+    def checked(self, number: int, submit: Submit, now_ns: int) -> Submit:
+        """The request of guest `number`, which is here at `now_ns`, as what it is.
+
+        Raises InvalidArgument when it cannot be, MalformedMessage when it is no request at all.
+        """
+        size = len(submit.work) + len(submit.request_id)
+        if size > LARGEST_WORK:
+            raise InvalidArgument(
+                f"a request of {size} bytes is larger than {LARGEST_WORK}: large "
+                "tensors go through shared memory"
+            )
+        admission = self._admission(number, submit)
+        arrived_ns = submit.arrived_ns
+        if arrived_ns < now_ns - _LONGEST_WAY_NS:
+            arrived_ns = now_ns
+        deadline_ns = self._deadline_ns(submit, min(arrived_ns, now_ns))
+        if (submit.arrived_ns, submit.deadline_ns, submit.batch_size, submit.shape_key) == (
+            arrived_ns,
+            deadline_ns,
+            admission.batch_size,
+            admission.shape_key,
+        ):
+            return submit
+        return Submit(
+            submit.id,
+            admission.batch_size,
+            admission.shape_key,
+            arrived_ns,
+            deadline_ns,
+            submit.timeout_us,
+            submit.priority,
+            submit.work,
+            submit.request_id,
+        )
+
+    def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
+        """When it is to be answered, 0: at any time. The shortest of the limits holds: its own, in
+        both forms, and the server's, as over the other doors."""
+        if submit.timeout_us <= 0 and not self._limit_us:
+            return max(0, submit.deadline_ns)
+        ends = [arrived_ns + us * 1000 for us in (submit.timeout_us, self._limit_us) if us > 0]
+        if submit.deadline_ns > 0:
+            ends.append(submit.deadline_ns)
+        return min(ends, default=0)
+
+    def _admission(self, number: int, submit: Submit) -> Admission:
+        """What a request counts as; most requests are like one before."""
+        work = submit.work
+        key = (number, work)
+        known = self._known.get(key) if len(work) <= _LONGEST_KNOWN else None
+        if known is not None:
+            return known
+        found = self._forms.find(work)
+        if found is not None:
+            return found[0]
+        inference = unpack_inference(work)
+        _check_types(inference)
+        places = [tensor.data for tensor in inference.inputs if isinstance(tensor.data, Place)]
+        places += [output.place for output in inference.outputs if output.place is not None]
+        for place in places:
+            self._check_owner(number, place)
+        admission = self._signature.admit(submit.request_id, inference.inputs, inference.outputs)
+        if not places:
+            self._forms.learn(work, inference, admission)
+        elif len(places) >= len(inference.inputs) and len(work) <= _LONGEST_KNOWN:
+            self._remember(key, admission)
+        return admission
+
+    def _remember(self, key: tuple[int, bytes], admission: Admission) -> None:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = admission
+
+    def _check_owner(self, number: int, place: Place) -> None:
+        key = (number, place.memory)
+        if key in self._memories:
+            return
+        if not self._seals.owns(number, place.memory):
+            raise InvalidArgument("a tensor lies in memory that this client has not shared")
+        if len(self._memories) >= _MOST_MEMORIES:
+            self._memories.clear()
+        self._memories.add(key)
+
+
+def _number(peer: bytes) -> int:
+    """Whose link this is; who has no guest's identity has no link."""
+    return int(peer.partition(b".")[0])
+
+
+def _check_types(inference: Inference) -> None:
+    """What `unpack_inference` leaves to its caller. Raises MalformedMessage."""
+    numbers = (inference.flags, inference.timeout_us, inference.priority, inference.deadline_ns)
+    if (
+        type(inference.request_id) is not str
+        or any(type(number) is not int for number in numbers)
+        or type(inference.correlation_id) not in (int, str)
+        or type(inference.parameters) is not dict
+        or any(type(output.name) is not str for output in inference.outputs)
+    ):
+        raise MalformedMessage("a field of an inference has the wrong type")
+    for key, value in inference.parameters.items():
+        if type(key) is not str or type(value) not in (str, int, bool, float):
+            raise MalformedMessage("a parameter has the wrong type")
+
+
+class Fronts:
+    """The scheduler's answers: to gateways and models on one socket, to guests on the other."""
+
+    def __init__(self, clients: Router, door: GuestDoor) -> None:
+        self._clients = clients
+        self._door = door
+
+    @property
+    def malformed(self) -> int:
+        """Frames that could not be read."""
+        return self._clients.malformed + self._door.link.malformed
+
+    def post(self, peer: bytes, message: Any) -> None:
+        """Queue a message for whoever has this address."""
+        link = self._door.link if self._door.knows(peer) else self._clients
+        link.post(peer, message)

@@ -1,0 +1,1 @@
+"""Requests inside a scheduler: their states, the queue, and one response each."""

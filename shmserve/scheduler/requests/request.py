@@ -1,0 +1,142 @@
+"""A request inside the scheduler, and the states of its life as a table (pure).
+
+Every request gets one answer, and one `Settled` besides when the answer came while a worker still
+had it. The states say who owes what: a worker may still be reading a request's memory long after
+its client stopped waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum, auto
+from typing import Any
+
+from shmserve.ipc.transport.peercred_router import first_number
+
+NEVER = 1 << 63  # later than any time
+
+
+class State(StrEnum):
+    """Where a request is."""
+
+    QUEUED = auto()
+    EXECUTING = auto()
+    HELD = auto()  # executed; its answer waits for those of earlier requests
+    ANSWERED = auto()  # failed early: a worker still has it, `Settled` is owed
+    CANCELLED = auto()  # nobody waits for the result: a worker still has it, the answer is owed
+    ORPHANED = auto()  # its client is gone: a worker still has it, nothing is owed
+    DONE = auto()
+
+
+class Event(StrEnum):
+    """What happens to a request."""
+
+    DISPATCH = auto()
+    RETURN = auto()
+    HOLD = auto()
+    ANSWER = auto()
+    ANSWER_EARLY = auto()
+    CANCEL = auto()
+    ABANDON = auto()
+    SETTLE = auto()
+
+
+LIFE: Mapping[State, Mapping[Event, State]] = {
+    State.QUEUED: {
+        Event.DISPATCH: State.EXECUTING,
+        Event.ANSWER: State.DONE,
+        Event.ABANDON: State.DONE,
+    },
+    State.EXECUTING: {
+        Event.RETURN: State.QUEUED,
+        Event.HOLD: State.HELD,
+        Event.ANSWER: State.DONE,
+        Event.ANSWER_EARLY: State.ANSWERED,
+        Event.CANCEL: State.CANCELLED,
+        Event.ABANDON: State.ORPHANED,
+    },
+    State.HELD: {Event.ANSWER: State.DONE, Event.ABANDON: State.DONE},
+    State.ANSWERED: {Event.SETTLE: State.DONE, Event.ABANDON: State.ORPHANED},
+    State.CANCELLED: {Event.ANSWER: State.DONE, Event.ABANDON: State.ORPHANED},
+    State.ORPHANED: {Event.SETTLE: State.DONE},
+    State.DONE: {},
+}
+
+
+class IllegalEvent(Exception):
+    """A request met an event that its state does not know: a defect of ours."""
+
+
+class Client:
+    """Who submits: its address at our socket, its pid (0: unknown), its requests by number."""
+
+    __slots__ = ("peer", "pid", "requests")
+
+    def __init__(self, peer: bytes) -> None:
+        self.peer = peer
+        self.pid = first_number(peer)
+        self.requests: dict[int, Request] = {}
+
+
+class Request:
+    """One inference, which counts for `units` in a batch. Times are monotonic ns, 0: none.
+
+    `deadline_ns` holds from arrival to answer, `queue_limit_ns` only in the queue; before
+    `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait).
+    """
+
+    __slots__ = (
+        "answer",
+        "arrived_ns",
+        "client",
+        "deadline_ns",
+        "deaths",
+        "enqueued_ns",
+        "hurry_ns",
+        "id",
+        "key",
+        "queue_limit_ns",
+        "request_id",
+        "shape_key",
+        "state",
+        "units",
+        "work",
+    )
+
+    def __init__(
+        self,
+        key: int,
+        client: Client,
+        number: int,
+        units: int,
+        shape_key: bytes,
+        arrived_ns: int,
+        enqueued_ns: int,
+        deadline_ns: int,
+        queue_limit_ns: int,
+        hurry_ns: int,
+        work: bytes,
+        request_id: str,
+    ) -> None:
+        self.key = key
+        self.client = client
+        self.id = number
+        self.units = units
+        self.shape_key = shape_key
+        self.arrived_ns = arrived_ns
+        self.enqueued_ns = enqueued_ns
+        self.deadline_ns = deadline_ns
+        self.queue_limit_ns = queue_limit_ns
+        self.hurry_ns = hurry_ns
+        self.work = work
+        self.request_id = request_id
+        self.state = State.QUEUED
+        self.deaths = 0
+        self.answer: Any = None
+
+    def meet(self, event: Event) -> None:
+        """Move to the next state; raises IllegalEvent and changes nothing where there is none."""
+        try:
+            self.state = LIFE[self.state][event]
+        except KeyError:
+            raise IllegalEvent(f"{event.name} in state {self.state.name}") from None

@@ -1,0 +1,179 @@
+"""Every request's one answer: posts it, counts it, and keeps answers in order where asked to.
+
+finish   the outcome of an execution (ordered if the model preserves ordering)
+fail     an error that waits for nobody: rejection, deadline, cancellation
+close    a worker has returned a request whose fate was decided meanwhile
+abandon  nobody is there to answer
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc.messages import Failed, Finished, ReleaseOutputs, Settled, Submit
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import unpack_inferred
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.requests.request import Client, Event, Request, State
+from shmserve.scheduler.statistics import Reason, Statistics, Timing
+
+# Stale places in the order are swept when they outnumber the live requests by this much.
+_STALE_PLACES = 1024
+_UNDECIDED = frozenset((State.QUEUED, State.EXECUTING))
+_IN_ORDER = _UNDECIDED | {State.HELD}
+
+
+class Peers(Protocol):
+    """Queues messages to clients, or to workers; `malformed` counts unreadable ones from them."""
+
+    @property
+    def malformed(self) -> int:
+        """Unreadable frames so far."""
+
+    def post(self, peer: bytes, message: Any) -> None:
+        """Queue a message for one of them."""
+
+
+class Worker(NamedTuple):
+    """Who ran a request: its address and pid."""
+
+    peer: bytes
+    pid: int
+
+
+class Outcome(NamedTuple):
+    """What an execution made of a request: `code` "" is success, no `timing` a death."""
+
+    code: str
+    message: str
+    body: bytes
+    timing: Timing | None
+    worker: Worker | None
+
+
+class Answers:
+    """What clients are told. `live` counts the requests that are not done."""
+
+    def __init__(
+        self, clients: Peers, workers: Peers, statistics: Statistics, preserve_ordering: bool
+    ) -> None:
+        self._clients = clients
+        self._workers = workers
+        self._statistics = statistics
+        self._ordered = preserve_ordering
+        self._order: deque[Request] = deque()
+        self.live = 0
+
+    def admitted(self, request: Request) -> None:
+        """From now on this request is owed an answer."""
+        request.client.requests[request.id] = request
+        self.live += 1
+        if self._ordered:
+            self._order.append(request)
+
+    def refuse(
+        self, client: Client, message: Submit, error: ShmserveError, retry_after_s: int
+    ) -> None:
+        """Answer a request that was not admitted."""
+        self._clients.post(
+            client.peer, Failed(message.id, error.code, error.message, retry_after_s, False)
+        )
+
+    def finish(self, request: Request, outcome: Outcome, now_ns: int) -> None:
+        """Answer an executing request, as soon as its turn comes."""
+        if self._ordered:
+            request.meet(Event.HOLD)
+            request.answer = outcome
+        else:
+            self._deliver(request, outcome, now_ns)
+
+    def release(self, now_ns: int) -> None:
+        """Deliver what is held and whose turn has come."""
+        order = self._order
+        while order and order[0].state not in _UNDECIDED:
+            request = order.popleft()
+            if request.state is State.HELD:
+                outcome, request.answer = request.answer, None
+                self._deliver(request, outcome, now_ns)
+
+    def sweep(self) -> None:
+        """Forget the places of requests that are over when they are many: the first that is not
+        may take long."""
+        if len(self._order) > 2 * self.live + _STALE_PLACES:
+            self._order = deque([r for r in self._order if r.state in _IN_ORDER])
+
+    def _deliver(self, request: Request, outcome: Outcome, now_ns: int) -> None:
+        code, text, body, timing, _ = outcome
+        if code or timing is None:
+            reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
+            self.fail(request, code, text, reason, now_ns)
+            return
+        self._statistics.succeeded(request, timing, now_ns)
+        request.meet(Event.ANSWER)
+        self._clients.post(request.client.peer, Finished(request.id, body))
+        self._forget(request)
+
+    def fail(
+        self,
+        request: Request,
+        code: str,
+        message: str,
+        reason: Reason,
+        now_ns: int,
+        early: bool = False,
+    ) -> None:
+        """Answer with an error at once; `early`: a worker still has it, and `close` follows."""
+        self._statistics.failed(request.arrived_ns, reason, now_ns)
+        request.meet(Event.ANSWER_EARLY if early else Event.ANSWER)
+        self._clients.post(request.client.peer, Failed(request.id, code, message, 0, early))
+        if not early:
+            self._drop_held(request)
+            self._forget(request)
+
+    def close(self, request: Request, now_ns: int) -> None:
+        """No worker has the request any more, and its result is of no use."""
+        match request.state:
+            case State.CANCELLED:
+                self.fail(request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns)
+            case State.ANSWERED:
+                request.meet(Event.SETTLE)
+                self._clients.post(request.client.peer, Settled(request.id))
+                self._forget(request)
+            case _:
+                request.meet(Event.SETTLE)
+                self._forget(request)
+
+    def abandon(self, request: Request, now_ns: int) -> None:
+        """The client is gone; a worker that has the request still returns it."""
+        if request.state is not State.ANSWERED:
+            self._statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
+        request.meet(Event.ABANDON)
+        if request.state is State.DONE:
+            self._drop_held(request)
+            self._forget(request)
+
+    def drop_outputs(self, client_pid: int, body: bytes, worker: Worker) -> None:
+        """Tell a worker that nobody will read what it made."""
+        try:
+            tensors = unpack_inferred(body).outputs
+        except MalformedMessage:
+            return
+        offsets = [
+            tensor.data.offset
+            for tensor in tensors
+            if isinstance(tensor.data, Place) and tensor.data.memory.pid == worker.pid
+        ]
+        if offsets:
+            self._workers.post(worker.peer, ReleaseOutputs(client_pid, offsets))
+
+    def _drop_held(self, request: Request) -> None:
+        outcome, request.answer = request.answer, None
+        if outcome is not None and outcome.worker is not None:
+            self.drop_outputs(request.client.pid, outcome.body, outcome.worker)
+
+    def _forget(self, request: Request) -> None:
+        self.live -= 1
+        request.work = b""
+        request.client.requests.pop(request.id, None)

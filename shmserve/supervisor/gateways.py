@@ -1,0 +1,163 @@
+"""The gateways: started on the supervisor's listening sockets, told everything, started again when
+they die."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc import messages as m
+from shmserve.supervisor.context import Host
+from shmserve.supervisor.host.listeners import close
+from shmserve.supervisor.processes.restart_backoff import Row
+from shmserve.supervisor.processes.table import Child
+
+logger = logging.getLogger(__name__)
+
+_GRPC = "grpc"
+
+
+class Gateways:
+    """All of them. `snapshot()` gives what a new one must know; `on_message(pid, message)`
+    takes requests from them."""
+
+    def __init__(
+        self,
+        host: Host,
+        http: list[socket.socket],
+        metrics: list[socket.socket],
+        grpc: list[socket.socket],
+        snapshot: Callable[[], Iterable[Any]],
+        on_message: Callable[[int, Any], None],
+    ) -> None:
+        self._host = host
+        self._http = http
+        self._metrics = metrics
+        self._grpc = grpc
+        self._snapshot = snapshot
+        self._on_message = on_message
+        self._children: dict[str, Child] = {}  # by name: "0", "1", ..., "grpc"
+        self._rows: defaultdict[str, Row] = defaultdict(Row)
+        self._started: dict[str, float] = {}
+        self._drained: dict[int, asyncio.Future[None]] = {}
+        self.stopping = False
+
+    async def start(self) -> None:
+        """Start every gateway."""
+        names = [str(index) for index in range(self._host.config.gateways)]
+        if self._grpc:
+            names.append(_GRPC)
+        await asyncio.gather(*map(self._start, names))
+
+    async def _start(self, name: str) -> None:
+        self._started[name] = time.monotonic()
+        entry, own, sockets = self._grpc_entry() if name == _GRPC else self._http_entry(name)
+        config = self._host.config
+        common = {
+            "run_dir": str(self._host.run_dir),
+            "settings": config.gateway_settings(),
+            "log": asdict(self._host.log),
+        }
+        child = await self._host.front_zygote.spawn(
+            f"gateway {name}", entry, {**common, **own}, [sock.fileno() for sock in sockets]
+        )
+        self._children[name] = child
+        self._host.enrol(child.pid, "gateway", lambda message: self._from_gateway(child, message))
+
+    def _http_entry(self, name: str) -> tuple[str, dict[str, Any], list[socket.socket]]:
+        own = {"index": int(name), "http_count": len(self._http)}
+        return "shmserve.gateway.http.main:run", own, [*self._http, *self._metrics]
+
+    def _grpc_entry(self) -> tuple[str, dict[str, Any], list[socket.socket]]:
+        config = self._host.config.grpc
+        assert config is not None
+        addresses = [sock.getsockname()[:2] for sock in self._grpc]
+        own = {"addresses": addresses, "grpc": config.gateway_settings()}
+        return "shmserve.gateway.grpc.main:run", own, []
+
+    def _from_gateway(self, child: Child, message: Any) -> None:
+        match message:
+            case m.GatewayReady():
+                for item in self._snapshot():
+                    self._host.control.send(child.pid, item)
+            case m.Acknowledged(number):
+                self._host.acknowledgements.acknowledged(child.pid, number)
+            case m.Drained():
+                drained = self._drained.get(child.pid)
+                if drained is not None and not drained.done():
+                    drained.set_result(None)
+            case _:
+                self._on_message(child.pid, message)
+
+    def pids(self) -> list[int]:
+        """The gateways that have made contact."""
+        return self._host.role_pids("gateway")
+
+    async def publish(self, make: Callable[[int], Any]) -> None:
+        """Send what `make(number)` gives to every gateway; returns once it holds in each that
+        lives."""
+        pids = self.pids()
+        number, done = self._host.acknowledgements.begin(set(pids))
+        message = make(number)
+        for pid in pids:
+            self._host.control.send(pid, message)
+        await done
+
+    def tell(self, message: Any) -> None:
+        """Send news of models, or of the server's health, to every gateway and guest."""
+        self._host.broadcast(message, "gateway", "guest")
+
+    async def publish_model(self, make: Callable[[int], Any]) -> None:
+        """`publish`, to guests as well; one that is stopped is not waited for."""
+        guests = self._host.guests
+        told = [self.publish(make), *([guests.publish(make)] if guests else [])]
+        await asyncio.gather(*told)
+
+    def process_exited(self, child: Child) -> None:
+        """Start a gateway again if `child` was one; the listening sockets are here, so no
+        connection is refused."""
+        for name, known in self._children.items():
+            if known is child and not self.stopping:
+                logger.error("%s ended (%s); starting it again", child.title, child.exited.result())
+                self._host.background(self._restart(name))
+
+    async def _restart(self, name: str) -> None:
+        await asyncio.sleep(self._rows[name].pause_s(time.monotonic() - self._started[name]))
+        if not self.stopping:
+            try:
+                await self._start(name)
+            except (ShmserveError, OSError) as error:  # of no descriptor or memory left, too
+                logger.error("gateway %s could not be started: %s", name, error)
+                self._host.background(self._restart(name))
+
+    async def drain(self) -> None:
+        """Have every gateway finish what is in flight; returns when all are done or gone."""
+        self.stopping = True
+        loop = asyncio.get_running_loop()
+        waits: list[asyncio.Future[Any]] = []
+        for child in self._children.values():
+            if child.alive and self._host.control.connected(child.pid):
+                drained = self._drained[child.pid] = loop.create_future()
+                self._host.control.send(child.pid, m.Drain())
+                waits.append(asyncio.ensure_future(self._host.either(drained, child.exited)))
+        if waits:
+            await asyncio.wait(waits)
+
+    async def stop(self) -> None:
+        """End every gateway and close the sockets."""
+        self.stopping = True
+        for sock in (*self._http, *self._metrics, *self._grpc):
+            close(sock)
+        for child in self._children.values():
+            if self._host.control.connected(child.pid):
+                self._host.control.send(child.pid, m.Stop())
+            else:
+                child.kill()  # it does not hear yet
+        await asyncio.gather(*(self._host.end(child, 2.0) for child in self._children.values()))

@@ -1,0 +1,143 @@
+"""The sockets that the supervisor listens on, or holds for gRPC, so that no death of a gateway
+refuses a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+from shmserve.common.peer_credentials import is_loopback
+from shmserve.common.shm_access import NO_GROUP
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.transport.listener import refuse_descriptors
+
+# Of the addresses that a name has, those of a family that this host does without.
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
+    """Where `address` means, as getaddrinfo says it.
+
+    Raises InvalidArgument naming `flag` when nobody knows it, or when other hosts reach it and it
+    is not `guarded`.
+    """
+    try:
+        found = socket.getaddrinfo(
+            address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:  # a name that no host can have is no OSError
+        reason = getattr(error, "strerror", None) or "not a host's name"
+        raise InvalidArgument(f"{flag}: cannot resolve '{address}': {reason}") from None
+    if not guarded and not all(is_loopback(str(where[0])) for *_, where in found):
+        raise InvalidArgument(
+            f"{flag}: other hosts reach '{address}', so clients must show a token "
+            "(--auth-token-file FILE), or everybody may do everything (--insecure)"
+        )
+    return found
+
+
+def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
+    """Listening TCP sockets on every address that `address` names; port 0 picks one.
+
+    Raises InvalidArgument naming `flag` when the address cannot be had, or other hosts reach it and
+    it is not `guarded`.
+    """
+    return _bound(address, port, flag, guarded, backlog=1024)
+
+
+def hold(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
+    """Like `listen`, but the sockets are only bound: they keep the port for one that listens.
+
+    gRPC takes no listening socket, it makes its own. Linux lets it bind to the same address as long
+    as the holder does not listen (both with SO_REUSEADDR), and when it dies with its gateway the
+    port is still held for the next one. A port where somebody listens cannot be held.
+    """
+    return _bound(address, port, flag, guarded, backlog=None)
+
+
+def _bound(
+    address: str, port: int, flag: str, guarded: bool, backlog: int | None
+) -> list[socket.socket]:
+    made: list[socket.socket] = []
+    missing: OSError | None = None
+    for family, _, _, _, where in resolve(address, port, flag, guarded):
+        try:
+            made.append(_bound_to(family, where, backlog))
+        except OSError as error:
+            missing = error
+            if error.errno not in _NOT_HERE:
+                break
+    if missing is not None and (not made or missing.errno not in _NOT_HERE):
+        for opened in made:
+            opened.close()
+        named = flag if missing.errno in _NOT_HERE else flag.replace("-address", "-port")
+        raise InvalidArgument(
+            f"{named}: cannot listen on {address}:{port}: {missing.strerror}"
+        ) from None
+    return made
+
+
+def _bound_to(family: int, where: Any, backlog: int | None) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(where)
+        if backlog is not None:
+            sock.listen(backlog)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
+    """A listening unix socket at `path` for this process's user, and for `group` if there is one.
+
+    What a server that was killed left at `path` is removed. Raises InvalidArgument naming `flag`
+    when the path cannot be had.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_behind(path):
+            path.unlink()
+        mask = os.umask(0o177)
+        try:
+            sock.bind(os.fspath(path))
+        finally:
+            os.umask(mask)
+        if group != NO_GROUP:
+            os.chown(path, -1, group)
+            path.chmod(0o660)
+        refuse_descriptors(sock)
+        sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or str(error)
+        raise InvalidArgument(f"{flag}: cannot listen on '{path}': {reason}") from None
+    return sock
+
+
+def _is_left_behind(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                return probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED
+    return False
+
+
+def close(sock: socket.socket) -> None:
+    """Close a socket, if it is open. Of a unix socket the path goes first: while it is listened on,
+    no other server has taken it."""
+    if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
+        with contextlib.suppress(OSError):
+            os.unlink(sock.getsockname())
+    sock.close()

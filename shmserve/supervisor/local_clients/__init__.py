@@ -1,0 +1,1 @@
+"""Programs on this host that use shmserve.client: their connection, and the memory they share."""

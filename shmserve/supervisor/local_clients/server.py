@@ -1,0 +1,349 @@
+"""The guests: programs on this host that use `shmserve.client`, and what each of them may do.
+
+    program ── Hello ──────────────> door     a unix socket; the kernel says whose program it is
+            <── Welcome, models ───           a number, a token, where each model's scheduler is
+            ── ShareMemory + fd ──>           a memfd of its own, sealed
+            ── ShareDeviceMemory ──>          or memory on a device, by its handle
+            <── news of models ────           acknowledged, so that a reload loses no request
+            ── end of connection ──>          everything it had is dropped, at once
+
+The connection is the process's that made it: a child that inherited it does not keep it.
+A guest can submit requests, and share its own memory for them; it manages nothing. Requests do not
+come here: they go to the schedulers, which check them (shmserve/scheduler/guests.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shmserve.common import fd_limits
+from shmserve.common.peer_credentials import credentials
+from shmserve.common.shm_access import NO_GROUP, Peer
+from shmserve.common.tasks import in_background
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.capabilities import FIRST, Seals
+from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
+from shmserve.ipc.memory.posix_shm import SharedObject, described
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
+from shmserve.ipc.tensors.ranges import fits, whole
+from shmserve.ipc.transport import frames
+from shmserve.ipc.transport.listener import Listener, listening, no_room
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.supervisor.host.run_directory import admit_group
+from shmserve.supervisor.local_clients import fd_passing
+from shmserve.supervisor.processes.control_socket import Acknowledgements
+from shmserve.supervisor.regions.registry import Registrar
+
+logger = logging.getLogger(__name__)
+
+_MOST_GUESTS = 1024
+_MOST_STRANGERS = 256  # who have not said hello; who has not for longest makes room
+_BACKLOG = 128
+_AT_ONCE = 64  # so many come in before those who did are listened to
+_MOST_UNREAD = 4096  # messages for a guest that does not read; then it is shown out
+_PATIENCE_S = 1.0  # a guest that is stopped must not hold up a reload for longer
+# What a guest needs of a model's configuration, and of each input and output.
+_TOLD = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
+_TOLD_OF_TENSOR = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
+_LARGEST_TOLD = 4 * 1024 * 1024  # bytes of a packet
+_OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot have
+
+
+@dataclass(slots=True, eq=False)
+class _Guest:
+    number: int
+    uid: int
+    link: socket.socket
+    process: int  # a pidfd, or -1 where the process cannot be seen from here
+    welcomed: bool = False
+    unsent: deque[bytes] = field(default_factory=deque)
+
+
+class Guests:
+    """The door and who has come in. `snapshot()` gives the models and the health; `on_left(number)`
+    hears of an end."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        group: int,
+        seals: Seals,
+        regions: Registrar,
+        snapshot: Callable[[], Iterable[Any]],
+        on_left: Callable[[int], None],
+    ) -> None:
+        """Open the door: to programs of this user, or also of a group.
+
+        Raises Unavailable when the run directory has no room for it.
+        """
+        self._seals = seals
+        self._regions = regions
+        self._snapshot = snapshot
+        self._on_left = on_left
+        self._guests: dict[int, _Guest] = {}
+        self._numbers = itertools.count(FIRST)
+        self._serials = itertools.count(1)
+        self._checks: set[asyncio.Task[None]] = set()
+        self._acknowledgements = Acknowledgements()
+        self._loop = asyncio.get_running_loop()
+        self._most = min(_MOST_GUESTS, fd_limits.for_guests())
+        path = endpoints.door(run_dir)
+        try:
+            path.parent.mkdir(mode=0o700)
+        except OSError as error:
+            raise no_room(error) from None
+        door = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
+        if group != NO_GROUP:
+            admit_group(path.parent, group)
+            admit_group(path, group)
+        buffer = door.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # that of every link, too
+        self._largest = min(buffer - _OVERHEAD, _LARGEST_TOLD)
+        self._door = Listener(door)
+        self._loop.add_reader(self._door.fileno(), self._accept)
+
+    # --- news
+
+    async def publish(self, make: Callable[[int], Any]) -> None:
+        """Tell every guest what `make(number)` gives; returns once all have acknowledged it, or
+        have been silent for a second."""
+        number, done = self._acknowledgements.begin(
+            {guest.number for guest in self._guests.values() if guest.welcomed}
+        )
+        self.tell(make(number))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done, _PATIENCE_S)
+
+    def tell(self, message: Any) -> None:
+        """Tell every guest."""
+        data = self._packet(message, logging.WARNING)
+        for guest in list(self._guests.values()):
+            if guest.welcomed:
+                self._send(guest, data)
+
+    def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
+        """What guests are told. A model that no packet can tell of is none of theirs, and costs
+        nobody the connection; `level` is how loudly that is said."""
+        data = frames.pack([_for_guests(message)])
+        if len(data) <= self._largest or not isinstance(message, m.ModelPublished):
+            return data
+        logger.log(
+            level,
+            "model '%s' version %s is not for shmserve.client: its inputs and outputs take %d bytes"
+            " to describe, and a socket carries %d (net.core.wmem_default)",
+            *(message.name, message.version, len(data), self._largest),
+        )
+        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])
+
+    # --- coming and going
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            link = self._door.accept()
+            if link is None:
+                return
+            pid, uid, _ = credentials(link)
+            strangers = [guest for guest in self._guests.values() if not guest.welcomed]
+            if len(strangers) >= _MOST_STRANGERS:
+                self._leave(strangers[0])
+            if not self._has_room(uid):
+                fd_passing.part(link)
+                continue
+            try:
+                process = os.pidfd_open(pid) if pid else -1
+            except OSError:  # gone already, or no descriptor left
+                fd_passing.part(link)
+                continue
+            guest = _Guest(next(self._numbers), uid, link, process)
+            self._guests[guest.number] = guest
+            self._loop.add_reader(link.fileno(), self._read, guest)
+            if process >= 0:
+                self._loop.add_reader(process, self._leave, guest)
+
+    def _has_room(self, uid: int) -> bool:
+        """One user's programs do not take all the places."""
+        of_one = sum(guest.uid == uid for guest in self._guests.values())
+        return len(self._guests) < self._most and of_one < fd_limits.share_of(self._most)
+
+    def _leave(self, guest: _Guest) -> None:
+        if self._guests.pop(guest.number, None) is None:
+            return
+        self._loop.remove_reader(guest.link.fileno())
+        self._loop.remove_writer(guest.link.fileno())
+        if guest.process >= 0:
+            self._loop.remove_reader(guest.process)
+            os.close(guest.process)
+        self._acknowledgements.exited(guest.number)
+        fd_passing.part(guest.link)  # before the schedulers cut it off: so it sees why they do
+        if guest.welcomed:
+            self._on_left(guest.number)
+
+    def close(self) -> None:
+        """Show everybody out and close the door."""
+        self._loop.remove_reader(self._door.fileno())
+        self._door.close()
+        for guest in list(self._guests.values()):
+            self._leave(guest)
+
+    # --- out
+
+    def _send(self, guest: _Guest, data: bytes) -> None:
+        guest.unsent.append(data)
+        if len(guest.unsent) > _MOST_UNREAD:
+            logger.warning("a client program does not read what it is told: disconnected")
+            self._leave(guest)
+        elif len(guest.unsent) == 1:
+            self._flush(guest)
+
+    def _flush(self, guest: _Guest) -> None:
+        while guest.unsent:
+            try:
+                guest.link.send(guest.unsent[0], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._loop.add_writer(guest.link.fileno(), self._flush, guest)
+                return
+            except OSError:
+                self._leave(guest)
+                return
+            guest.unsent.popleft()
+        self._loop.remove_writer(guest.link.fileno())
+
+    # --- in
+
+    def _read(self, guest: _Guest) -> None:
+        try:
+            data, fds = fd_passing.receive(guest.link)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._leave(guest)
+            return
+        try:
+            if not data:
+                self._leave(guest)
+                return
+            for message in frames.unpack(data):
+                if guest.number not in self._guests:
+                    return  # it left before it was answered: what it shares now, nobody gives back
+                self._take(guest, message, fds)
+        except MalformedMessage as error:
+            logger.warning("a client program sent what is no message: %s", error)
+            self._leave(guest)
+        finally:
+            fd_passing.let_go(fds)
+
+    def _take(self, guest: _Guest, message: Any, fds: list[int]) -> None:
+        match message:
+            case m.Hello(version=frames.VERSION) if not guest.welcomed:
+                guest.welcomed = True
+                welcome = m.Welcome(guest.number, self._seals.token(guest.number))
+                for item in (welcome, *self._snapshot()):
+                    self._send(guest, self._packet(item))
+            case m.Acknowledged(number=number) if guest.welcomed:
+                self._acknowledgements.acknowledged(guest.number, number)
+            case m.ShareMemory(number, size, pin) if guest.welcomed:
+                answer: Any
+                try:
+                    answer = m.Answered(number, {"memory": self._share(guest, size, pin, fds)})
+                except ShmserveError as error:
+                    answer = m.Refused(number, error.code, error.message)
+                self._send(guest, frames.pack([answer]))
+            case m.ShareDeviceMemory() if guest.welcomed:
+                in_background(self._answer_device(guest, message), self._checks)
+            case m.WithdrawMemory(memory_id=memory_id) if guest.welcomed and memory_id:
+                self._regions.give_back(guest.number, memory_id)
+            case _:
+                raise MalformedMessage(f"an unexpected {type(message).__name__}")
+
+    def _share(self, guest: _Guest, byte_size: int, pin: bool, fds: list[int]) -> list[Any]:
+        if len(fds) != 1:
+            raise InvalidArgument("one descriptor must come with the memory to share")
+        (fd,) = fds
+        shared = check_memory(fd, byte_size, trusted=guest.uid in (0, os.geteuid()))
+        rest = (os.getpid(), fd, shared.inode, byte_size, True)
+        memory_id = self._seals.memory_id(guest.number, *rest, pin)
+        self._regions.lend(memory_id, shared, byte_size, Peer(guest.uid), guest.number, pin)
+        fds.clear()
+        return [memory_id, *rest, False, pin]
+
+    async def _answer_device(self, guest: _Guest, asked: m.ShareDeviceMemory) -> None:
+        answer: Any
+        try:
+            memory = await self._share_device(guest, asked)
+            answer = m.Answered(asked.id, {"memory": memory})
+        except ShmserveError as error:
+            answer = m.Refused(asked.id, error.code, error.message)
+        if guest.number in self._guests:
+            self._send(guest, frames.pack([answer]))
+
+    async def _share_device(self, guest: _Guest, asked: m.ShareDeviceMemory) -> list[Any]:
+        handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
+        if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
+            raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
+        size = whole(asked.byte_size, "byte_size")
+        if not size or handle.device < 0:
+            raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
+        memory_id = self._seals.device_memory_id(guest.number, next(self._serials), size, handle)
+        memory = Memory.on_device(memory_id, size, handle)
+        await self._regions.lend_cuda(memory, Peer(guest.uid), guest.number)
+        if guest.number not in self._guests:
+            self._regions.give_back(guest.number)
+        return [memory_id, size, handle.device, handle.raw, handle.uuid]
+
+
+def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
+    """The memfd `fd`, for workers to map the first `byte_size` bytes of.
+
+    Raises InvalidArgument when they could die of touching it: when it can shrink, is smaller, has
+    no memory behind it yet, or is of huge pages and of who is not `trusted` to leave them in place:
+    the host may have no others.
+    """
+    if not fd_passing.is_memory(fd) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
+    shared = described(fd)
+    status = os.fstat(fd)
+    page = os.fstatvfs(fd).f_bsize
+    if page != mmap.PAGESIZE and (not trusted or byte_size % page):
+        raise InvalidArgument(
+            "shared memory must be of ordinary pages, or, from the server's own user, of whole "
+            "huge pages"
+        )
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise InvalidArgument("shared memory must be open for reading and writing")
+    if not byte_size > 0 or not fits(0, byte_size, shared.size):
+        raise InvalidArgument(f"'byte_size' must be from 1 to {shared.size}, got {byte_size}")
+    if status.st_blocks * 512 < byte_size:
+        raise InvalidArgument("memory must be reserved (posix_fallocate) before it is shared")
+    return shared
+
+
+def _for_guests(message: Any) -> Any:
+    match message:
+        case m.ModelPublished(config=config, endpoint=endpoint):
+            told = {key: config[key] for key in _TOLD if key in config}
+            for which in ("input", "output"):
+                told[which] = [_brief(tensor) for tensor in config.get(which, ())]
+            guests = endpoints.for_guests(endpoint)
+            return replace(message, config=told, metadata={}, endpoint=guests)
+        case m.SchedulerLost(endpoint, successor):
+            return m.SchedulerLost(endpoints.for_guests(endpoint), endpoints.for_guests(successor))
+        case _:
+            return message
+
+
+def _brief(tensor: dict[str, Any]) -> dict[str, Any]:
+    """An input or output without what is not set."""
+    return {key: tensor[key] for key in _TOLD_OF_TENSOR if tensor.get(key, False) is not False}

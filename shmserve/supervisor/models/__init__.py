@@ -1,0 +1,1 @@
+"""What is loaded: from a model folder to a version that serves, and back."""

@@ -1,0 +1,60 @@
+"""The instances of a model version: what `instance_group` asks for, and the process of each."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmserve.supervisor.models.states import InstanceState, instance_after
+from shmserve.supervisor.processes.restart_backoff import Row
+from shmserve.supervisor.processes.table import Child
+
+_MOST_UNREAD = 16  # of a worker that says more than it is asked for
+
+
+def inbox() -> asyncio.Queue[Any]:
+    """What a worker has said about itself and nobody has read yet; bounded."""
+    return asyncio.Queue(_MOST_UNREAD)
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One worker process of a model, or the place where the next one will be."""
+
+    index: int
+    name: str
+    device: str
+    kind: str
+    device_id: int
+    state: InstanceState = InstanceState.STARTING
+    child: Child | None = None
+    inbox: asyncio.Queue[Any] = field(default_factory=inbox)
+    ready_at: float = 0.0
+    row: Row = field(default_factory=Row)
+    failed_loads: int = 0
+
+    def event(self, name: str) -> None:
+        """Move to the next state."""
+        self.state = instance_after(self.state, name)
+
+
+def expand_instances(config: dict[str, Any]) -> list[Instance]:
+    """The instances that `instance_group` of a normalised configuration asks for, in order."""
+    made: list[Instance] = []
+    for group in config["instance_group"]:
+        gpu = group["kind"] == "KIND_GPU"
+        for device_id in group["gpus"] if gpu else [0]:
+            for number in range(group["count"]):
+                made.append(
+                    Instance(
+                        index=len(made),
+                        name=f"{group['name']}_{number}"
+                        if not gpu
+                        else f"{group['name']}_gpu{device_id}_{number}",
+                        device=f"gpu:{device_id}" if gpu else "cpu",
+                        kind=group["kind"].removeprefix("KIND_"),
+                        device_id=device_id,
+                    )
+                )
+    return made

@@ -1,0 +1,183 @@
+"""From a model folder to what to deploy: find it, read its configuration, choose the versions."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmserve import model_config
+from shmserve.common.model_names import is_model_name
+from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
+from shmserve.supervisor.models import repository
+from shmserve.supervisor.models.version_spec import Plan
+
+if TYPE_CHECKING:
+    from shmserve.common.accelerators import Accelerators
+    from shmserve.config.server import ServerConfig
+    from shmserve.model_config import ModelConfig, Source
+    from shmserve.supervisor.models.repository import ModelFolder
+
+logger = logging.getLogger(__name__)
+
+
+class Planner:
+    """Reads the repositories of a server. Its methods touch the disk and may run in a thread."""
+
+    def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
+        self._config = config
+        self._overrides = run_dir / "overrides"
+        self._accelerators = accelerators
+        self._inline: dict[str, ModelFolder] = {}
+        for spec in config.model_files:
+            folder = repository.inline_model(spec, run_dir / "models")
+            if folder.name in self._inline:
+                raise InvalidArgument(f"'{spec}': there is a model '{folder.name}' already")
+            self._inline[folder.name] = folder
+
+    def scan(self) -> dict[str, ModelFolder]:
+        """Every model that the repositories hold now, by name."""
+        return {**repository.scan(self._config.model_repositories), **self._inline}
+
+    def fingerprint(self, name: str) -> str:
+        """What changes when a file of the model does; "" when there is no such model."""
+        folder = self._find(name) if is_model_name(name) else None
+        return repository.fingerprint(folder) if folder is not None else ""
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a model, loadable or not."""
+        roots = self._config.model_repositories
+        return name in self._inline or any(os.path.isdir(root / name) for root in roots)
+
+    def _find(self, name: str) -> ModelFolder | None:
+        return self._inline.get(name) or repository.find(self._config.model_repositories, name)
+
+    def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[Plan]:
+        """A plan for each version to load, which is at least one.
+
+        `override` is a configuration in JSON that replaces config.pbtxt, `files` ("1/model.py")
+        replace the folder. Raises ShmserveError with Triton's texts.
+        """
+        try:
+            folder = self._folder(name, override, files)
+        except ShmserveError as error:
+            raise _not_polled(name, error) from None
+        try:
+            return self._plans(folder, override)
+        except BaseException:
+            self._remove(folder.path)
+            raise
+
+    def _plans(self, folder: ModelFolder, override: str) -> list[Plan]:
+        name, problem = folder.name, ""
+        try:
+            config, source = self._read(folder, override)
+            self._validate(config, folder, source, complete=False)
+        except model_config.LoadProblem as error:
+            problem = error.message
+        except ShmserveError as error:
+            raise _not_polled(name, error) from None
+        versions = repository.versions_to_load(config, folder.versions)
+        for version in repository.missing_versions(config, folder.versions):
+            logger.error(
+                "version %d is specified for model '%s', but the version directory is not present",
+                version,
+                name,
+            )
+        if not versions:
+            raise Internal(f"failed to load '{name}', no version is available")
+        if problem:
+            where = _unavailable(versions, problem)
+            raise InvalidArgument(f"load failed for model '{name}': {where}")
+        reason = model_config.unsupported(config)
+        if reason is not None:
+            raise InvalidArgument(reason)
+        as_dict = model_config.to_dict(config)
+        complete = partial(self._complete, config, folder, source)
+        return [
+            Plan(
+                name=name,
+                version=str(version),
+                model_dir=folder.path,
+                repository=folder.path.parent,
+                config=as_dict,
+                complete=complete,
+            )
+            for version in versions
+        ]
+
+    def discard(self, plan: Plan) -> None:
+        """Nothing of `plan` runs any more: remove what a load request's files were written to."""
+        self._remove(plan.model_dir)
+
+    def _remove(self, folder: Path) -> None:
+        if folder.is_relative_to(self._overrides):
+            repository.discard_override(folder)
+
+    def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
+        if files:
+            if not override:
+                raise InvalidArgument("override files are given without a 'config' override")
+            path = repository.materialise_override(self._overrides, name, override, files)
+            return repository.scan([path.parent])[name]
+        folder = self._find(name)
+        if folder is None:
+            raise NotFound("there is no such model folder")
+        if folder.problem:
+            raise InvalidArgument(folder.problem)
+        return folder
+
+    def _read(self, folder: ModelFolder, override: str) -> tuple[ModelConfig, Source]:
+        config, source = repository.read_config(folder, override)
+        files = folder.files(folder.versions[-1]) if folder.versions else []
+        config = model_config.detect_backend(config, folder.name, files)
+        return model_config.normalise(config, folder.name, self._accelerators.count), source
+
+    def _validate(
+        self, config: ModelConfig, folder: ModelFolder, source: Source, *, complete: bool
+    ) -> None:
+        model_config.validate(
+            config,
+            gpu_count=self._accelerators.count,
+            complete=complete,
+            model_dir=folder.path,
+            source=source,
+        )
+
+    def _complete(
+        self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The final configuration, after the model said its part; raises InvalidArgument."""
+        count = self._accelerators.count
+        merged = config
+        if self._config.auto_complete or config.backend == "native":
+            merged = model_config.merge_autocomplete(config, completed, source)
+        merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
+        self._validate(merged, folder, source, complete=True)
+        reason = model_config.unsupported(merged)
+        if reason is not None:
+            raise InvalidArgument(reason)
+        ignored = model_config.ignored_fields(merged)
+        if ignored:
+            logger.info(
+                "model %s: accepted and without effect here: %s", folder.name, ", ".join(ignored)
+            )
+        return model_config.to_dict(merged)
+
+    @staticmethod
+    def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
+        """What GET /v2/models/NAME shows."""
+        return model_config.metadata(model_config.from_json(config), map(int, versions))
+
+
+def _not_polled(name: str, error: ShmserveError) -> Internal:
+    return Internal(
+        f"failed to load '{name}', failed to poll from model repository: {error.message}"
+    )
+
+
+def _unavailable(versions: list[int], problem: str) -> str:
+    reason = f"UNAVAILABLE state: {InvalidArgument.title}: {problem}"
+    return "".join(f"version {version} is at {reason};\n" for version in versions)

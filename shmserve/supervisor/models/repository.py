@@ -1,0 +1,331 @@
+"""Model folders on disk: what is there, which versions, what changed; and folders we write.
+
+    REPOSITORY/NAME/config.pbtxt     optional
+    REPOSITORY/NAME/VERSION/...      VERSION is a positive integer without leading zeros
+
+Nothing here loads a model. A model's folder, its config.pbtxt and its version folders may be
+symbolic links only to places inside the repository; what is in a version folder may link anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from google.protobuf import text_format
+
+from shmserve.common.model_names import check_model_name, is_model_name
+from shmserve.errors import InvalidArgument
+from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
+
+CONFIG_FILE = "config.pbtxt"
+IN_SEVERAL = "model appears in two or more repositories"
+_VERSION = re.compile(r"[1-9][0-9]{0,9}")
+_CLASS_SUFFIX = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
+_OUTSIDE = "the model's folder leads out of its repository"
+_BYTECODE = ("__pycache__",)  # written by loading a model: no change of it
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model as the repository has it, not yet read.
+
+    `config_path` is None where there is no config.pbtxt; `versions` ascend. `problem`, when not
+    empty, says why it cannot be loaded. `class_name` and `file` are set for a model given as a
+    class in a file (see `inline_model`).
+    """
+
+    name: str
+    path: Path
+    repository: Path
+    config_path: Path | None = None
+    versions: tuple[int, ...] = ()
+    problem: str = ""
+    class_name: str = ""
+    file: Path | None = None
+
+    def files(self, version: int) -> list[str]:
+        """The names in a version's folder; raises InvalidArgument when it cannot be read."""
+        try:
+            return sorted(os.listdir(self.path / str(version)))
+        except OSError as error:
+            reason = error.strerror or "cannot be read"
+            raise InvalidArgument(f"{self.name}/{version}: {reason}") from None
+
+
+def scan(repositories: Sequence[Path]) -> dict[str, ModelFolder]:
+    """The models of all repositories by name, in order of name.
+
+    Hidden folders are skipped. A model that cannot be loaded (in two repositories, bad name,
+    outside) has its `problem` set. Raises InvalidArgument when a repository cannot be read.
+    """
+    found: dict[str, ModelFolder] = {}
+    for repository in repositories:
+        for path in _subfolders(repository):
+            folder = _look(repository, path)
+            if folder is None:
+                continue
+            if folder.name in found:
+                found[folder.name] = replace(found[folder.name], problem=IN_SEVERAL)
+            else:
+                found[folder.name] = folder
+    return dict(sorted(found.items()))
+
+
+def find(repositories: Sequence[Path], name: str) -> ModelFolder | None:
+    """The model `name` as `scan` would show it, or None; raises InvalidArgument for a bad name."""
+    check_model_name(name)
+    seen = (_look(root, root / name) for root in repositories if os.path.isdir(root / name))
+    found = [folder for folder in seen if folder is not None]
+    if len(found) > 1:
+        return replace(found[0], problem=IN_SEVERAL)
+    return found[0] if found else None
+
+
+def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, Source]:
+    """The configuration that a folder's config.pbtxt, or the JSON `override` in its place, says.
+
+    Nothing is filled in but the name. A folder without config.pbtxt gives what is known without:
+    nothing, or for `inline_model` the native backend and the class. A name that is not the folder's
+    is one more problem of the source. Raises InvalidArgument as `read_pbtxt` and `read_json` do.
+    """
+    source = UNWRITTEN
+    if override:
+        config, source = read_json(override)
+    elif folder.file is not None:
+        config = _inline_config(folder)
+    elif folder.config_path is not None:
+        text = _read_text(folder.config_path)
+        config, source = read_pbtxt(text, f"{folder.name}/{CONFIG_FILE}")
+    else:
+        config = ModelConfig()
+    if config.name and config.name != folder.name:
+        source = source.refusing(
+            ("name",),
+            f"unexpected directory name '{folder.name}' for model '{config.name}', directory name "
+            "must equal model name",
+        )
+    config.name = folder.name
+    return config, source
+
+
+def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]:
+    """Which of the `available` versions the model's version_policy wants, ascending; maybe none."""
+    have = sorted(set(available))
+    policy = config.version_policy
+    choice = policy.WhichOneof("policy_choice")
+    if choice == "specific":
+        return [version for version in have if version in policy.specific.versions]
+    if choice == "latest" or not config.HasField("version_policy"):
+        count = policy.latest.num_versions if choice else 1
+        return have[len(have) - min(count, len(have)) :]
+    return have
+
+
+def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]:
+    """The versions that the model's version_policy names and that are not `available`."""
+    return sorted(set(config.version_policy.specific.versions) - set(available))
+
+
+def fingerprint(folder: ModelFolder) -> str:
+    """A text that changes with any file of the model: name, size, time of change or identity."""
+    digest = hashlib.sha256()
+    lines = [_line("", folder.file)] if folder.file is not None else _lines(folder.path)
+    for line in sorted(lines):
+        digest.update(line)
+    return digest.hexdigest()
+
+
+def materialise_override(
+    base_dir: Path, name: str, config_json: str, files: Mapping[str, bytes]
+) -> Path:
+    """Write a model's folder from a load request and return it: `base_dir`/<unique>/`name`.
+
+    `files` maps "1/model.py" to contents; `config_json` becomes its config.pbtxt. `base_dir` is the
+    server's own. Raises InvalidArgument for a path that is absolute, has a ".." or is used twice,
+    and as `read_json` does.
+    """
+    check_model_name(name)
+    config, _ = read_json(config_json)
+    contents = dict(files)
+    contents[CONFIG_FILE] = text_format.MessageToString(config).encode()
+    base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    unique = Path(tempfile.mkdtemp(prefix="override-", dir=base_dir))
+    try:
+        for relative, content in contents.items():
+            _write(unique / name, relative, content)
+    except BaseException:
+        shutil.rmtree(unique, ignore_errors=True)
+        raise
+    return unique / name
+
+
+def discard_override(path: Path) -> None:
+    """Remove what `materialise_override` returned."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def inline_model(spec: str, base_dir: Path) -> ModelFolder:
+    """The model that "path/file.py:Class" names: no config file, the native backend.
+
+    It is called as the class in lower case; a class called `Model` takes the file's name instead.
+    For the others it looks like any folder: `base_dir`, the server's own, gets NAME/1, a link to
+    where the file is. Raises InvalidArgument when there is no such file or its name is not valid.
+    """
+    match = _CLASS_SUFFIX.fullmatch(spec)
+    if match is None:
+        raise InvalidArgument(f"'{spec}' is not of the form FILE.py:CLASS")
+    file = Path(match["file"]).resolve()
+    if not file.is_file():
+        raise InvalidArgument(f"'{match['file']}' is not a file")
+    class_name = match["name"]
+    name = file.stem if class_name == "Model" else class_name.lower()
+    check_model_name(name)
+    path = base_dir / name
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    link = path / "1"
+    link.unlink(missing_ok=True)
+    link.symlink_to(file.parent, target_is_directory=True)
+    return ModelFolder(
+        name, path, base_dir, versions=(1,), class_name=class_name, file=path / "1" / file.name
+    )
+
+
+def is_inline(text: str) -> bool:
+    """Whether a command-line argument is "path/file.py:Class" rather than a folder."""
+    return _CLASS_SUFFIX.fullmatch(text) is not None
+
+
+def _subfolders(repository: Path) -> list[Path]:
+    try:
+        with os.scandir(repository) as entries:
+            names = sorted(entry.name for entry in entries if os.path.isdir(entry))
+    except OSError as error:
+        reason = error.strerror or "cannot be read"
+        name = repository.absolute().name  # no more of the path: clients who ask see it, too
+        raise InvalidArgument(f"model repository '{name}': {reason}") from None
+    return [repository / name for name in names if not name.startswith((".", "__"))]
+
+
+def _look(repository: Path, path: Path) -> ModelFolder | None:
+    """The folder as a model; None for one that has neither a model's name nor its contents."""
+    name = os.fsencode(path.name).decode(errors="replace")  # what is no text cannot be sent
+    if _leads_out(path, repository):
+        return ModelFolder(name, path, repository, problem=_OUTSIDE)
+    config_path = path / CONFIG_FILE
+    try:
+        versions = sorted(int(entry.name) for entry in _versions(path))
+        has_config = _is_file(config_path)
+    except OSError as error:
+        if not is_model_name(path.name):
+            return None  # lost+found of a volume, for one
+        reason = error.strerror or "cannot be read"
+        return ModelFolder(name, path, repository, problem=f"the model's folder: {reason}")
+    folder = ModelFolder(
+        name,
+        path,
+        repository,
+        config_path if has_config else None,
+        tuple(versions),
+    )
+    try:
+        check_model_name(path.name)
+    except InvalidArgument as error:
+        has_contents = bool(versions) or folder.config_path is not None
+        return replace(folder, problem=error.message) if has_contents else None
+    parts = [config_path, *(path / str(version) for version in versions)]
+    if any(_leads_out(part, repository) for part in parts):
+        return replace(folder, problem=_OUTSIDE)
+    return folder
+
+
+# Of os.path, not of Path: one link that leads to itself, or one folder that may not be read, would
+# end the look at all models.
+def _leads_out(path: Path, repository: Path) -> bool:
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(repository))
+
+
+def _versions(path: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        return [
+            entry for entry in entries if _VERSION.fullmatch(entry.name) and os.path.isdir(entry)
+        ]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{path.parent.name}/{path.name}: not UTF-8 text") from None
+    except OSError as error:
+        reason = error.strerror or "cannot be read"
+        raise InvalidArgument(f"{path.parent.name}/{path.name}: {reason}") from None
+
+
+def _inline_config(folder: ModelFolder) -> ModelConfig:
+    assert folder.file is not None
+    config = ModelConfig(backend="native", default_model_filename=folder.file.name)
+    config.parameters["class"].string_value = folder.class_name
+    return config
+
+
+def _lines(root: Path) -> Iterator[bytes]:
+    """A line for each file below `root`, links followed, each folder once."""
+    seen: set[tuple[int, int]] = set()
+    waiting = [("", root)]
+    while waiting:
+        prefix, folder = waiting.pop()
+        try:
+            status = folder.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            children = sorted(os.listdir(folder))
+        except OSError:  # went away between two looks: the next one sees it
+            continue
+        for name in children:
+            if name in _BYTECODE:
+                continue
+            path = folder / name
+            if os.path.isdir(path):
+                waiting.append((f"{prefix}{name}/", path))
+            yield _line(prefix + name, path)
+
+
+def _line(name: str, path: Path) -> bytes:
+    try:
+        status = path.stat()
+    except OSError:
+        return os.fsencode(name) + b"\0gone\n"
+    if stat.S_ISDIR(status.st_mode):  # its own times change with what is in it, bytecode too
+        return os.fsencode(name) + b"\0folder\n"
+    numbers = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return os.fsencode(name) + f"\0{numbers}\n".encode()
+
+
+def _write(root: Path, relative: str, content: bytes) -> None:
+    parts = relative.split("/")
+    safe = all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in parts)
+    if not safe or "\0" in relative or "\\" in relative or len(parts) > 16:
+        raise InvalidArgument(f"invalid file override path '{relative}'")
+    path = root.joinpath(*parts)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(path, "xb") as file:
+            file.write(content)
+    except (FileExistsError, NotADirectoryError):
+        raise InvalidArgument(f"file override path '{relative}' is used twice") from None

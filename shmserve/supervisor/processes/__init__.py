@@ -1,0 +1,1 @@
+"""The process table: zygotes, the control socket, restarts with a backoff."""

@@ -1,0 +1,190 @@
+"""A process that has its imports done and forks the server's others from itself: milliseconds
+instead of a second.
+
+    supervisor ── request (args in a memfd, descriptors) ──> zygote ─ fork ─> A ─ fork ─> B
+        ^                                                                     │           the new
+        ├───────────── [number, pid of B], then A exits ──────────────────────┘           process
+        └── parent of B, because the supervisor adopts orphans
+
+    or [number, -errno] from the zygote, when there is no memory or no room for one process more.
+
+The double fork makes the supervisor the true parent: it reaps B, sees it stop, and B dies with it,
+whatever becomes of the zygote. A zygote has started no thread and touched no device. It outlives
+the supervisor for a moment: the end of its socket tells it that the supervisor is gone, and it
+ends what models have started, which nobody's death ends, and removes the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgpack
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc.processes import (
+    die_with_parent,
+    kill_marked,
+    name_process,
+    renounce_privileges,
+    signal_at_parents_death,
+)
+from shmserve.supervisor.host.run_directory import alone, clear
+
+logger = logging.getLogger(__name__)
+
+BOOT_FAILED = 3  # exit status of a process whose entry point raised
+
+
+def encode_request(number: int, entry: str, args: dict[str, Any]) -> int:
+    """A memfd that holds a request; the caller closes it."""
+    fd = os.memfd_create("shmserve-spawn", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(msgpack.packb([number, entry, args]))
+    return fd
+
+
+def main(argv: list[str]) -> int:
+    """SOCKET_FD LOCK_FD SUPERVISOR_PID RUN_DIR TITLE MODULE...: import the modules, then fork on
+    request."""
+    link = socket.socket(fileno=int(argv[0]))
+    # Held, so that nobody else starts on the run directory before it is removed; not for what
+    # models start.
+    for fd in map(int, argv[:2]):
+        os.set_inheritable(fd, False)
+    lock_fd, supervisor_pid, run_dir, title = int(argv[1]), int(argv[2]), Path(argv[3]), argv[4]
+    zygote_pid = os.getpid()
+
+    def supervisor_ended() -> None:
+        # What clears too is not killed in the middle of that.
+        with contextlib.suppress(OSError), alone(lock_fd):
+            kill_marked(supervisor_pid, run_dir)
+            clear(run_dir, lock_fd)
+        os._exit(0)
+
+    def hung_up(*_: object) -> None:
+        # A terminal that is closed sends it too, to all in the group, and `nohup` has the
+        # supervisor live on. Those that are forked from here inherit this, and have another parent
+        # at first.
+        if os.getpid() == zygote_pid and os.getppid() != supervisor_pid:
+            supervisor_ended()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # Reading the link tells it too, but not in the middle of the imports.
+    signal.signal(signal.SIGHUP, hung_up)
+    signal_at_parents_death(signal.SIGHUP)
+    renounce_privileges()
+    if os.getppid() != supervisor_pid:
+        supervisor_ended()
+    name_process(title)
+    for module in argv[5:]:
+        importlib.import_module(module)
+    # What was imported stays: a collection in a child that looked at it would copy all its pages.
+    gc.collect()
+    gc.freeze()
+    try:
+        link.send(msgpack.packb([0, os.getpid()]))
+    except OSError:
+        supervisor_ended()
+    while True:
+        data, fds, _, _ = socket.recv_fds(link, 16, 16)
+        if not data:
+            supervisor_ended()
+        _fork(link, supervisor_pid, fds)
+
+
+def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
+    with open(fds[0], "rb") as file:
+        file.seek(0)
+        number, entry, args = msgpack.unpackb(file.read())
+    try:
+        between = os.fork()
+    except OSError as error:
+        failure = error.errno or errno.EAGAIN
+    else:
+        if not between:
+            _fork_again(link, number, supervisor_pid, entry, {**args, "fds": fds[1:]})
+        status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
+        failure = status if status >= 0 else errno.EAGAIN  # killed, maybe before it could tell
+    for fd in fds[1:]:
+        os.close(fd)
+    if failure:
+        with contextlib.suppress(OSError):
+            link.send(msgpack.packb([number, -failure]))
+
+
+def _fork_again(
+    link: socket.socket, number: int, supervisor_pid: int, entry: str, args: dict[str, Any]
+) -> NoReturn:
+    parent = os.getpid()
+    read_end, write_end = os.pipe()
+    try:
+        child = os.fork()
+    except OSError as error:
+        os._exit(error.errno or errno.EAGAIN)
+    if child:
+        with contextlib.suppress(OSError):
+            link.send(msgpack.packb([number, child]))
+            os.write(write_end, b"1")
+        os._exit(0)
+    link.close()
+    os.close(write_end)
+    # Whoever the supervisor has not heard of must not run: it starts another one in its place.
+    if not os.read(read_end, 1):
+        os._exit(BOOT_FAILED)
+    os.close(read_end)
+    _become_child_of(supervisor_pid, parent)
+    os._exit(_run(entry, args))
+
+
+def _become_child_of(supervisor_pid: int, between: int) -> None:
+    # A pidfd is readable once its process has ended, and by then its children have their new
+    # parent.
+    try:
+        pidfd = os.pidfd_open(between)
+    except ProcessLookupError:
+        pass
+    else:
+        select.select([pidfd], [], [])
+        os.close(pidfd)
+    die_with_parent(supervisor_pid)
+
+
+def _reseed() -> None:
+    # Forked twins would draw the same random numbers.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].seed()
+
+
+def _run(entry: str, args: dict[str, Any]) -> int:
+    try:
+        _reseed()
+        module, _, function = entry.partition(":")
+        getattr(importlib.import_module(module), function)(args)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 1
+    except ShmserveError as error:  # in words for the operator: of no room, of files that changed
+        logger.error("cannot start: %s", error.message)
+        return BOOT_FAILED
+    except BaseException:
+        traceback.print_exc()
+        return BOOT_FAILED
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0

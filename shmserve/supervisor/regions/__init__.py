@@ -1,0 +1,1 @@
+"""The registry of clients' shared memory regions, and its quotas."""

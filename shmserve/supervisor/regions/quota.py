@@ -1,0 +1,109 @@
+"""How much shared memory is registered, by whom, and what of it the server pays for (pure but for
+one look at /dev/shm).
+
+A page of a shared memory object is charged to whoever touches it first. What a client did not
+allocate before it registered is allocated by the server, and counts against a budget until the
+object is gone: unregistering does not give the pages back, removing the object does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+from shmserve.common.shm_access import ShmPolicy
+from shmserve.errors import InvalidArgument
+
+_FOLDER = "/dev/shm"
+
+
+class Ledger:
+    """The counts behind the limits of a policy. Sizes in bytes."""
+
+    def __init__(self, policy: ShmPolicy) -> None:
+        self._policy = policy
+        self._regions: Counter[int] = Counter()  # by uid
+        self._bytes: Counter[int] = Counter()
+        self._held: Counter[tuple[int, int]] = Counter()  # regions by (device, inode)
+        self._paid: dict[tuple[int, int], tuple[str, int]] = {}  # (device, inode) -> key, bytes
+
+    def enter(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
+        """A user's region of an object, `file` (device, inode), or of a device's memory.
+
+        Raises InvalidArgument, and enters nothing, when it is one too many or its bytes are.
+        """
+        policy = self._policy
+        for count, most, flag in (
+            (self._regions[uid], policy.max_regions_per_uid, "--shm-max-regions-per-uid"),
+            (self._regions.total(), policy.max_regions, "--shm-max-regions"),
+        ):
+            if count >= most:
+                raise InvalidArgument(
+                    f"at most {most} shared memory regions can be registered ({flag})"
+                )
+        for size, most, flag in (
+            (self._bytes[uid], policy.max_byte_size_per_uid, "--shm-max-byte-size-per-uid"),
+            (self._bytes.total(), policy.max_byte_size, "--shm-max-byte-size"),
+        ):
+            if byte_size > most - size:
+                raise InvalidArgument(
+                    f"a region of {byte_size} bytes is too large: {size} of the {most} bytes that "
+                    f"can be registered are ({flag})"
+                )
+        self._regions[uid] += 1
+        self._bytes[uid] += byte_size
+        if file is not None:
+            self._held[file] += 1
+
+    def leave(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
+        """A region that was entered is closed."""
+        self._regions[uid] -= 1
+        self._bytes[uid] -= byte_size
+        if not self._regions[uid]:
+            del self._regions[uid], self._bytes[uid]
+        if file is not None:
+            self._held[file] -= 1
+            if not self._held[file]:
+                del self._held[file]
+
+    def pay(self, key: str, file: tuple[int, int], byte_size: int) -> None:
+        """The server is about to allocate `byte_size` bytes of an object.
+
+        Raises InvalidArgument when the budget does not reach.
+        """
+        most = self._policy.sparse_byte_size
+        if byte_size > most - self._spent():
+            self._forget_what_is_gone()
+        if byte_size > most - self._spent():
+            raise InvalidArgument(
+                f"{byte_size} bytes of shared memory object '{key}' are not allocated, and "
+                f"{self._spent()} of the {most} bytes that the server allocates for clients are "
+                "in use (--shm-sparse-byte-size): allocate it with posix_fallocate, or write to "
+                "it, before it is registered"
+            )
+        if byte_size:
+            _, before = self._paid.get(file, (key, 0))
+            self._paid[file] = (key, before + byte_size)
+
+    def refund(self, file: tuple[int, int], byte_size: int) -> None:
+        """So much of what was paid for last was not needed."""
+        key, paid = self._paid.get(file, ("", 0))
+        if paid > byte_size:
+            self._paid[file] = (key, paid - byte_size)
+        else:
+            self._paid.pop(file, None)
+
+    def _spent(self) -> int:
+        return sum(size for _, size in self._paid.values())
+
+    def _forget_what_is_gone(self) -> None:
+        for file, (key, _) in list(self._paid.items()):
+            if file in self._held:
+                continue
+            try:
+                status = os.stat(_FOLDER + key, follow_symlinks=False)
+            except OSError:
+                del self._paid[file]
+                continue
+            if (status.st_dev, status.st_ino) != file:
+                del self._paid[file]

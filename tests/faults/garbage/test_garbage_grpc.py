@@ -1,0 +1,298 @@
+"""Garbage on gRPC: an error for its sender, or a closed connection, and nothing for others."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from tests.faults.scene import Scene, State, assert_is_as_it_was, assert_recovers, scene
+from tests.support import repositories
+from tests.support.grpc_calls import is_right, request_of, simple_request, stub
+from tests.support.http2 import OPENED, PREFACE, SERVICE, flood, frame, message, post
+from tests.support.load import Load
+from tests.support.servers import Server, running
+
+_PATIENCE_S = 20.0
+# gRPC keeps buffers and threads for what comes next.
+_GRPC_BYTES = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that sees one crime after the other."""
+    with serving(tmp_path_factory.mktemp("grpc-garbage")) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[Server]:
+    """A server of two models that has answered already."""
+    repositories.add(folder, "simple", "identity")
+    with running(folder, *flags, grpc=True) as started:
+        with Load(started), stub(started) as call:
+            assert is_right(call.ModelInfer(simple_request()))
+        yield started
+
+
+@pytest.fixture(scope="module")
+def beginning(server: Server) -> State:
+    """What the server was before the first crime."""
+    return State.of(server)
+
+
+def fine(stage: Scene) -> None:
+    """Others are served, over both doors."""
+    with stub(stage.server) as call:
+        assert is_right(call.ModelInfer(simple_request(), timeout=_PATIENCE_S))
+    assert_recovers(stage, time.monotonic())
+    assert stage.load.troubles() == []
+
+
+_HEADERS = post(f"{SERVICE}ModelInfer")
+_RANDOM = random.Random(11)
+
+STREAMS: dict[str, bytes] = {
+    "half a preface": PREFACE[:10],
+    "no frames": OPENED + _RANDOM.randbytes(5000),
+    "an unknown frame": OPENED + frame(99, 255, 1, bytes(100)),
+    "a frame that is too large": OPENED + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(100_000),
+    "half a frame": OPENED + frame(0, 0, 1, bytes(1000))[:500],
+    "data for no stream": OPENED + frame(0, 1, 7, bytes(1000)),
+    "headers that are no headers": OPENED + frame(1, 5, 1, _RANDOM.randbytes(500)),
+    "headers without end": OPENED + frame(1, 0, 1, b"") + frame(9, 0, 1, bytes(10_000)) * 500,
+    "a flood of settings": OPENED + frame(4, 0, 0) * 20_000,
+    "a flood of pings": OPENED + frame(6, 0, 0, bytes(8)) * 20_000,
+    "a flood of resets": OPENED
+    + b"".join(frame(1, 5, n, _HEADERS) + frame(3, 0, n, bytes(4)) for n in range(1, 10_001, 2)),
+    "a window of nothing": OPENED + frame(8, 0, 0, bytes(4)),
+    "a message of 4 GiB": OPENED
+    + frame(1, 4, 1, _HEADERS)
+    + frame(0, 0, 1, b"\0\xff\xff\xff\xff" + bytes(1000)),
+    "a message that is compressed and is not": OPENED
+    + frame(1, 4, 1, _HEADERS)
+    + frame(0, 1, 1, b"\1\0\0\0\4abcd"),
+    "a message that is cut short": OPENED
+    + frame(1, 4, 1, _HEADERS)
+    + frame(0, 1, 1, b"\0\0\0\0\x10abcd"),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.usefixtures("beginning")
+def test_streams(server: Server, name: str) -> None:
+    with scene(server, _GRPC_BYTES) as stage:
+        for _ in range(3):
+            sock = socket.create_connection(("127.0.0.1", server.grpc_port), timeout=1)
+            with sock, contextlib.suppress(OSError):
+                sock.sendall(STREAMS[name])
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(65536):
+                    pass
+        fine(stage)
+
+
+def test_messages_that_do_not_come_whole(server: Server) -> None:
+    """R15: a hundred calls that begin and go on byte by byte hold up nobody, and leave nothing."""
+    begun = OPENED + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
+    with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port)))
+            for _ in range(100)
+        ]
+        for sock in slow:
+            sock.sendall(begun)
+        for _ in range(5):
+            for sock in slow:
+                sock.sendall(frame(0, 0, 1, b"x"))
+            fine(stage)
+
+
+_REQUEST = frame(0, 1, 0, message(simple_request().SerializeToString()))
+_RESET = frame(3, 0, 0, bytes(4))
+
+
+def call_of(path: str, *frames: bytes, flags: int = 4) -> Callable[[int], bytes]:
+    """A call that consists of its headers and `frames`, whatever their stream."""
+    every = (frame(1, flags, 0, post(path)), *frames)
+
+    def make(stream: int) -> bytes:
+        number = stream.to_bytes(4, "big")
+        return b"".join(each[:5] + number + each[9:] for each in every)
+
+    return make
+
+
+FLOODS: dict[str, Callable[[int], bytes]] = {
+    "begun and reset": call_of(f"{SERVICE}ModelInfer", _RESET),
+    "asked and reset": call_of(f"{SERVICE}ModelInfer", _REQUEST, _RESET),
+    "streams that are reset": call_of(f"{SERVICE}ModelStreamInfer", _RESET),
+    "another method, reset": call_of(f"{SERVICE}ServerLive", frame(0, 1, 0, bytes(5)), _RESET),
+    "reset by the server": call_of(f"{SERVICE}ModelInfer", frame(0, 0, 0, bytes(9)), flags=5),
+    "begun and left": call_of(f"{SERVICE}ModelInfer"),
+    "asked, the answer not read": call_of(f"{SERVICE}ModelInfer", _REQUEST),
+    "no such method": call_of("/no/Such", flags=5),
+    "pings": lambda _: frame(6, 0, 0, bytes(8)) * 1000,
+    "settings": lambda _: frame(4, 0, 0, b"\0\4\0\0\0\x64" * 10) * 100,
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+@pytest.mark.usefixtures("beginning")
+def test_floods(server: Server, name: str) -> None:
+    """However many calls somebody begins, nobody else is refused one, meanwhile or afterwards."""
+    with scene(server, 2 * _GRPC_BYTES) as stage:
+        with flood(server.grpc_port, FLOODS[name]), flood(server.grpc_port, FLOODS[name]):
+            with stub(server) as old:
+                for _ in range(5):
+                    with stub(server) as new:
+                        for call in (old, new):
+                            answer = call.ModelInfer(simple_request(), timeout=_PATIENCE_S)
+                            assert is_right(answer)
+            assert stage.load.troubles() == []
+        fine(stage)
+
+
+def requests() -> Iterator[bytes]:
+    """Serialized requests that cannot be."""
+    right = simple_request().SerializeToString()
+    yield from (right[:cut] for cut in range(0, len(right), 3))
+    yield from (_RANDOM.randbytes(size) for size in (1, 10, 1000, 100_000))
+    shapes = ([2**62], [2**63 - 1, 2**63 - 1], [-1], [-(2**63)], [1] * 65_536, [0], [1 << 40] * 3)
+    for shape in shapes:
+        request = pb.ModelInferRequest(model_name="identity")
+        request.inputs.add(name="INPUT0", datatype="FP32", shape=shape)
+        request.raw_input_contents.append(bytes(16))
+        yield request.SerializeToString()
+    for _ in range(2):
+        request = simple_request()
+        request.inputs[0].name = "n" * 1_000_000
+        request.id = "i" * 1_000_000
+        yield request.SerializeToString()
+    request = simple_request()
+    for _ in range(10_000):
+        request.inputs.add().CopyFrom(request.inputs[0])
+    yield request.SerializeToString()
+    request = simple_request()
+    for number in range(50_000):
+        request.parameters[f"p{number}"].int64_param = number
+    request.parameters["triton_x"].bool_param = True
+    yield request.SerializeToString()
+    yield b"\x0a\xff\xff\xff\xff\x0f" + right  # a field of 4 GiB, of which little comes
+    yield b"\x33" * 100_000  # groups in groups
+
+
+def test_requests(server: Server) -> None:
+    """Each is refused, in few words that are meant for clients."""
+    with scene(server, _GRPC_BYTES) as stage, grpc.insecure_channel(server.grpc_url) as channel:
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        others = [channel.unary_unary(SERVICE + name) for name in ("ModelConfig", "NoSuchCall")]
+        others.append(channel.unary_unary("/"))
+        others.append(channel.unary_unary("/" + "x" * 5000))
+        for data in requests():
+            with pytest.raises(grpc.RpcError) as caught:
+                infer(data, timeout=_PATIENCE_S)
+            assert caught.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "Traceback" not in caught.value.details()
+            assert str(server.run_dir) not in caught.value.details()
+        for call in others:
+            with pytest.raises(grpc.RpcError):
+                call(_RANDOM.randbytes(1000), timeout=_PATIENCE_S)
+        fine(stage)
+
+
+def test_metadata(server: Server) -> None:
+    """More than anybody needs, and odd."""
+    odd: list[list[tuple[str, Any]]] = [
+        [("x", "y" * 100_000)],
+        [(f"x{number}", "y") for number in range(5000)],
+        [("x-bin", _RANDOM.randbytes(4000))],
+        [("grpc-timeout", "99999999999S")],
+        [("authorization", "Bearer " + "x" * 6000)],
+    ]
+    with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
+        for metadata in odd:
+            with contextlib.suppress(grpc.RpcError, ValueError):
+                call.ModelInfer(simple_request(), timeout=_PATIENCE_S, metadata=metadata)
+        fine(stage)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "status"),
+    [(b"99999999H", b"0"), (b"18446744073709551616n", b"0"), (b"0n", b"4"), (b"soon", b"13")],
+)
+def test_deadlines(server: Server, timeout: bytes, status: bytes) -> None:
+    """Odd ones are refused, enormous ones are kept."""
+    call = frame(1, 4, 1, post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout)))
+    asked = frame(0, 1, 1, message(simple_request().SerializeToString()))
+    with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=_PATIENCE_S) as sock:
+        sock.sendall(OPENED + call + asked)
+        answer = b""
+        while b"grpc-status" not in answer:
+            answer += sock.recv(65536)
+    value = answer.partition(b"grpc-status")[2]
+    assert value[1 : 1 + value[0]] == status
+
+
+def test_bombs(server: Server) -> None:
+    """A message that inflates to a lot, again and again."""
+    request = request_of("simple", np.zeros(64 << 20, np.uint8), "INT32")
+    with scene(server, 3 * _GRPC_BYTES) as stage, stub(server) as call:
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError):
+                call.ModelInfer(request, timeout=_PATIENCE_S, compression=grpc.Compression.Gzip)
+        fine(stage)
+
+
+def test_streams_that_are_not_read(tmp_path: Path) -> None:
+    """A bounded number of requests is taken from who does not read the responses, until the server
+    has had enough of that."""
+    large = request_of("identity", np.zeros(250_000, np.float32), "FP32")
+    options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.use_local_subchannel_pool", 1)]
+    taken = 0
+
+    def ask() -> Iterator[Any]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield large
+
+    with (
+        serving(tmp_path, "--http-body-timeout-secs=2") as server,
+        scene(server, 4 * _GRPC_BYTES) as stage,
+    ):
+        with grpc.insecure_channel(server.grpc_url, options) as channel:
+            stream = channel.stream_stream(
+                f"{SERVICE}ModelStreamInfer",
+                request_serializer=pb.ModelInferRequest.SerializeToString,
+            )(ask(), timeout=60)
+            while stream.is_active():
+                fine(stage)
+                assert taken < 5000
+            assert stream.code() is grpc.StatusCode.UNAVAILABLE
+        fine(stage)
+
+
+def test_calls_that_are_given_up(server: Server) -> None:
+    """Hundreds of calls and streams that are begun and cancelled."""
+    with scene(server, _GRPC_BYTES) as stage, stub(server) as call:
+        for number in range(300):
+            asked = call.ModelInfer.future(simple_request(str(number)), timeout=_PATIENCE_S)
+            asked.cancel()
+            call.ModelStreamInfer(iter([simple_request()]), timeout=_PATIENCE_S).cancel()
+        fine(stage)
+
+
+def test_after_all(server: Server, beginning: State) -> None:
+    """What each may have left has not added up."""
+    assert_is_as_it_was(server, beginning, 4 * _GRPC_BYTES)
+    assert "Traceback" not in server.log()

@@ -1,0 +1,268 @@
+"""Garbage on HTTP: an error for its sender, or a closed connection, and nothing for others."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import socket
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.faults.scene import ARENA_BYTES, Scene, assert_recovers, scene
+from tests.support.raw_http import json_input, raw_connection, read_reply
+from tests.support.servers import Server
+
+ROW = np.zeros((1, 16), np.int32)
+REQUEST = json.dumps({"inputs": [json_input("INPUT0", ROW), json_input("INPUT1", ROW)]}).encode()
+HEAD = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def head(*lines: str) -> bytes:
+    """The head of an infer request with these lines."""
+    return HEAD + "".join(f"{line}\r\n" for line in lines).encode("latin-1") + b"\r\n"
+
+
+# What is sent on a connection of its own; the server answers with a client error, or hangs up.
+BYTES: dict[str, bytes] = {
+    "no http": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    "random": random.Random(1).randbytes(5000),
+    "random after a head": head("Content-Length: 5000") + random.Random(2).randbytes(5000),
+    "a bad version": b"POST /v2 HTTP/9.9\r\n\r\n",
+    "a bad method": b"\x00\x01 / HTTP/1.1\r\n\r\n",
+    "an endless method": b"A" * 100_000,
+    "an endless target": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "an endless header": HEAD + b"X: " + b"y" * 1_000_000 + b"\r\n\r\n",
+    "endless headers": HEAD + b"".join(b"X-%d: y\r\n" % n for n in range(50_000)) + b"\r\n",
+    "a header without a colon": HEAD + b"nonsense\r\n\r\n",
+    "a header with a null": HEAD + b"X: a\x00b\r\n\r\n",
+    "a header that is folded": HEAD + b"X: a\r\n b\r\nContent-Length: 0\r\n\r\n",
+    "a negative length": head("Content-Length: -1"),
+    "a length of words": head("Content-Length: many"),
+    "a length of 20 digits": head("Content-Length: 99999999999999999999"),
+    "two lengths": head("Content-Length: 5", "Content-Length: 6") + b"123456",
+    "length and chunks": head("Content-Length: 5", "Transfer-Encoding: chunked") + b"0\r\n\r\n",
+    "a bad chunk size": head("Transfer-Encoding: chunked") + b"xyz\r\nabc\r\n0\r\n\r\n",
+    "a negative chunk size": head("Transfer-Encoding: chunked") + b"-5\r\nabc\r\n0\r\n\r\n",
+    "a huge chunk size": head("Transfer-Encoding: chunked") + b"ffffffffffffffffff\r\nabc",
+    "100,000 chunks": head("Transfer-Encoding: chunked") + b"1\r\n{\r\n" * 100_000 + b"0\r\n\r\n",
+    "a truncated body": head(f"Content-Length: {len(REQUEST) + 100}") + REQUEST,
+    "a truncated compressed body": head("Content-Encoding: gzip", "Content-Length: 20")
+    + b"\x1f\x8b"
+    + bytes(18),
+    "an infinite header length": head(
+        "Inference-Header-Content-Length: 9" * 40, "Content-Length: 2"
+    )
+    + b"{}",
+    "a pipelined flood of errors": b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000,
+}
+
+
+def one(
+    name: bytes = b"INPUT0",
+    datatype: bytes = b"INT32",
+    shape: bytes = b"[1,16]",
+    rest: bytes = b'"data":[1]',
+) -> bytes:
+    """A request with one input, of which one thing is wrong."""
+    described = b'"name":"%s","datatype":"%s","shape":%s,%s' % (name, datatype, shape, rest)
+    return b'{"inputs":[{' + described + b"}]}"
+
+
+# JSON bodies; answered with a client error, or with 500 for JSON of the wrong kind.
+BODIES: dict[str, bytes] = {
+    "nested 100,000 deep": b'{"inputs":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "nested 100,000 deep, objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "nested data": one(rest=b'"data":' + b"[" * 5000 + b"]" * 5000),
+    "no json": random.Random(3).randbytes(10_000),
+    "not utf-8": b'{"id":"\xff\xfe"}',
+    "lone surrogate": rb'{"id":"\ud800","inputs":[]}',
+    "a nul in a name": one(name=b"a\\u0000b"),
+    "a huge integer": one(rest=b'"data":[' + b"9" * 5000 + b"]"),
+    "a huge exponent": one(rest=b'"data":[1e999999]'),
+    "a huge dimension": one(shape=b"[1," + b"9" * 100 + b"]"),
+    "65,536 dimensions": one(shape=b"[" + b"1," * 65535 + b"1]"),
+    "a shape that overflows": one(shape=b"[4294967296,4294967296,4294967296]"),
+    "a fractional shape": one(shape=b"[1.5]"),
+    "a boolean shape": one(shape=b"[true,true]"),
+    "100,000 inputs": b'{"inputs":[' + one()[11:-2] + (b"," + one()[11:-2]) * 99_999 + b"]}",
+    "an endless name": one(name=b"n" * 1_000_000),
+    "an unknown datatype": one(datatype=b"COMPLEX"),
+    "a binary size that is negative": one(rest=b'"parameters":{"binary_data_size":-1}'),
+    "a binary size that is huge": one(
+        rest=b'"parameters":{"binary_data_size":18446744073709551615}'
+    ),
+    "the same key a thousand times": b"{" + b'"inputs":[],' * 1000 + b'"inputs":[]}',
+}
+
+# Other endpoints that take bodies.
+REQUESTS: dict[str, tuple[str, bytes]] = {
+    "register without json": ("/v2/systemsharedmemory/region/x/register", b"\xff"),
+    "register a list": ("/v2/systemsharedmemory/region/x/register", b"[]"),
+    "register deep": ("/v2/systemsharedmemory/region/x/register", b"[" * 100_000),
+    "register a long name": (
+        f"/v2/systemsharedmemory/region/{'x' * 5000}/register",
+        b'{"key":"/x","byte_size":1}',
+    ),
+    "index without json": ("/v2/repository/index", b"{{{"),
+    "load without json": ("/v2/repository/models/simple/load", b"{{{"),
+    "load deep": ("/v2/repository/models/simple/load", b"[" * 100_000),
+    "load a long name": (f"/v2/repository/models/{'x' * 5000}/load", b""),
+    "infer a long name": (f"/v2/models/{'x' * 5000}/infer", REQUEST),
+    "infer an odd name": ("/v2/models/%00%ff%2e%2e/infer", REQUEST),
+    "a version of 100 digits": (f"/v2/models/simple/versions/{'9' * 100}/infer", REQUEST),
+}
+
+
+def assert_refused(connection: socket.socket) -> None:
+    """The answer is an error, or there is none and the connection is closed."""
+    try:
+        status = read_reply(connection).status
+    except (OSError, http.client.HTTPException):
+        return
+    assert 400 <= status < 600
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes(server: Server, name: str) -> None:
+    with scene(server) as stage:
+        for _ in range(2):
+            with raw_connection(server.http_port) as connection:
+                try:
+                    connection.sendall(BYTES[name])
+                    connection.shutdown(socket.SHUT_WR)
+                except OSError:
+                    pass
+                assert_refused(connection)
+        fine(stage)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(server: Server, name: str) -> None:
+    with scene(server) as stage:
+        for _ in range(2):
+            reply = stage.http.infer("simple", BODIES[name])
+            assert reply.status in (400, 500, 501), reply
+            assert len(reply.error) < 3_000_000
+        fine(stage)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_other_requests(server: Server, name: str) -> None:
+    path, body = REQUESTS[name]
+    with scene(server) as stage:
+        assert stage.http.post(path, body).status in (400, 404, 500, 503)
+        fine(stage)
+
+
+def test_every_truncation_of_a_request(server: Server) -> None:
+    """A body that ends after any number of bytes."""
+    with scene(server) as stage:
+        for cut in range(0, len(REQUEST), 3):
+            assert stage.http.infer("simple", REQUEST[:cut]).status in (400, 500)
+        fine(stage)
+
+
+def test_every_split_of_a_binary_request(server: Server) -> None:
+    """A header length that is off by any number of bytes."""
+    with scene(server) as stage:
+        for size in range(1, len(REQUEST), 3):
+            headers = {"Inference-Header-Content-Length": str(size)}
+            assert stage.http.infer("simple", REQUEST, headers).status in (400, 500)
+        fine(stage)
+
+
+def test_connections_that_say_nothing(server: Server) -> None:
+    """200 connections that send nothing, or a byte, while others are served."""
+    with scene(server) as stage:
+        silent = [socket.create_connection(("127.0.0.1", server.http_port)) for _ in range(200)]
+        try:
+            for connection in silent[::2]:
+                connection.sendall(b"P")
+            fine(stage)
+        finally:
+            for connection in silent:
+                connection.close()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /v2/models/simple/config HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        head(f"Content-Length: {len(REQUEST)}") + REQUEST,
+        head("Content-Length: 2") + b"{}",
+    ],
+    ids=["config", "nothing", "infer", "infer nothing"],
+)
+def test_who_reads_no_answer_is_not_read(server: Server, request_bytes: bytes) -> None:
+    """Requests one behind the other, as many as are taken: a bounded number is."""
+    flood = request_bytes * (1 + 65536 // len(request_bytes))
+    with scene(server) as stage, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(1.0)
+        connection.connect(("127.0.0.1", server.http_port))
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 64 << 20:
+                sent += connection.send(flood)
+        assert sent < 64 << 20
+        fine(stage)
+
+
+def test_a_client_that_sends_slowly_holds_up_nobody(server: Server) -> None:
+    with scene(server) as stage, raw_connection(server.http_port) as connection:
+        connection.sendall(head(f"Content-Length: {len(REQUEST)}"))
+        for start in range(0, len(REQUEST), 40):
+            connection.sendall(REQUEST[start : start + 40])
+            fine(stage)
+        assert read_reply(connection).status == 200
+
+
+def test_a_large_json_body_holds_up_nobody(serve: Callable[..., Server]) -> None:
+    """20 MB of JSON: while it is read, health and small requests are answered."""
+    server = serve("--gateways=1")
+    values = np.arange(3_000_000, dtype=np.float32)
+    wanted = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
+    body = json.dumps({"inputs": [json_input("INPUT0", values)], "outputs": wanted}).encode()
+    longest = []  # of the waits, as a part of the whole
+    with scene(server, ARENA_BYTES) as stage, server.http() as another:
+        for _ in range(3):  # the machine stands still for a moment, too, but not each time
+            asked = stage.people.infer("identity", body)
+            waits = []
+            while not asked.done():
+                began = time.monotonic()
+                assert another.get("/v2/health/live").status == 200
+                waits.append(time.monotonic() - began)
+            assert asked.result().status == 200
+            longest.append(max(waits) / sum(waits))
+        assert min(longest) < 1 / 3  # not one for the whole of it
+        fine(stage)
+
+
+def test_metrics_port(server: Server) -> None:
+    for text in (
+        b"\x00" * 1000,
+        b"GET /metrics HTTP/1.1\r\n" * 5000,
+        b"POST /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ):
+        with raw_connection(server.metrics_port) as connection:
+            try:
+                connection.sendall(text)
+                connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass
+            assert_refused(connection)
+    assert "nv_inference_count" in server.metrics()
+
+
+def fine(stage: Scene) -> None:
+    """The clients are served as if nothing happened, and so is whoever comes now."""
+    assert_recovers(stage, time.monotonic())
+    with stage.server.http() as another:
+        assert another.infer("simple", REQUEST).status == 200
+    assert stage.load.troubles() == []

@@ -1,0 +1,209 @@
+"""Garbage on every ZeroMQ socket in the run directory: dropped, and nothing else happens."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import socket
+import stat
+import time
+import typing
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from shmserve.ipc import messages
+from shmserve.ipc import messages as m
+from shmserve.ipc.transport import frames
+from shmserve.ipc.transport.dealer import Dealer
+from tests.faults.scene import assert_recovers, scene
+from tests.support.regions import SharedObject
+from tests.support.servers import Server
+from tests.support.waiting import until
+
+RANDOM = random.Random(5)
+UNIONS = (
+    messages.ClientToScheduler,
+    messages.SchedulerToClient,
+    messages.SchedulerToWorker,
+    messages.WorkerToScheduler,
+    messages.SupervisorToGateway,
+    messages.GatewayToSupervisor,
+    messages.SupervisorToScheduler,
+    messages.SchedulerToSupervisor,
+    messages.SupervisorToWorker,
+    messages.WorkerToSupervisor,
+)
+TAGS = sorted({kind.__name__ for union in UNIONS for kind in typing.get_args(union)})
+FIELDS = {kind.__name__: len(kind.__slots__) for union in UNIONS for kind in typing.get_args(union)}
+
+
+def frame(*items: Any) -> bytes:
+    """A frame of the protocol's version with these messages."""
+    packed: bytes = msgpack.packb([frames.VERSION, *items])
+    return packed
+
+
+VALUES: tuple[Any, ...] = (None, -1, 2**63, 1.5, "x", b"x", [], {}, True, [[[]]])
+
+
+def wrong_types() -> Iterator[bytes]:
+    """Every message with fields of types and in numbers that it does not have."""
+    for tag in TAGS:
+        for value in VALUES:
+            yield frame([tag, *([value] * FIELDS[tag])])
+        for count in (0, FIELDS[tag] + 1, 50):
+            yield frame([tag, *([1] * count)])
+
+
+def garbage() -> Iterator[bytes]:
+    """Frames that are not of the protocol."""
+    for size in (0, 1, 2, 10, 1000, 100_000):
+        yield RANDOM.randbytes(size)
+    yield msgpack.packb(None)
+    yield msgpack.packb({"a": 1})
+    yield msgpack.packb([])
+    yield msgpack.packb([99])
+    yield msgpack.packb([frames.VERSION, 7])
+    yield msgpack.packb([frames.VERSION, []])
+    yield msgpack.packb([frames.VERSION, [None]])
+    yield msgpack.packb([frames.VERSION, ["NoSuchMessage"]])
+    yield msgpack.packb([frames.VERSION, ["__class__", "os.system", "true"]])
+    yield b"\x91" * 100_000  # arrays in arrays in arrays
+    yield b"\xdd\xff\xff\xff\xff"  # an array of four billion, of which nothing comes
+    yield b"\xc6\xff\xff\xff\xff" + bytes(100)  # and so many bytes
+    yield b"cos\nsystem\n(S'true'\ntR."  # a pickle
+    yield bytes(8 << 20)
+    yield from wrong_types()
+
+
+def sockets(server: Server) -> list[Path]:
+    """All unix sockets of a server."""
+    found = [path for path in server.run_dir.iterdir() if stat.S_ISSOCK(path.stat().st_mode)]
+    assert {"control"} < {path.name for path in found}
+    return sorted(found)
+
+
+OUR_OWN = b"%d.%d" % (os.getpid(), os.getpid())
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        *(OUR_OWN, None, b"x", b"gateway.0.1", b"worker.1.0.1", b"0.1", b"99999.abc"),
+        b"\xff" * 200,
+    ],
+)
+def test_frames(server: Server, identity: bytes | None) -> None:
+    """Who has the pid that it claims is listened to, and its frames are dropped one by one; with
+    any other its connections are ended.
+    """
+    context = zmq.Context()
+    dropped = server.metric("shmserve_malformed")
+    least = len(TAGS) if identity == OUR_OWN else 0
+    with scene(server) as stage:
+        for path in sockets(server):
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.linger = 2000
+                if identity is not None:
+                    dealer.setsockopt(zmq.IDENTITY, identity)
+                dealer.connect(f"ipc://{path}")
+                for sent in garbage():
+                    dealer.send(sent)
+                dealer.send_multipart([b"", b"a", b"b", b"c"] * 10)
+        context.term()
+        until("it arrived", lambda: server.metric("shmserve_malformed") > dropped + least)
+        assert_recovers(stage, time.monotonic(), 3.0)
+        assert stage.load.troubles() == []
+
+
+@pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.PUSH, zmq.PUB, zmq.REQ, zmq.PAIR])
+def test_other_kinds_of_sockets(server: Server, kind: int) -> None:
+    context = zmq.Context()
+    with scene(server) as stage:
+        for path in sockets(server):
+            with context.socket(kind) as other:
+                other.linger = 0
+                other.connect(f"ipc://{path}")
+                with contextlib.suppress(zmq.ZMQError):
+                    other.send(b"hello", zmq.NOBLOCK)
+        context.term()
+        assert_recovers(stage, time.monotonic())
+        assert stage.load.troubles() == []
+
+
+def test_the_identity_of_another(server: Server) -> None:
+    """Who claims to be a process of the server that is connected already is not believed, and
+    takes nothing away.
+    """
+    context = zmq.Context()
+    pids = [process.pid for process in server.tree()]
+    with scene(server) as stage:
+        for path in sockets(server):
+            for pid in pids:
+                for start in ("gateway.0", "gateway.1", "scheduler.1", "worker.1.0", "0"):
+                    with context.socket(zmq.DEALER) as dealer:
+                        dealer.linger = 200
+                        dealer.setsockopt(zmq.IDENTITY, f"{start}.{pid}".encode())
+                        dealer.connect(f"ipc://{path}")
+                        dealer.send(os.urandom(20))
+        context.term()
+        assert_recovers(stage, time.monotonic())
+        assert stage.load.troubles() == []
+
+
+def ended(link: Dealer) -> bool:
+    """Whether the other end has ended this link."""
+    link.receive()
+    return not link.connected
+
+
+def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
+    """R24: models run foreign code, as the server's user; that code may connect to the server's own
+    sockets, but is not taken for a gateway or for a worker, whatever it calls itself.
+    """
+    with scene(server) as stage, SharedObject(4096) as made:
+        stage.http.register("kept", made.key, 4096).ok()
+        for path, process in itertools.product(sockets(server), server.tree()):
+            pid = process.pid
+            names = [f"gateway.0.{pid}", f"0.{pid}", f"{pid}.abc", f"other.{pid}", str(pid), ""]
+            for name in names:
+                intruder = Dealer(f"ipc://{path}", name)
+                intruder.send(m.UnregisterRegion(1, "", 0, []))
+                intruder.send(m.InstanceReady(0, pid))
+                intruder.send(m.Release(pid, list(range(0, 1 << 20, 4096))))
+                intruder.send(m.Stop())
+                until("it is ended", partial(ended, intruder))
+                intruder.close()
+        assert "kept" in [region["name"] for region in stage.http.regions().json()]
+        stage.http.unregister("kept").ok()
+        assert_recovers(stage, time.monotonic())
+        assert stage.load.troubles() == []
+
+
+def test_no_zeromq_at_all(server: Server) -> None:
+    """Plain bytes where a ZeroMQ greeting should be, half a greeting, and nothing at all."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    with scene(server) as stage, contextlib.ExitStack() as stack:
+        for path in sockets(server):
+            for text in (
+                b"",
+                b"\xff",
+                RANDOM.randbytes(100_000),
+                greeting[:10],
+                greeting,
+                greeting + RANDOM.randbytes(5000),
+            ):
+                plain = stack.enter_context(socket.socket(socket.AF_UNIX))
+                plain.connect(str(path))
+                with contextlib.suppress(OSError):
+                    plain.sendall(text)
+        assert_recovers(stage, time.monotonic())
+        assert stage.load.troubles() == []

@@ -1,0 +1,480 @@
+"""Programs that use the native door and mean no good: what they do costs themselves alone."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+import shmserve.client
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
+from shmserve.ipc.transport import frames, zmtp
+from tests.faults.conftest import make_repository
+from tests.faults.garbage.test_garbage_sockets import ended, garbage
+from tests.faults.scene import Scene, State, assert_is_as_it_was, assert_recovers, scene
+from tests.rigs.arrivals import arrived, send_raw
+from tests.rigs.local_clients import Guest, answer, memfd, small, submit
+from tests.support.leaks import cpu_seconds
+from tests.support.load import Load
+from tests.support.regions import punch
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+MIB = 1 << 20
+_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that sees one guest after the other."""
+    with running(make_repository(tmp_path_factory.mktemp("guests"))) as started:
+        with Load(started):
+            pass
+        yield started
+
+
+@pytest.fixture(scope="module")
+def beginning(server: Server) -> State:
+    """What the server was before the first guest."""
+    return State.of(server)
+
+
+def honest(stage: Scene) -> None:
+    """Somebody else comes in by the same door, and is served."""
+    with contextlib.closing(Guest(stage.server).hello()) as guest:
+        link = guest.link("identity")
+        link.send(submit((small(),)))
+        assert isinstance(answer(link), m.Finished)
+
+
+# --- crimes; each is committed by one guest, which then leaves
+
+
+def garbage_as_frames(guest: Guest, stage: Scene) -> None:
+    """Frames that are no messages end the link that they come over, after a few."""
+    frames = list(garbage())
+    while frames:
+        link = guest.link("identity", f"{guest.number}.{guest.token}.g{len(frames)}")
+        send_raw(link, b"", b"".join(zmtp.frame(frames.pop()) for _ in range(min(8, len(frames)))))
+        link.send(submit((small(),)))
+        answered = arrived(link)
+        assert all(isinstance(reply, m.Finished | m.Failed) for reply in answered)
+        link.close()
+    link = guest.link("identity", f"{guest.number}.{guest.token}.flood")
+    send_raw(link, b"", zmtp.frame(b"x") * 50_000)
+    until("it is ended", partial(ended, link))
+
+
+def no_zeromq(guest: Guest, stage: Scene) -> None:
+    """Bytes that are no frames, and half of everything."""
+    whole = zmtp.GREETING + zmtp.ready("DEALER", b"%d.x" % guest.number) + zmtp.frame(b"abc")
+    with contextlib.ExitStack() as stack:
+        for endpoint in guest.models.values():
+            for text in (os.urandom(5000), *(whole[:cut] for cut in range(0, len(whole), 7))):
+                plain = stack.enter_context(socket.socket(socket.AF_UNIX))
+                plain.connect(endpoint.removeprefix("ipc://"))
+                with contextlib.suppress(OSError):
+                    plain.sendall(text)
+        assert_recovers(stage, time.monotonic())
+        honest(stage)
+
+
+def a_handshake_without_end(guest: Guest, stage: Scene) -> None:
+    """Nobody needs more than a few bytes to say who they are."""
+    endless = b"\x06" + (64 * MIB).to_bytes(8, "big") + bytes(MIB)
+    with socket.socket(socket.AF_UNIX) as plain:
+        plain.settimeout(10)
+        plain.connect(guest.models["identity"].removeprefix("ipc://"))
+        with contextlib.suppress(OSError):
+            plain.sendall(zmtp.GREETING + endless)
+        with contextlib.suppress(ConnectionError):
+            while plain.recv(1000):
+                pass
+
+
+def never_read(guest: Guest, stage: Scene) -> None:
+    """Who does not take its answers is not asked what else it wants."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(guest.models["simple"].removeprefix("ipc://"))
+    identity = f"{guest.number}.{guest.token}.deaf".encode()
+    connection.sendall(zmtp.GREETING + zmtp.ready("DEALER", identity))
+    connection.settimeout(1.0)
+    frame = zmtp.frame(frames.pack([submit((small(),), number) for number in range(500)]))
+    with contextlib.closing(connection), contextlib.suppress(TimeoutError):
+        for _ in range(2000):
+            connection.sendall(frame)
+        raise AssertionError("a million requests were taken from who reads no answer")
+
+
+def half_frames(guest: Guest, stage: Scene) -> None:
+    """Large frames of which the end does not come, over many links at once."""
+    links = [guest.link("identity", f"{guest.number}.{guest.token}.{n}") for n in range(12)]
+    start = b"\2" + (8 * MIB).to_bytes(8, "big") + bytes(8 * MIB - 1)
+    for link in links:
+        assert link._connection is not None
+        link._connection.sock.settimeout(10)
+        with contextlib.suppress(OSError):
+            link._connection.sock.sendall(start)
+        link._connection.sock.setblocking(False)
+
+    def some_are_ended() -> bool:
+        for link in links:
+            link.receive()
+        return sum(link.connected for link in links) <= 7
+
+    until("some are ended", some_are_ended)
+    honest(stage)
+
+
+def a_frame_too_large(guest: Guest, stage: Scene) -> None:
+    """It is not waited for."""
+    for size in (8 * MIB + 1, 1 << 40, 2**64 - 1):
+        link = guest.link("identity", f"{guest.number}.{guest.token}.{size}")
+        send_raw(link, b"", b"\2" + size.to_bytes(8, "big"))
+        until("it is ended", partial(ended, link))
+
+
+def a_request_too_large(guest: Guest, stage: Scene) -> None:
+    """What is large goes through shared memory: a queue full of requests has a size."""
+    link = guest.link("identity")
+    link.send(submit((TensorRef("INPUT0", "FP32", (MIB,), bytes(4 * MIB)),)))
+    failed = answer(link)
+    assert isinstance(failed, m.Failed) and "shared memory" in failed.message
+    link.send(submit((small(),)))
+    assert isinstance(answer(link), m.Finished)
+
+
+def a_request_with_a_large_name(guest: Guest, stage: Scene) -> None:
+    """It waits in the queue as all of the request does."""
+    link = guest.link("identity")
+    link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, submit((small(),)).work, "x" * MIB))
+    failed = answer(link)
+    assert isinstance(failed, m.Failed) and "larger than" in failed.message
+
+
+def all_in_one_frame(guest: Guest, stage: Scene) -> None:
+    """Millions of messages, or of what is none: the others do not wait until all is read."""
+    before = cpu_seconds(stage.server)["scheduler identity"]
+    one = msgpack.packb(["Cancel", 1])
+    many = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
+    for number, words in enumerate((one * (7 * MIB // len(one)), many, one * 6 * MIB)):
+        count = words.count(b"\xdd") or len(words) // len(one)
+        frame = zmtp.frame(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
+        link = guest.link("identity", f"{guest.number}.{guest.token}.{number}")
+        assert link._connection is not None
+        link._connection.sock.settimeout(20)
+        with contextlib.suppress(OSError):
+            link._connection.sock.sendall(frame)
+        link._connection.sock.setblocking(False)
+    honest(stage)
+    assert cpu_seconds(stage.server)["scheduler identity"] - before < 5
+
+
+def slow_to_close(guest: Guest, stage: Scene) -> None:
+    """Descriptors whose last one takes long to close, everywhere that descriptors can be sent."""
+    packed = [frames.pack([m.Acknowledged(1)]), b"\xff", b""]
+    with contextlib.ExitStack() as stack:
+        for words in packed:
+            for count in (1, 4, 100):
+                send_what_lingers(stack, Guest(stage.server).hello().door, words, count)
+        at_once = Guest(stage.server).hello().door  # who has left before all of it is read
+        for words in (*packed, b""):
+            send_what_lingers(stack, at_once, words, 1)
+        at_once.close()
+        scheduler = stack.enter_context(socket.socket(socket.AF_UNIX))
+        scheduler.connect(guest.models["identity"].removeprefix("ipc://"))
+        send_what_lingers(stack, scheduler, zmtp.GREETING, 1)
+        began = time.monotonic()
+        honest(stage)
+        with shmserve.client.connect(stage.server.run_dir) as program:
+            assert program.models()
+        assert time.monotonic() - began < LINGER_S / 2
+
+
+LINGER_S = 10
+
+
+def send_what_lingers(
+    stack: contextlib.ExitStack, link: socket.socket, words: bytes, count: int
+) -> None:
+    """Who closes it last waits until its other end reads, or for so long."""
+    stack.callback(link.close)
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    lingering = socket.create_connection(listener.getsockname())
+    stack.enter_context(listener.accept()[0])
+    lingering.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            lingering.send(bytes(MIB))
+    lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, LINGER_S))
+    try:
+        socket.send_fds(link, [words], [lingering.fileno()] * count)
+    except OSError:  # the kernel lets the server say no, or it is shown out already
+        lingering.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes(8))
+    lingering.close()
+
+
+def many_links(guest: Guest, stage: Scene) -> None:
+    """A few links a guest, and none for who has no token."""
+    mine = [guest.link("identity", f"{guest.number}.{guest.token}.{n}") for n in range(40)]
+    made_up = [guest.link("identity", f"{guest.number}.{'0' * 32}.{n}") for n in range(200)]
+    for link in (*mine, *made_up):
+        link.send(submit((small(),)))
+    until("those are ended", lambda: all(map(ended, made_up)))
+    until("some are left", lambda: sum(map(ended, mine)) == 24)
+    honest(stage)
+
+
+def another_s_identity(guest: Guest, stage: Scene) -> None:
+    """The name of a link is its first owner's."""
+    link = guest.link("identity")
+    link.send(submit((small(),)))
+    assert isinstance(answer(link), m.Finished)
+    thief = guest.link("identity")
+    until("the second is ended", partial(ended, thief))
+    link.send(submit((small(),)))
+    assert isinstance(answer(link), m.Finished)
+
+
+def stay_after_leaving(guest: Guest, stage: Scene) -> None:
+    """Who has left by the door has left: its links end, and it does not come back by a link."""
+    link = guest.link("identity")
+    link.send(submit((small(),)))
+    assert isinstance(answer(link), m.Finished)
+    guest.door.close()
+    until("its link is ended", partial(ended, link))
+    again = guest.link("identity")
+    again.send(submit((small(),)))
+    until("so is the next", partial(ended, again))
+
+
+def the_same_number_twice(guest: Guest, stage: Scene) -> None:
+    """One answer, to the first."""
+    link = guest.link("gated")
+    numbers = TensorRef("INPUT0", "INT32", (1, 1), (7).to_bytes(4, "little"))
+    link.send(submit((numbers,), 5))
+    visit = stage.server.gate.next()
+    for _ in range(100):
+        link.send(submit((numbers,), 5))
+    link.send(m.Cancel(99))
+    link.send(submit((), 6))  # is answered at once, behind all of them
+    failed = answer(link)
+    assert isinstance(failed, m.Failed) and failed.id == 6
+    visit.release()
+    assert isinstance(answer(link), m.Finished)
+    assert arrived(link, 0.2) == []
+
+
+def odd_numbers(guest: Guest, stage: Scene) -> None:
+    """Times, priorities and identifiers that nobody has."""
+    link = guest.link("identity")
+    work = submit((small(),)).work
+    odd = (0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
+    number = 0
+    for field in range(4):
+        for value in odd:
+            number += 1
+            a, b, c, d = (value if field == n else 0 for n in range(4))
+            link.send(m.Submit(number, 0, b"", a, b, c, d, work, "x" * 70_000))
+            replied = answer(link)
+            assert isinstance(replied, m.Finished | m.Failed) and replied.id == number
+    for value in odd:
+        link.send(m.Submit(value, 0, b"", 0, 0, 0, 0, work, ""))
+        assert answer(link).id == value
+
+
+def release_what_is_others(guest: Guest, stage: Scene) -> None:
+    """Memory that a worker holds for another reader stays as it is."""
+    values = np.arange(300_000, dtype=np.float32)
+    outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
+    link = guest.link("identity")
+    workers = [process.pid for process in stage.server.find("worker identity")]
+    stop = time.monotonic() + 1.0
+    while time.monotonic() < stop:
+        for pid in (*workers, stage.server.pid, 0, -1, 2**63):
+            for offsets in (list(range(0, 64 * 4096, 4096)), [-1, 2**64 - 1], []):
+                link.post(m.Release(pid, offsets))
+        link.flush()
+        reply = stage.http.infer_binary(
+            "identity", [("INPUT0", "FP32", [len(values)], values.tobytes())], outputs=outputs
+        )
+        assert (reply.tensors()["OUTPUT0"] == values).all()
+
+
+def tensors_that_cannot_be(guest: Guest, stage: Scene) -> None:
+    """Shapes, names, datatypes and strings, each an error to its sender."""
+    link = guest.link("identity")
+    shapes: list[Any] = [
+        (-1,),
+        (2**62,),
+        (2**63, 2),
+        (4, 0),
+        (1,) * 10_000,
+        (True,),
+        (1.5,),
+        ("4",),
+    ]
+    bad: list[list[Any]] = [["INPUT0", "FP32", list(shape), bytes(16)] for shape in shapes]
+    bad += [["x" * 50_000, "FP32", [4], bytes(16)], [7, "FP32", [4], bytes(16)]]
+    bad += [["INPUT0", kind, [4], bytes(16)] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
+    contents: list[Any] = [b"", bytes(15), "x" * 16, None, 1, [], {}]
+    bad += [["INPUT0", "FP32", [4], data] for data in contents]
+    bad += [["INPUT0", "FP32", [4], [0] * count] for count in range(1, 12)]
+    bad.append(["INPUT0", "FP32", [4.0], bytes(16)])  # as a number it is the right one
+    request = msgpack.unpackb(pack_inference(Inference("", (small(),), ())))
+    works = [[request[0], [tensor], *request[2:]] for tensor in bad]
+    for field in range(len(request)):
+        if field != 1:
+            odd: tuple[Any, ...] = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
+            works += [[*request[:field], value, *request[field + 1 :]] for value in odd]
+    link.send(submit((small(),)))
+    assert isinstance(answer(link), m.Finished)
+    for number, work in enumerate(works, 2):
+        link.send(m.Submit(number, 0, b"", 0, 0, 0, 0, msgpack.packb(work), ""))
+        failed = answer(link)
+        assert isinstance(failed, m.Failed) and failed.id == number, work
+        assert failed.code == "INVALID_ARG", (work, failed)
+        assert len(failed.message) < 200_000
+        assert "Traceback" not in failed.message
+
+
+def deep_messages(guest: Guest, stage: Scene) -> None:
+    """Arrays in arrays, as a message, as work and in a parameter."""
+    deep = b"\x91" * 100_000 + b"\xc0"
+    link = guest.link("identity")
+    link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, deep, ""))
+    assert isinstance(answer(link), m.Failed)
+    send_raw(link, b"", zmtp.frame(b"\x92\x01" + deep))
+    link.send(submit((small(),), 2))
+    assert answer(link).id == 2
+
+
+def memory_of_which_little_is_there(guest: Guest, stage: Scene) -> None:
+    """Holes are punched into sealed memory while it is used: zeros, and nobody dies."""
+    size = 256 * 1024
+    link = guest.link("identity")
+    with memfd(2 * size) as fd:
+        memory = Memory(*guest.ask(m.ShareMemory(1, 2 * size, False), fd).payload["memory"])
+        tensor = TensorRef("INPUT0", "FP32", (size // 4,), Place(memory, 0, size))
+        output = RequestedOutput("OUTPUT0", Place(memory, size, size))
+        for number in range(50):
+            link.send(submit((tensor,), number, (output,)))
+            punch(fd, 2 * size)
+            assert isinstance(answer(link), m.Finished)
+
+
+def memory_that_cannot_be_written(guest: Guest, stage: Scene) -> None:
+    """Sealed against it, before it is shared or after: said to the guest, and no worker dies."""
+    link = guest.link("identity")
+    before = len(stage.server.log())
+    for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
+        with memfd() as fd:
+            memory = Memory(*guest.ask(m.ShareMemory(number, 4096, False), fd).payload["memory"])
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
+            place = Place(memory, 0, 16)
+            for work in (
+                submit((TensorRef("INPUT0", "FP32", (4,), place),)),
+                submit((small(),), outputs=(RequestedOutput("OUTPUT0", place),)),
+            ):
+                link.send(work)
+                refused = answer(link)
+                assert isinstance(refused, m.Failed) and "cannot be mapped" in refused.message
+    assert " ended (" not in stage.server.log()[before:]
+
+
+def many_memories(guest: Guest, stage: Scene) -> None:
+    """There is a limit, it is said, and all is given back when the guest goes."""
+    refused = None
+    with memfd(4096) as fd:
+        for number in range(5000):
+            reply = guest.ask(m.ShareMemory(number, 4096, False), fd)
+            if isinstance(reply, m.Refused):
+                refused = reply
+                break
+    assert refused is not None and "at most" in refused.message
+    for number in (0, -1, 7, 2**63):
+        with contextlib.suppress(OSError):
+            guest.tell(m.WithdrawMemory(number))
+    assert_recovers(stage, time.monotonic())
+
+
+def many_descriptors_at_the_door(guest: Guest, stage: Scene) -> None:
+    """More than were asked for, with messages that ask for none, and with garbage."""
+    with memfd() as fd:
+        for count in (0, 2, 4, 5, 50, 250):
+            other = Guest(stage.server).hello()
+            with contextlib.closing(other), contextlib.suppress(OSError):
+                other.tell(m.ShareMemory(1, 1, False), *[fd] * count)
+                other.tell(m.Acknowledged(1), *[fd] * count)
+                socket.send_fds(other.door, [b"\xff" * 10], [fd] * count)
+
+
+def crowd_at_the_door(guest: Guest, stage: Scene) -> None:
+    """Hundreds who say nothing keep nobody out."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(600):
+            # It waits for a place in the backlog, which one with a timeout would not.
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent.connect(str(endpoints.door(stage.server.run_dir)))
+        honest(stage)
+        with shmserve.client.connect(stage.server.run_dir) as program:
+            assert program.models()
+        assert_recovers(stage, time.monotonic())
+
+
+CRIMES: list[Callable[[Guest, Scene], None]] = [
+    garbage_as_frames,
+    no_zeromq,
+    a_handshake_without_end,
+    never_read,
+    half_frames,
+    a_frame_too_large,
+    a_request_too_large,
+    a_request_with_a_large_name,
+    all_in_one_frame,
+    slow_to_close,
+    many_links,
+    another_s_identity,
+    stay_after_leaving,
+    the_same_number_twice,
+    odd_numbers,
+    release_what_is_others,
+    tensors_that_cannot_be,
+    deep_messages,
+    memory_of_which_little_is_there,
+    memory_that_cannot_be_written,
+    many_memories,
+    many_descriptors_at_the_door,
+    crowd_at_the_door,
+]
+
+
+@pytest.mark.parametrize("crime", CRIMES, ids=lambda crime: crime.__name__)
+@pytest.mark.usefixtures("beginning")
+def test_guest(server: Server, crime: Callable[[Guest, Scene], None]) -> None:
+    with scene(server) as stage:
+        with contextlib.closing(Guest(server).hello()) as guest:
+            crime(guest, stage)
+        honest(stage)
+        assert_recovers(stage, time.monotonic())
+        assert stage.load.troubles() == []
+
+
+def test_after_all_guests(server: Server, beginning: State) -> None:
+    """What each of them may have left has not added up."""
+    assert_is_as_it_was(server, beginning, 0)
+    assert "Traceback" not in server.log()
+    assert len(server.log()) < 200_000, "garbage fills the log"

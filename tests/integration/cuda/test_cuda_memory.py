@@ -1,0 +1,290 @@
+"""CUDA shared memory on a real device, with tritonclient as users have it.
+
+Exporters are other processes than the workers, as CUDA wants it: this one, and children of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from tests.support import servers
+from tests.support.gates import WAITING, holding
+from tests.support.servers import Server
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+SIDE = 512
+SIZE = SIDE * SIDE * 4
+X = np.arange(SIDE * SIDE, dtype=np.float32).reshape(SIDE, SIDE) % 97
+MODEL = f"""
+{WAITING}
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        assert x.is_cuda
+        wait()
+        return x * 2
+"""
+CONFIG = f"""
+backend: "pytorch"
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {SIDE}, {SIDE} ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ {SIDE}, {SIDE} ] }} ]
+instance_group [ {{ kind: KIND_GPU gpus: [ 0 ] count: 1 }} ]
+"""
+EXPORTER = """
+import sys, tritonclient.utils.cuda_shared_memory as shm, numpy as np
+region = shm.create_shared_memory_region("r", int(sys.argv[1]), 0)
+shm.set_shared_memory_region(region, [np.full(int(sys.argv[1]) // 4, 3, np.float32)])
+print(shm.get_raw_handle(region).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def shm() -> Any:
+    """tritonclient's module; it cannot be imported without cuda-bindings."""
+    return importlib.import_module("tritonclient.utils.cuda_shared_memory")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("gpu") / "models"
+    (repository / "twice" / "1").mkdir(parents=True)
+    (repository / "twice" / "1" / "model.py").write_text(MODEL)
+    (repository / "twice" / "config.pbtxt").write_text(CONFIG)
+    with servers.running(repository, gpu=True) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.url, concurrency=4) as made:
+        yield made
+        made.unregister_cuda_shared_memory()
+
+
+@pytest.fixture
+def region(shm: Any) -> Iterator[Any]:
+    """Room for X and twice X."""
+    made = shm.create_shared_memory_region("r", 2 * SIZE, 0)
+    shm.set_shared_memory_region(made, [X])
+    yield made
+    shm.destroy_shared_memory_region(made)
+
+
+class Child:
+    """A process that exports memory full of threes."""
+
+    def __init__(self, byte_size: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", EXPORTER, str(byte_size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        self.handle = self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def exporter() -> Iterator[Callable[[int], Child]]:
+    made: list[Child] = []
+
+    def start(byte_size: int) -> Child:
+        made.append(Child(byte_size))
+        return made[-1]
+
+    yield start
+    for child in made:
+        child.end()
+
+
+def arguments(source: str, target: str, offset: int = SIZE) -> tuple[list[Any], list[Any]]:
+    x = triton.InferInput("x", [SIDE, SIDE], "FP32")
+    x.set_shared_memory(source, SIZE)
+    y = triton.InferRequestedOutput("y")
+    y.set_shared_memory(target, SIZE, offset=offset)
+    return [x], [y]
+
+
+def infer(client: triton.InferenceServerClient, source: str = "r", target: str = "r") -> None:
+    inputs, outputs = arguments(source, target)
+    client.infer("twice", inputs, outputs=outputs)
+
+
+def second_half(shm: Any, region: Any) -> np.ndarray:
+    found: np.ndarray = shm.get_contents_as_numpy(region, np.float32, [2 * SIDE, SIDE])[SIDE:]
+    return found
+
+
+def copied(server: Server) -> float:
+    return server.metric("shmserve_copied_bytes_total")
+
+
+def worker(server: Server) -> psutil.Process:
+    return next(p for p in server.tree() if servers.title(p).startswith("worker twice"))
+
+
+def test_register_and_infer(
+    server: Server, client: triton.InferenceServerClient, shm: Any, region: Any
+) -> None:
+    client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 2 * SIZE)
+    listed = [{"name": "r", "device_id": 0, "byte_size": 2 * SIZE}]
+    assert client.get_cuda_shared_memory_status() == listed
+    assert client.get_cuda_shared_memory_status("r") == listed
+    for turn in range(3):
+        shm.set_shared_memory_region(region, [X + turn])
+        before = copied(server)
+        infer(client)
+        assert (second_half(shm, region) == (X + turn) * 2).all()
+    assert copied(server) == before, "no byte is copied once the model is known"
+    client.unregister_cuda_shared_memory("r")
+    assert client.get_cuda_shared_memory_status() == []
+    with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'r'"):
+        infer(client)
+
+
+def test_what_is_refused(client: triton.InferenceServerClient, shm: Any, region: Any) -> None:
+    handle = shm.get_raw_handle(region)
+    invalid = "failed to register shared memory region: invalid args"
+    for raw, device, size in (
+        (base64.b64encode(bytes(64)), 0, 64),  # no handle at all
+        (handle, torch.cuda.device_count(), 2 * SIZE),
+        (handle, 0, 2**40),  # more than the allocation
+    ):
+        with pytest.raises(InferenceServerException, match=invalid):
+            client.register_cuda_shared_memory("bad", raw, device, size)
+    client.register_cuda_shared_memory("r", handle, 0, 2 * SIZE)
+    with pytest.raises(InferenceServerException, match="'r' already in manager"):
+        client.register_cuda_shared_memory("r", handle, 0, SIZE)
+    infer(client)
+
+
+def test_the_device_is_checked_by_its_uuid(server: Server, shm: Any, region: Any) -> None:
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    body = {
+        "raw_handle": {"b64": shm.get_raw_handle(region).decode()},
+        "device_id": 0,
+        "byte_size": SIZE,
+    }
+    path = "/v2/cudasharedmemory/region/u/register"
+    with server.http() as http:
+        wrong = "GPU-00000000-0000-0000-0000-000000000000"
+        reply = http.post(path, {**body, "device_uuid": wrong})
+        assert (reply.status, "'device_uuid'" in reply.error) == (400, True)
+        http.post(path, {**body, "device_uuid": uuid}).ok()
+        http.post("/v2/cudasharedmemory/unregister").ok()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch finds no second CUDA device here")
+def test_memory_of_another_device(client: triton.InferenceServerClient, shm: Any) -> None:
+    """It is copied from device to device, for the instance that runs elsewhere."""
+    other = shm.create_shared_memory_region("other", 2 * SIZE, 1)
+    try:
+        shm.set_shared_memory_region(other, [X])
+        client.register_cuda_shared_memory("other", shm.get_raw_handle(other), 1, 2 * SIZE)
+        infer(client, "other", "other")
+        assert (second_half(shm, other) == X * 2).all()
+    finally:
+        client.unregister_cuda_shared_memory()
+        shm.destroy_shared_memory_region(other)
+
+
+def test_unregister_in_flight(
+    server: Server, client: triton.InferenceServerClient, shm: Any, region: Any
+) -> None:
+    client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 2 * SIZE)
+    with holding(server.gate) as until_it_runs:
+        inputs, outputs = arguments("r", "r")
+        running = client.async_infer("twice", inputs, outputs=outputs)
+        until_it_runs()
+        client.unregister_cuda_shared_memory("r")
+        assert client.get_cuda_shared_memory_status() == []
+        with pytest.raises(InferenceServerException, match="Unable to find"):
+            infer(client)
+    running.get_result()
+    assert (second_half(shm, region) == X * 2).all()
+
+
+def test_two_processes(
+    client: triton.InferenceServerClient, shm: Any, region: Any, exporter: Callable[[int], Child]
+) -> None:
+    """The input is one process's, the output another's."""
+    child = exporter(SIZE)
+    client.register_cuda_shared_memory("theirs", child.handle, 0, SIZE)
+    client.register_cuda_shared_memory("mine", shm.get_raw_handle(region), 0, 2 * SIZE)
+    infer(client, "theirs", "mine")
+    assert (second_half(shm, region) == 6).all()
+
+
+def test_an_exporter_that_is_killed(
+    server: Server,
+    client: triton.InferenceServerClient,
+    shm: Any,
+    region: Any,
+    exporter: Callable[[int], Child],
+) -> None:
+    """Whatever its region answers then, everybody else is served, if need be by a new worker."""
+    child = exporter(SIZE)
+    client.register_cuda_shared_memory("theirs", child.handle, 0, SIZE)
+    client.register_cuda_shared_memory("mine", shm.get_raw_handle(region), 0, 2 * SIZE)
+    infer(client, "theirs", "mine")
+    child.end()
+    try:
+        infer(client, "theirs", "mine")
+    except InferenceServerException as error:
+        found = error.status()
+        assert found in ("400", "500", "503"), found
+    server.wait_ready()
+    shm.set_shared_memory_region(region, [X])
+    infer(client, "mine", "mine")
+    assert (second_half(shm, region) == X * 2).all()
+    client.unregister_cuda_shared_memory("theirs")
+    with pytest.raises(InferenceServerException, match="invalid args"):
+        client.register_cuda_shared_memory("theirs", child.handle, 0, SIZE)
+
+
+def test_a_thousand_registrations_take_no_memory(
+    server: Server, client: triton.InferenceServerClient, shm: Any, region: Any
+) -> None:
+    handle = shm.get_raw_handle(region)
+
+    def cycle() -> None:
+        client.register_cuda_shared_memory("r", handle, 0, 2 * SIZE)
+        infer(client)
+        client.unregister_cuda_shared_memory("r")
+
+    def used() -> tuple[int, int, int]:
+        free, total = torch.cuda.mem_get_info()
+        process = worker(server)
+        return total - free, process.memory_info().rss, len(os.listdir(f"/proc/{process.pid}/fd"))
+
+    for _ in range(20):
+        cycle()
+    device, host, descriptors = used()
+    for _ in range(1000):
+        cycle()
+    after = used()
+    assert after[0] - device < 16 * 2**20
+    assert after[1] - host < 32 * 2**20
+    assert after[2] <= descriptors + 2

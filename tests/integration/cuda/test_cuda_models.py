@@ -1,0 +1,380 @@
+"""Models on a real device, with their clients' tensors there: batches that are gathered and
+scattered on it, every kind of backend, the order of streams, and models that fail on it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shmserve.client
+from tests.support import servers
+from tests.support.gates import WAITING, holding
+from tests.support.servers import ROOT, Server
+from tests.support.waiting import until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+SIDE = 4096
+ROW = SIDE * 4
+TWICE = f"""
+{WAITING}
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        assert x.is_cuda
+        wait()
+        return x * 2
+"""
+# Long on the device, and no time at all to ask for.
+SLOW = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        torch.cuda._sleep(300_000_000)
+        return x * 2
+"""
+# The first value says what it does: 1 asks for more memory than any device has, 2 makes CUDA fail
+# for good in this process.
+FRAGILE = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        what = int(x[0, 0])
+        if what == 1:
+            torch.empty(1 << 45, dtype=torch.uint8, device=x.device)
+        if what == 2:
+            torch.arange(4, device=x.device)[(x + 100).long()]
+        return x * 2
+"""
+PYTHON = """
+import triton_python_backend_utils as pb
+from torch.utils.dlpack import from_dlpack
+
+class TritonPythonModel:
+    def execute(self, requests):
+        made = []
+        for request in requests:
+            given = pb.get_input_tensor_by_name(request, "x")
+            assert not given.is_cpu()
+            x = from_dlpack(given.to_dlpack())
+            asked = pb.InferenceRequest(
+                model_name="twice",
+                requested_output_names=["y"],
+                inputs=[pb.Tensor.from_dlpack("x", x + 1)],
+            )
+            found = pb.get_output_tensor_by_name(asked.exec(), "y")
+            y = from_dlpack(found.to_dlpack()).to(x.device)
+            made.append(pb.InferenceResponse([pb.Tensor.from_dlpack("y", y)]))
+        return made
+"""
+# In host memory, whatever the client's tensors are in.
+HOST = """
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        made = []
+        for request in requests:
+            x = pb.get_input_tensor_by_name(request, "x")
+            assert x.is_cpu()
+            words = pb.get_input_tensor_by_name(request, "words").as_numpy()
+            made.append(pb.InferenceResponse([
+                pb.Tensor("y", x.as_numpy() * 2), pb.Tensor("again", words[:, ::-1])
+            ]))
+        return made
+"""
+NATIVE = f"""
+from torch import Tensor
+from shmserve.model import FP32
+
+class Model:
+    def predict(self, x: FP32[Tensor, {SIDE}]) -> FP32[Tensor, {SIDE}]:
+        assert x.is_cuda
+        return x * 2
+"""
+CONFIG = f"""
+backend: "%s"
+max_batch_size: 8
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {SIDE} ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ {SIDE} ] }} ]
+"""
+STRINGS = """
+input [ { name: "words" data_type: TYPE_STRING dims: [ 2 ] } ]
+output [ { name: "again" data_type: TYPE_STRING dims: [ 2 ] } ]
+"""
+ON_CPU = "instance_group [ { kind: KIND_CPU count: 1 } ]\n"
+ON_GPU = "instance_group [ { kind: KIND_GPU gpus: [ 0 ] count: 1 } ]\n"
+BATCHING = "dynamic_batching { }\n"
+STAYS = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }\n'
+MODELS = {
+    "twice": (TWICE, CONFIG % "pytorch" + ON_GPU + BATCHING),
+    "slow": (SLOW, CONFIG % "pytorch" + ON_GPU),
+    "fragile": (FRAGILE, CONFIG % "pytorch" + ON_GPU),
+    "python": (PYTHON, CONFIG % "python" + ON_GPU + STAYS),
+    "host": (HOST, CONFIG % "python" + STRINGS + ON_CPU),
+    "anywhere": (TWICE, CONFIG % "pytorch"),
+    "native": (NATIVE, 'backend: "native"\n'),
+}
+PROGRAM = f"""
+import sys, shmserve.client
+client = shmserve.client.connect(sys.argv[1])
+region = client.allocate({{"x": ((1, {SIDE}), "FP32"), "y": ((1, {SIDE}), "FP32")}}, device="cuda")
+region["x"].fill(3)
+print("asks", flush=True)
+client.infer("twice", region)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("gpu") / "models"
+    for name, (text, config) in MODELS.items():
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / "model.py").write_text(text)
+        (repository / name / "config.pbtxt").write_text(config)
+    with servers.running(repository, grpc=True, gpu=True) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(server.run_dir) as made:
+        yield made
+    gc.collect()
+
+
+def forms(rows: int = 1) -> dict[str, tuple[tuple[int, int], str]]:
+    return {"x": ((rows, SIDE), "FP32"), "y": ((rows, SIDE), "FP32")}
+
+
+def batch(rows: int = 1, first: int = 0) -> np.ndarray[Any, Any]:
+    values = np.arange(rows * SIDE, dtype=np.float32).reshape(rows, SIDE) % 1009
+    return values + np.float32(first)
+
+
+def executions(server: Server, model: str) -> float:
+    return server.metric("nv_inference_exec_count", model=model)
+
+
+def copied(server: Server) -> float:
+    return server.metric("shmserve_copied_bytes_total")
+
+
+def test_a_batch_is_gathered_from_everywhere(
+    server: Server, client: shmserve.client.Server
+) -> None:
+    """Rows of three allocations and of a message, answered into two of them and by messages."""
+    with (
+        client.allocate(forms(), device="cuda:0") as one,
+        client.allocate(forms(2), device="cuda:0") as two,
+        client.allocate(forms(), device="cuda:0") as three,
+    ):
+        for region, rows, first in ((one, 1, 1), (two, 2, 2), (three, 1, 3)):
+            region["x"].fill(batch(rows, first))
+        before = executions(server, "twice")
+        with holding(server.gate) as until_it_runs:
+            running = client.infer_async("twice", x=batch())
+            until_it_runs()
+            together = [
+                client.infer_async("twice", one),
+                client.infer_async("twice", two),
+                client.infer_async("twice", x=three["x"]),
+                client.infer_async("twice", x=batch(2, 4)),
+            ]
+            server.wait_pending("twice", 4)
+        assert (running.result(30)["y"] == batch() * 2).all()
+        results = [asked.result(30) for asked in together]
+        assert executions(server, "twice") == before + 2
+        assert (one["y"].numpy() == batch(1, 1) * 2).all()
+        assert (two["y"].numpy() == batch(2, 2) * 2).all()
+        assert (results[2]["y"] == batch(1, 3) * 2).all()
+        assert (results[3]["y"] == batch(2, 4) * 2).all()
+
+
+def test_rows_side_by_side_are_a_batch_as_they_are(
+    server: Server, client: shmserve.client.Server
+) -> None:
+    """They are not gathered: what is copied is the answers, on the device, to their places."""
+    half = ((2, SIDE), "FP32")
+    with client.allocate({"a": half, "b": half, "c": half, "d": half}, device="cuda:0") as region:
+        region["a"].fill(batch(4)[:2])
+        region["b"].fill(batch(4)[2:])
+        client.infer("twice", x=batch())  # until the model is known
+        before = copied(server)
+        client.infer("twice", x=batch())
+        alone = copied(server) - before
+        with holding(server.gate) as until_it_runs:
+            running = client.infer_async("twice", x=batch())
+            until_it_runs()
+            together = [
+                client.infer_async("twice", {"x": region[x]}, outputs={"y": region[y]})
+                for x, y in (("a", "c"), ("b", "d"))
+            ]
+            server.wait_pending("twice", 2)
+        for asked in (running, *together):
+            asked.result(30)
+        found = np.concatenate([region["c"].numpy(), region["d"].numpy()])
+        assert (found == batch(4) * 2).all()
+        assert copied(server) - before == 2 * alone + 4 * ROW
+
+
+@pytest.mark.parametrize("model", ["twice", "slow", "anywhere", "native"])
+def test_the_answer_comes_after_the_device_is_done(
+    client: shmserve.client.Server, model: str
+) -> None:
+    """What the model asked of its device has happened, whoever looks, when its answer is here."""
+    with client.allocate(forms(), device="cuda:0") as region:
+        name = "output" if model == "native" else "y"
+        for turn in range(3):
+            region["x"].fill(batch(1, turn))
+            region["y"].fill(0)
+            client.infer(model, {"x": region["x"]}, outputs={name: region["y"]})
+            assert (region["y"].numpy() == batch(1, turn) * 2).all()
+
+
+def test_a_python_model_that_calls_another(client: shmserve.client.Server) -> None:
+    """Its tensors stay on the device; those of its call travel in host memory."""
+    with client.allocate(forms(2), device="cuda:0") as region:
+        region["x"].fill(batch(2))
+        result = client.infer("python", x=region["x"])
+        assert (result["y"] == (batch(2) + 1) * 2).all()
+        client.infer("python", region)
+        assert (region["y"].numpy() == (batch(2) + 1) * 2).all()
+
+
+def test_a_model_on_the_cpu(server: Server) -> None:
+    """Tensors on the device come to it, and go back there, through host memory; strings, too."""
+    grpc = importlib.import_module("tritonclient.grpc")
+    shm = importlib.import_module("tritonclient.utils.cuda_shared_memory")
+    wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
+    numbers = shm.create_shared_memory_region("numbers", 2 * ROW, 0)
+    strings = shm.create_shared_memory_region("strings", 2 * wire.nbytes, 0)
+    try:
+        shm.set_shared_memory_region(numbers, [batch()])
+        shm.set_shared_memory_region(strings, [wire])
+        with grpc.InferenceServerClient(server.grpc_url) as client:
+            for name, region in (("numbers", numbers), ("strings", strings)):
+                handle = shm.get_raw_handle(region)
+                client.register_cuda_shared_memory(name, handle, 0, region._byte_size)
+            x = grpc.InferInput("x", [1, SIDE], "FP32")
+            x.set_shared_memory("numbers", ROW)
+            given = grpc.InferInput("words", [1, 2], "BYTES")
+            given.set_shared_memory("strings", wire.nbytes)
+            y = grpc.InferRequestedOutput("y")
+            y.set_shared_memory("numbers", ROW, offset=ROW)
+            again = grpc.InferRequestedOutput("again")
+            again.set_shared_memory("strings", wire.nbytes, offset=wire.nbytes)
+            client.infer("host", [x, given], outputs=[y, again])
+            client.unregister_cuda_shared_memory()
+        found = shm.get_contents_as_numpy(numbers, np.float32, [2, SIDE])
+        assert (found[1:] == batch() * 2).all()
+        turned = shm.get_contents_as_numpy(strings, np.uint8, [2 * wire.nbytes])[wire.nbytes :]
+        assert turned.tobytes() == b"\5\0\0\0three\3\0\0\0one"
+    finally:
+        shm.destroy_shared_memory_region(numbers)
+        shm.destroy_shared_memory_region(strings)
+
+
+def test_instances_are_put_on_the_devices_there_are(server: Server) -> None:
+    """As a Triton does where the configuration does not say."""
+    with server.http() as http:
+        found = http.get("/v2/models/anywhere/config").ok().json()["instance_group"]
+    assert [(group["kind"], group["count"], group["gpus"]) for group in found] == [
+        ("KIND_GPU", 1, list(range(torch.cuda.device_count())))
+    ]
+
+
+def test_a_full_device_fails_the_request_alone(client: shmserve.client.Server) -> None:
+    with pytest.raises(shmserve.client.Unavailable, match="not enough memory on device 'cuda:0'"):
+        client.infer("fragile", x=np.full((1, SIDE), 1, np.float32))
+    assert (client.infer("fragile", x=batch())["y"] == batch() * 2).all()
+
+
+def test_a_device_that_fails_costs_one_worker(
+    server: Server, client: shmserve.client.Server
+) -> None:
+    """CUDA fails for good in a process whose kernel does what it must not; nobody else notices."""
+    with client.allocate(forms(), device="cuda:0") as region:
+        region["x"].fill(batch())
+        client.infer("fragile", region)
+        old = server.one("worker fragile")
+        with pytest.raises(shmserve.client.Internal, match="worker died while running"):
+            client.infer("fragile", x=np.full((1, SIDE), 2, np.float32))
+        client.infer("twice", region)
+        until("there is another worker", lambda: old not in server.find("worker fragile"), 30)
+        region["y"].fill(0)
+        client.infer("fragile", region, timeout=60)
+        assert (region["y"].numpy() == batch() * 2).all()
+
+
+def test_a_program_that_is_killed_while_its_request_runs(
+    server: Server, client: shmserve.client.Server
+) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(server.run_dir)]
+    with (
+        holding(server.gate) as until_it_runs,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program,
+    ):
+        assert program.stdout and program.stdout.readline() == "asks\n"
+        until_it_runs()
+        program.kill()
+        program.wait()
+    with client.allocate(forms(), device="cuda:0") as region:
+        region["x"].fill(batch())
+        client.infer("twice", region, timeout=60)
+        assert (region["y"].numpy() == batch() * 2).all()
+
+
+def test_over_grpc(server: Server) -> None:
+    """Registered over one door and used over the other."""
+    grpc = importlib.import_module("tritonclient.grpc")
+    http = importlib.import_module("tritonclient.http")
+    shm = importlib.import_module("tritonclient.utils.cuda_shared_memory")
+    region = shm.create_shared_memory_region("g", 2 * ROW, 0)
+    try:
+        shm.set_shared_memory_region(region, [batch()])
+        with (
+            grpc.InferenceServerClient(server.grpc_url) as first,
+            http.InferenceServerClient(server.url) as second,
+        ):
+            first.register_cuda_shared_memory("g", shm.get_raw_handle(region), 0, 2 * ROW)
+            listed = first.get_cuda_shared_memory_status(as_json=True)
+            assert listed["regions"]["g"]["byte_size"] == str(2 * ROW)
+            for door, kind in ((first, grpc), (second, http)):
+                shm.set_shared_memory_region(region, [np.zeros((2, SIDE), np.float32)])
+                shm.set_shared_memory_region(region, [batch()])
+                x = kind.InferInput("x", [1, SIDE], "FP32")
+                x.set_shared_memory("g", ROW)
+                y = kind.InferRequestedOutput("y")
+                y.set_shared_memory("g", ROW, offset=ROW)
+                door.infer("twice", [x], outputs=[y])
+                found = shm.get_contents_as_numpy(region, np.float32, [2, SIDE])
+                assert (found[1:] == batch() * 2).all()
+            second.unregister_cuda_shared_memory("g")
+            with pytest.raises(grpc.InferenceServerException, match="Unable to find"):
+                first.infer("twice", [_shared(grpc)])
+            with pytest.raises(grpc.InferenceServerException, match="invalid args"):
+                first.register_cuda_shared_memory("g", bytes(64), 0, ROW)
+    finally:
+        shm.destroy_shared_memory_region(region)
+
+
+def _shared(kind: Any) -> Any:
+    x = kind.InferInput("x", [1, SIDE], "FP32")
+    x.set_shared_memory("g", ROW)
+    return x

@@ -1,0 +1,256 @@
+"""The native client's memory on a real device, and host memory that is pinned for one.
+
+The program that allocates is this process, or a child of it; workers are others, as CUDA wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import shmserve.client
+from shmserve.client import aio
+from tests.support import servers
+from tests.support.gates import WAITING, holding
+from tests.support.regions import SharedObject
+from tests.support.servers import ROOT, Server
+from tests.support.waiting import until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+SIDE = 1024
+SIZE = SIDE * SIDE * 4
+LINEAR = f"""
+import torch
+
+class Model(torch.nn.Linear):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__({SIDE}, {SIDE})
+"""
+TWICE = f"""
+{WAITING}
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        wait()
+        return x * 2
+"""
+CONFIG = f"""
+backend: "pytorch"
+input [ {{ name: "%s" data_type: TYPE_FP32 dims: [ -1, {SIDE} ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1, {SIDE} ] }} ]
+instance_group [ {{ kind: KIND_GPU gpus: [ 0 ] count: 1 }} ]
+"""
+# A program that has a region, uses it, and says so.
+PROGRAM = f"""
+import sys, shmserve.client
+client = shmserve.client.connect(sys.argv[1])
+region = client.allocate({{"x": (({SIDE}, {SIDE}), "FP32"), "y": (({SIDE}, {SIDE}), "FP32")}},
+    device="cuda:0")
+region["x"].fill(3)
+client.infer("twice", region)
+assert (region["y"].numpy() == 6).all()
+print("used", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("gpu") / "models"
+    for name, text, given in (("linear", LINEAR, "input"), ("twice", TWICE, "x")):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / "model.py").write_text(text)
+        (repository / name / "config.pbtxt").write_text(CONFIG % given)
+    with servers.running(repository, gpu=True) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(server.run_dir) as made:
+        yield made
+    gc.collect()
+
+
+def forms(given: str = "x") -> dict[str, tuple[tuple[int, int], str]]:
+    return {given: ((SIDE, SIDE), "FP32"), "y": ((SIDE, SIDE), "FP32")}
+
+
+def copied(server: Server) -> float:
+    return server.metric("shmserve_copied_bytes_total")
+
+
+def used() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_torch_tensors_in_place(server: Server, client: shmserve.client.Server) -> None:
+    with client.allocate(forms(), device="cuda:0") as region:
+        x, y = region["x"].torch(), region["y"].torch()
+        assert x.is_cuda and x.data_ptr() == region["x"].__cuda_array_interface__["data"][0]
+        for turn in range(3):
+            x.copy_(torch.arange(SIDE).expand(SIDE, SIDE) + turn)
+            torch.cuda.synchronize()
+            before = copied(server)
+            result = client.infer("twice", region)
+            assert torch.equal(y, x * 2) and torch.equal(result["y"].torch(), x * 2)
+        assert copied(server) - before <= SIZE  # a sum is no layer: its output is put in place
+        kept = x
+    with pytest.raises(shmserve.client.Released):
+        result["y"].torch()
+    assert kept.sum().item() > 0, "what was made of it keeps the memory"
+
+
+def test_a_linear_layer_copies_nothing(server: Server, client: shmserve.client.Server) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(SIDE, SIDE).to("cuda:0")
+    with client.allocate(forms("input"), device="cuda:0") as region, torch.inference_mode():
+        x = region["input"].torch()
+        x.normal_()
+        torch.cuda.synchronize()
+        client.infer("linear", region)  # until the model is known
+        before = copied(server)
+        for _ in range(3):
+            region["y"].fill(0)
+            client.infer("linear", region)
+            assert torch.allclose(region["y"].torch(), layer(x), atol=1e-4)
+        assert copied(server) == before, "no byte in, no byte out"
+
+
+def test_without_torch_in_the_program(client: shmserve.client.Server) -> None:
+    x = np.random.default_rng(0).standard_normal((SIDE, SIDE), np.float32)
+    with client.allocate(forms(), device="cuda") as region:
+        assert (region["y"].numpy() == 0).all(), "fresh memory is full of zeros"
+        region["x"].fill(x)
+        client.infer("twice", region)
+        assert (region["y"].numpy() == x * 2).all()
+        part = client.infer("twice", x=region.view("x", (2, SIDE)))
+        assert (part["y"] == x[:2] * 2).all()
+
+
+def test_devices_that_are_not_there(client: shmserve.client.Server) -> None:
+    with pytest.raises(shmserve.client.InvalidArgument, match="sees no device"):
+        client.allocate(forms(), device=f"cuda:{torch.cuda.device_count()}")
+    with pytest.raises(shmserve.client.Unavailable, match="cannot be had"):
+        client.allocate({"x": ((1 << 40,), "FP32")}, device="cuda:0")
+
+
+def test_released_in_flight(server: Server, client: shmserve.client.Server) -> None:
+    region = client.allocate(forms(), device="cuda:0")
+    region["x"].fill(1)
+    y = region["y"].torch()
+    with holding(server.gate) as until_it_runs:
+        running = client.infer_async("twice", region)
+        until_it_runs()
+        region.release()
+    assert running.result(30) is not None
+    assert bool((y == 2).all())
+
+
+def test_a_program_that_is_killed_leaves_no_device_memory(server: Server) -> None:
+    with shmserve.client.connect(server.run_dir) as client:
+        client.infer("twice", x=np.ones((1, SIDE), np.float32))  # what the worker itself takes
+    before = used()
+    command = [sys.executable, "-c", PROGRAM, str(server.run_dir)]
+    for _ in range(2):
+        with subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as program:
+            assert program.stdout and program.stdout.readline() == "used\n"
+            program.kill()
+        until("its memory is back", lambda: used() - before < 8 * 2**20, 10)
+    with shmserve.client.connect(server.run_dir) as client:
+        assert client.infer("twice", x=np.ones((1, SIDE), np.float32))
+
+
+def test_many_threads_and_tasks(server: Server, client: shmserve.client.Server) -> None:
+    wrong: list[int] = []
+
+    def ask(number: int) -> None:
+        with client.allocate(forms(), device="cuda:0") as region:
+            region["x"].fill(number)
+            for _ in range(5):
+                client.infer("twice", region)
+                if not (region["y"].numpy() == 2 * number).all():
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+    async def talk() -> None:
+        async with aio.connect(server.run_dir) as other:
+            with await other.allocate(forms(), device="cuda:0") as region:
+                region["x"].fill(4)
+                await other.infer("twice", region)
+                assert (region["y"].numpy() == 8).all()
+
+    asyncio.run(talk())
+
+
+def test_a_thousand_regions_take_no_memory(server: Server, client: shmserve.client.Server) -> None:
+    def cycle() -> None:
+        with client.allocate(forms(), device="cuda:0") as region:
+            client.infer("twice", region)
+
+    def taken() -> tuple[int, int, int]:
+        process = next(p for p in server.tree() if servers.title(p).startswith("worker twice"))
+        return used(), _rss(process), len(os.listdir(f"/proc/{process.pid}/fd"))
+
+    for _ in range(20):
+        cycle()
+    device, host, descriptors = taken()
+    for _ in range(1000):
+        cycle()
+    until("the device's memory is back", lambda: used() - device < 32 * 2**20, 10)
+    after = taken()
+    assert after[1] - host < 32 * 2**20
+    assert after[2] <= descriptors + 2
+
+
+def _rss(process: psutil.Process) -> int:
+    return int(process.memory_info().rss)
+
+
+def test_pinned_host_memory(server: Server, client: shmserve.client.Server) -> None:
+    """Row 21: within RLIMIT_MEMLOCK; a worker that cannot pin says so in its log."""
+    few = {"x": ((16, SIDE), "FP32"), "y": ((16, SIDE), "FP32")}
+    for _ in range(20):
+        with client.allocate(few, pin=True) as region:
+            region["x"][:] = 3
+            client.infer("twice", region)
+            assert (region["y"] == 6).all()
+    size = 16 * SIDE * 4
+    with SharedObject(2 * size) as made, server.http() as http:
+        made.write(np.full(16 * SIDE, 5, np.float32))
+        body = {"key": made.key, "byte_size": 2 * size, "pin": True}
+        http.post("/v2/systemsharedmemory/region/pinned/register", body).ok()
+        place = {"shared_memory_region": "pinned", "shared_memory_byte_size": size}
+        request = {
+            "inputs": [{"name": "x", "datatype": "FP32", "shape": [16, SIDE], "parameters": place}],
+            "outputs": [{"name": "y", "parameters": {**place, "shared_memory_offset": size}}],
+        }
+        http.infer("twice", request).ok()
+        assert (made.read(np.float32, 16 * SIDE, size) == 10).all()
+        http.unregister().ok()
+    assert "cannot be pinned" not in server.log()

@@ -1,0 +1,216 @@
+"""CUDA shared memory in small pieces, of programs that stop or free it; a device that is full."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from tests.support import servers
+from tests.support.servers import Server
+from tests.support.waiting import until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+N = 16
+GPU = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        assert x.is_cuda
+        return x + 1
+"""
+HOST = """
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb.InferenceResponse([pb.Tensor(
+            "y", pb.get_input_tensor_by_name(r, "x").as_numpy() + 1)]) for r in requests]
+"""
+CONFIG = f"""
+backend: "%s"
+input [ {{ name: "x" data_type: TYPE_INT32 dims: [ {N} ] }} ]
+output [ {{ name: "y" data_type: TYPE_INT32 dims: [ {N} ] }} ]
+instance_group [ {{ kind: %s count: 1 }} ]
+"""
+MODELS = {
+    "gpu": (GPU, CONFIG % ("pytorch", "KIND_GPU")),
+    "host": (HOST, CONFIG % ("python", "KIND_CPU")),
+}
+# Exports; on a line of input frees that, allocates as much again, and exports it.
+EXPORTER = """
+import sys, tritonclient.utils.cuda_shared_memory as shm, numpy as np
+value = 3
+while True:
+    region = shm.create_shared_memory_region("r", 4096, 0)
+    shm.set_shared_memory_region(region, [np.full(1024, value, np.int32)])
+    print(shm.get_raw_handle(region).decode(), flush=True)
+    if not sys.stdin.readline():
+        break
+    shm.destroy_shared_memory_region(region)
+    value += 1
+"""
+
+
+@pytest.fixture(scope="module")
+def shm() -> Any:
+    """tritonclient's module; it cannot be imported without cuda-bindings."""
+    return importlib.import_module("tritonclient.utils.cuda_shared_memory")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("hw") / "models"
+    for name, (text, config) in MODELS.items():
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / "model.py").write_text(text)
+        (repository / name / "config.pbtxt").write_text(config)
+    with servers.running(repository, gpu=True) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.url, concurrency=4, network_timeout=120) as made:
+        yield made
+        made.unregister_cuda_shared_memory()
+
+
+@pytest.fixture
+def exporter() -> Iterator[subprocess.Popen[str]]:
+    made = subprocess.Popen(
+        [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield made
+    made.send_signal(signal.SIGCONT)
+    made.kill()
+    made.communicate()
+
+
+def infer(
+    client: Any, model: str, source: str, target: str, at: int = 0, size: int = N * 4
+) -> None:
+    x = triton.InferInput("x", [N], "INT32")
+    x.set_shared_memory(source, N * 4)
+    y = triton.InferRequestedOutput("y")
+    y.set_shared_memory(target, size, offset=at)
+    client.infer(model, [x], outputs=[y])
+
+
+@pytest.mark.parametrize("model", ["gpu", "host"])
+def test_regions_of_64_bytes(client: Any, shm: Any, model: str) -> None:
+    """As tritonclient's own examples have them: the driver puts them into one block. Each is its
+    own bytes, also when others come and go."""
+    regions = [shm.create_shared_memory_region(f"r{k}", N * 4, 0) for k in range(8)]
+    handles = [shm.get_raw_handle(region) for region in regions]
+    try:
+        for k, region in enumerate(regions):
+            shm.set_shared_memory_region(region, [np.full(N, 10 * k, np.int32)])
+            client.register_cuda_shared_memory(f"r{k}", handles[k], 0, N * 4)
+        for k in range(0, 8, 2):
+            infer(client, model, f"r{k}", f"r{k + 1}")
+        for k in range(0, 8, 2):
+            for at, value in ((k, 10 * k), (k + 1, 10 * k + 1)):
+                found = shm.get_contents_as_numpy(regions[at], np.int32, [N])
+                assert (found == value).all(), (at, found)
+        client.unregister_cuda_shared_memory("r0")  # closes one of those in the block
+        infer(client, model, "r2", "r7")
+        assert (shm.get_contents_as_numpy(regions[7], np.int32, [N]) == 21).all()
+        client.register_cuda_shared_memory("r0", handles[0], 0, N * 4)
+        infer(client, model, "r4", "r0")
+        assert (shm.get_contents_as_numpy(regions[0], np.int32, [N]) == 41).all()
+        with pytest.raises(InferenceServerException, match="larger than the allocation"):
+            client.register_cuda_shared_memory("long", handles[1], 0, N * 4 + 1)
+    finally:
+        client.unregister_cuda_shared_memory()
+        for region in regions:
+            shm.destroy_shared_memory_region(region)
+
+
+def test_an_exporter_that_is_stopped(client: Any, exporter: subprocess.Popen[str]) -> None:
+    assert exporter.stdout
+    handle = exporter.stdout.readline().strip()
+    exporter.send_signal(signal.SIGSTOP)
+    client.register_cuda_shared_memory("theirs", handle, 0, 4096)
+    infer(client, "gpu", "theirs", "theirs", at=64)
+    client.unregister_cuda_shared_memory("theirs")
+
+
+def test_memory_that_is_freed_and_allocated_again(
+    server: Server, client: Any, shm: Any, exporter: subprocess.Popen[str]
+) -> None:
+    """Freed while it is registered, and made again at the same address, perhaps with the same
+    handle: whoever registers the new one gets the new one, and no worker dies of the old."""
+    assert exporter.stdout and exporter.stdin
+    mine = shm.create_shared_memory_region("mine", 4096, 0)
+    before = server.one("worker gpu")
+    try:
+        client.register_cuda_shared_memory("mine", shm.get_raw_handle(mine), 0, 4096)
+        for value in range(3, 13):
+            handle = exporter.stdout.readline().strip()
+            client.register_cuda_shared_memory(f"t{value}", handle, 0, 4096)
+            infer(client, "gpu", f"t{value}", "mine")
+            found = shm.get_contents_as_numpy(mine, np.int32, [N])
+            assert (found == value + 1).all(), (value, found)
+            exporter.stdin.write("again\n")
+            exporter.stdin.flush()
+        for value in range(3, 12):  # all freed: any answer but the death of a worker
+            with contextlib.suppress(InferenceServerException):
+                infer(client, "gpu", f"t{value}", "mine")
+        assert server.one("worker gpu") == before
+    finally:
+        client.unregister_cuda_shared_memory()
+        shm.destroy_shared_memory_region(mine)
+
+
+def test_a_device_that_is_full(server: Server, client: Any, shm: Any) -> None:
+    """A worker of a model on the CPU that has not used the device yet finds no room for its
+    context: a 503 that says so, and once there is room the same worker answers."""
+    region = shm.create_shared_memory_region("r", 4096, 0)
+    shm.set_shared_memory_region(region, [np.full(1024, 5, np.int32)])
+    client.register_cuda_shared_memory("r", shm.get_raw_handle(region), 0, 4096)
+    old = server.one("worker host")
+    old.kill()
+    until(
+        "there is another worker",
+        lambda: any(found.pid != old.pid for found in server.find("worker host")),
+    )
+    server.wait_ready()
+    hogs: list[Any] = []
+    size = 1 << 34
+    while size >= 1 << 20:
+        try:
+            hogs.append(torch.empty(size, dtype=torch.uint8, device="cuda:0"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    try:
+        new = server.one("worker host")
+        with pytest.raises(InferenceServerException) as caught:
+            infer(client, "host", "r", "r", at=64)
+        assert caught.value.status() == "503"
+        assert "cannot use shared memory on device 0 now" in str(caught.value)
+        hogs.clear()
+        torch.cuda.empty_cache()
+        infer(client, "host", "r", "r", at=64)
+        found = shm.get_contents_as_numpy(region, np.int32, [1024])[N : 2 * N]
+        assert (found == 6).all()
+        assert server.one("worker host") == new, "the worker died of it"
+    finally:
+        hogs.clear()
+        torch.cuda.empty_cache()
+        client.unregister_cuda_shared_memory()
+        shm.destroy_shared_memory_region(region)

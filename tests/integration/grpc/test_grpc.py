@@ -1,0 +1,385 @@
+"""gRPC with Triton's own clients: everything that they can ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import grpc
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+import shmserve
+from shmserve.gateway.api.metadata import EXTENSIONS
+from tests.support import repositories
+from tests.support.grpc_calls import A, B, is_right, place, simple_request, stub
+from tests.support.raw_http import in_region, shm_input
+from tests.support.regions import SharedObject
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+MODELS = ("simple", "identity", "types", "text", "echo_request", "gated")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("grpc") / "models"
+    repository.mkdir()
+    repositories.add(repository, *MODELS)
+    explicit = ("--model-control-mode=explicit", "--load-model=*")
+    with running(repository, "--id=both", *explicit, grpc=True) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.grpc_url) as made:
+        yield made
+
+
+def simple_inputs() -> list[triton.InferInput]:
+    inputs = [triton.InferInput(name, [1, 16], "INT32") for name in ("INPUT0", "INPUT1")]
+    for tensor, array in zip(inputs, (A, B), strict=True):
+        tensor.set_data_from_numpy(array)
+    return inputs
+
+
+def test_health_and_metadata(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_live() and client.is_server_ready()
+    assert client.is_model_ready("simple") and client.is_model_ready("simple", "1")
+    assert not client.is_model_ready("simple", "7") and not client.is_model_ready("nobody")
+    server = client.get_server_metadata()
+    assert (server.name, server.version) == ("both", shmserve.__version__)
+    assert tuple(server.extensions) == EXTENSIONS
+    model = client.get_model_metadata("simple")
+    assert (model.name, list(model.versions), model.platform) == ("simple", ["1"], "python")
+    assert [(t.name, t.datatype, list(t.shape)) for t in model.inputs] == [
+        ("INPUT0", "INT32", [-1, 16]),
+        ("INPUT1", "INT32", [-1, 16]),
+    ]
+    assert [t.name for t in model.outputs] == ["OUTPUT0", "OUTPUT1"]
+
+
+def test_the_configuration_is_the_one_of_http(
+    client: triton.InferenceServerClient, server: Server
+) -> None:
+    with server.http() as http:
+        shown = http.get("/v2/models/simple/config").ok().json()
+    config = client.get_model_config("simple", as_json=True)["config"]
+    assert config["name"] == shown["name"] == "simple"
+    assert config["max_batch_size"] == shown["max_batch_size"]
+    assert config["input"] == [
+        {"name": t["name"], "data_type": t["data_type"], "dims": list(map(str, t["dims"]))}
+        for t in shown["input"]
+    ]
+
+
+def test_an_inference(client: triton.InferenceServerClient) -> None:
+    for again in range(3):  # the second one follows the plan of the first
+        result = client.infer("simple", simple_inputs(), request_id=f"r{again // 2}")
+        assert (result.as_numpy("OUTPUT0") == A + B).all()
+        assert (result.as_numpy("OUTPUT1") == A - B).all()
+        response = result.get_response()
+        assert (response.id, response.model_name) == (f"r{again // 2}", "simple")
+        assert response.model_version == "1"
+        assert not response.outputs[0].HasField("contents")
+
+
+def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -> None:
+    wanted = [triton.InferRequestedOutput(name) for name in ("OUTPUT1", "OUTPUT0")]
+    for outputs in (wanted, wanted[:1], wanted[::-1]):
+        result = client.infer("simple", simple_inputs(), outputs=outputs)
+        assert {o.name for o in result.get_response().outputs} == {o.name() for o in outputs}
+        assert (result.as_numpy("OUTPUT1") == A - B).all()
+
+
+def test_asyncio(server: Server) -> None:
+    async def ask() -> list[triton.InferResult]:
+        async with triton_aio.InferenceServerClient(server.grpc_url) as client:
+            asked = [client.infer("simple", simple_inputs()) for _ in range(20)]
+            return await asyncio.gather(*asked)
+
+    assert all((result.as_numpy("OUTPUT0") == A + B).all() for result in asyncio.run(ask()))
+
+
+def test_callbacks(client: triton.InferenceServerClient) -> None:
+    answers: list[object] = []
+    for _ in range(8):
+        client.async_infer(
+            "simple", simple_inputs(), callback=lambda result, error: answers.append(error)
+        )
+    until("all are answered", lambda: len(answers) == 8)
+    assert answers == [None] * 8
+
+
+def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
+    """The rest wait at the client; none is refused, however fast one comes after the other."""
+
+    async def ask() -> None:
+        async with grpc.aio.insecure_channel(server.grpc_url) as channel:
+            call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+            async def again() -> None:
+                for _ in range(3):
+                    assert is_right(await call.ModelInfer(simple_request(), timeout=60))
+
+            await asyncio.gather(*(again() for _ in range(3000)))
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 3_000_000])
+def test_tensors_of_every_size(client: triton.InferenceServerClient, size: int) -> None:
+    array = np.arange(size, dtype=np.float32)
+    tensor = triton.InferInput("INPUT0", [size], "FP32")
+    tensor.set_data_from_numpy(array)
+    answered = client.infer("identity", [tensor]).as_numpy("OUTPUT0")
+    assert answered.shape == (size,) and (answered == array).all()
+
+
+DATA: dict[str, np.ndarray] = {
+    "BOOL": np.array([True, False]),
+    "FP16": np.array([1.5, -2], np.float16),
+    "BYTES": np.array([b"", "ü".encode()], np.object_),
+    **{f"UINT{8 * n}": np.array([0, 2 ** (8 * n) - 1], f"u{n}") for n in (1, 2, 4, 8)},
+    **{f"INT{8 * n}": np.array([-(2 ** (8 * n - 1)), 5], f"i{n}") for n in (1, 2, 4, 8)},
+    "FP32": np.array([1.5, np.inf], np.float32),
+    "FP64": np.array([1e300, -0.0]),
+}
+
+
+def test_every_datatype(client: triton.InferenceServerClient) -> None:
+    inputs = []
+    for datatype, array in DATA.items():
+        assert np_to_triton_dtype(array.dtype) == datatype
+        inputs.append(triton.InferInput(f"INPUT_{datatype}", [2], datatype))
+        inputs[-1].set_data_from_numpy(array)
+    half = triton.InferInput("INPUT_BF16", [2], "BF16")
+    half.set_data_from_numpy(np.array([1, -2], ml_dtypes.bfloat16))
+    result = client.infer("types", [*inputs, half])
+    for datatype, array in DATA.items():
+        assert (result.as_numpy(f"OUTPUT_{datatype}") == array).all(), datatype
+    assert (result.as_numpy("OUTPUT_BF16").astype(np.float32) == [1, -2]).all()
+
+
+FIELDS = {
+    "BOOL": "bool_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def test_typed_contents_of_every_datatype(server: Server) -> None:
+    with stub(server) as call:
+        request = pb.ModelInferRequest(model_name="types")
+        for datatype, field in FIELDS.items():
+            tensor = request.inputs.add(name=f"INPUT_{datatype}", datatype=datatype, shape=[2])
+            getattr(tensor.contents, field).extend(DATA[datatype].tolist())
+        # These two have no typed form, and the two forms do not go together.
+        request.inputs.add(name="INPUT_FP16", datatype="FP16", shape=[2])
+        request.inputs.add(name="INPUT_BF16", datatype="BF16", shape=[2])
+        with pytest.raises(
+            grpc.RpcError, match="unable to find data for input tensor 'INPUT_FP16'"
+        ):
+            call.ModelInfer(request)
+        with SharedObject(16) as made, server.http() as http:
+            http.register("halves", made.key, 16).ok()
+            for tensor in request.inputs[-2:]:
+                place(tensor, "halves", 4)
+            response = call.ModelInfer(request)
+            http.unregister("halves").ok()
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        array = DATA.get(output.datatype)
+        if output.datatype == "BYTES":
+            assert raw == b"\0\0\0\0\2\0\0\0" + "ü".encode()
+        elif output.datatype in FIELDS:
+            assert array is not None and raw == array.tobytes(), output.datatype
+
+
+def test_what_the_model_sees(client: triton.InferenceServerClient) -> None:
+    tensor = triton.InferInput("INPUT0", [1], "INT32")
+    tensor.set_data_from_numpy(np.zeros(1, np.int32))
+    result = client.infer(
+        "echo_request",
+        [tensor],
+        request_id="me",
+        sequence_id="seven",
+        sequence_start=True,
+        priority=2,
+        timeout=5_000_000,
+        parameters={"text": "a", "whole": -3, "truth": True, "real": 0.5},
+    )
+    told = json.loads(result.as_numpy("OUTPUT0")[0])
+    assert told["id"] == "me" and told["correlation_id"] == "seven" and told["flags"] == 1
+    assert told["timeout"] == 5_000_000
+    assert told["parameters"] == {"text": "a", "whole": -3, "truth": True, "real": 0.5}
+    assert result.get_response().parameters["answered"].bool_param
+
+
+def test_statistics(client: triton.InferenceServerClient) -> None:
+    before = client.get_inference_statistics("simple").model_stats[0]
+    client.infer("simple", simple_inputs())
+    after = client.get_inference_statistics("simple", "1").model_stats[0]
+    assert (after.name, after.version) == ("simple", "1")
+    assert after.inference_count == before.inference_count + 1
+    assert after.inference_stats.success.count == before.inference_stats.success.count + 1
+    assert after.inference_stats.success.ns > before.inference_stats.success.ns
+    assert after.batch_stats[0].batch_size == 1
+    everything = client.get_inference_statistics()
+    assert {model.name for model in everything.model_stats} == set(MODELS)
+
+
+def test_the_repository(client: triton.InferenceServerClient) -> None:
+    index = client.get_model_repository_index()
+    assert {(m.name, m.version, m.state) for m in index.models} == {
+        (name, "1", "READY") for name in MODELS
+    }
+    client.unload_model("text", unload_dependents=True)
+    assert not client.is_model_ready("text")
+
+    def reasons() -> dict[str, str]:
+        return {m.name: m.reason for m in client.get_model_repository_index().models}
+
+    until("it is unloaded", lambda: reasons()["text"] == "unloaded")
+    with pytest.raises(InferenceServerException, match="failed to load 'text'"):
+        client.load_model("text", config="{")
+    client.load_model("text")
+    assert client.is_model_ready("text")
+
+
+def test_files_with_a_load(client: triton.InferenceServerClient) -> None:
+    source = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
+    with pytest.raises(InferenceServerException, match="files are given without a 'config'"):
+        client.load_model("simple", files={"file:1/model.py": source})
+    assert client.is_model_ready("simple")
+
+
+def test_a_region_through_both_doors(server: Server, client: triton.InferenceServerClient) -> None:
+    array = np.arange(256, dtype=np.float32)
+    with SharedObject(4096) as made, server.http() as http:
+        made.write(array)
+        client.register_system_shared_memory("both", made.key, 4096)
+        request = {
+            "inputs": [shm_input("INPUT0", "FP32", [256], "both", 1024)],
+            "outputs": [{"name": "OUTPUT0", "parameters": in_region("both", 1024, 1024)}],
+        }
+        http.infer("identity", request).ok()
+        assert (made.read(np.float32, 256, 1024) == array).all()
+        http.unregister("both").ok()
+        assert not client.get_system_shared_memory_status().regions
+
+        http.register("both", made.key, 4096).ok()
+        tensor = triton.InferInput("INPUT0", [256], "FP32")
+        tensor.set_shared_memory("both", 1024)
+        output = triton.InferRequestedOutput("OUTPUT0")
+        output.set_shared_memory("both", 1024, offset=2048)
+        result = client.infer("identity", [tensor], outputs=[output])
+        assert (made.read(np.float32, 256, 2048) == array).all()
+        assert list(result.get_response().raw_output_contents) == [b""]
+        status = client.get_system_shared_memory_status("both").regions["both"]
+        assert (status.name, status.key) == ("both", made.key)
+        assert (status.offset, status.byte_size) == (0, 4096)
+        client.unregister_system_shared_memory("both")
+        with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
+            client.infer("identity", [tensor], outputs=[output])
+
+
+def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
+    """`raw_input_contents` has entries for the inputs that are in no region only."""
+    with SharedObject(4096) as made, stub(server) as call, server.http() as http:
+        made.write(A)
+        http.register("mixed", made.key, 4096).ok()
+        request = simple_request()
+        place(request.inputs[0], "mixed", 64)
+        del request.raw_input_contents[0]
+        assert is_right(call.ModelInfer(request))
+        output = request.outputs.add(name="OUTPUT0")
+        place(output, "mixed", 64, 64)
+        request.outputs.add(name="OUTPUT1")
+        response = call.ModelInfer(request)
+        by_name = dict(
+            zip((o.name for o in response.outputs), response.raw_output_contents, strict=True)
+        )
+        assert by_name == {"OUTPUT0": b"", "OUTPUT1": (A - B).tobytes()}
+        assert (made.read(np.int32, 16, 64) == (A + B)[0]).all()
+        http.unregister("mixed").ok()
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compressed_requests(client: triton.InferenceServerClient, algorithm: str) -> None:
+    array = np.zeros(100_000, np.float32)
+    tensor = triton.InferInput("INPUT0", [len(array)], "FP32")
+    tensor.set_data_from_numpy(array)
+    result = client.infer("identity", [tensor], compression_algorithm=algorithm)
+    assert (result.as_numpy("OUTPUT0") == array).all()
+
+
+def test_there_is_no_tracing(client: triton.InferenceServerClient) -> None:
+    with pytest.raises(InferenceServerException, match=r"UNAVAILABLE.*does not support trace"):
+        client.get_trace_settings()
+
+
+def test_a_deadline_reaches_the_model_and_ends_the_request(
+    server: Server, client: triton.InferenceServerClient
+) -> None:
+    tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
+    tensor.set_data_from_numpy(np.ones((1, 4), np.int32))
+    failures = "nv_inference_request_failure"
+    before = server.metric(failures, model="gated")
+    with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
+        client.infer("gated", [tensor], client_timeout=1)  # time enough to arrive
+    visit = server.gate.next()
+    with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
+        client.infer("gated", [tensor], client_timeout=1)
+    server.wait_pending("gated", 0)  # the second one left the queue
+    visit.release()
+    until("both were counted", lambda: server.metric(failures, model="gated") == before + 2)
+    assert server.gate.is_idle()
+
+
+def test_a_cancelled_call_cancels_its_request(server: Server) -> None:
+    tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
+    tensor.set_data_from_numpy(np.full((1, 4), 7, np.int32))
+    failures = "nv_inference_request_failure"
+    before = server.metric(failures, model="gated", reason="CANCELED")
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        answers: list[object] = []
+        running_one = client.async_infer(
+            "gated", [tensor], lambda result, error: answers.append(error)
+        )
+        visit = server.gate.next()
+        waiting_one = client.async_infer(
+            "gated", [tensor], lambda result, error: answers.append(error)
+        )
+        server.wait_pending("gated", 1)
+        waiting_one.cancel()
+        server.wait_pending("gated", 0)
+        visit.release()
+        until("both are answered", lambda: len(answers) == 2)
+    assert running_one is not None
+    assert server.metric(failures, model="gated", reason="CANCELED") == before + 1
+
+
+def test_the_health_service(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"") == check(b"\n\x03any") == b"\x08\x01"
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+        assert next(watch) == b"\x08\x01"
+        watch.cancel()

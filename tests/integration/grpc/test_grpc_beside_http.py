@@ -1,0 +1,457 @@
+"""gRPC beside HTTP, with tritonclient: the same models, the same regions, the same rules."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from shmserve.gateway.grpc.service import RPCS
+from tests.support import repositories
+from tests.support.grpc_calls import place, request_of, stub
+from tests.support.raw_http import Http, in_region, shm_input
+from tests.support.regions import SharedObject
+from tests.support.servers import Server, running
+from tests.support.users import ALICE, BOB, needs_users, tunnel
+
+TOKEN, PROGRAM = "0123456789abcdef-all", "0123456789abcdef-program"
+VALUES = np.arange(1024, dtype=np.float32)
+SIZE = VALUES.nbytes
+DISABLED = "Client shared memory is disabled"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("grpc") / "models"
+    repositories.add(repository, "identity", "simple", "text", "gated")
+    flags = ["--model-control-mode=explicit", "--shm-overlap=error"]
+    flags += [f"--load-model={name}" for name in ("identity", "simple", "text", "gated")]
+    with running(repository, *flags, grpc=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def module_client(server: Server) -> Iterator[triton.InferenceServerClient]:
+    with connected(server.grpc_port) as client:
+        assert client.is_server_live()
+        yield client
+
+
+@pytest.fixture
+def client(
+    server: Server, module_client: triton.InferenceServerClient
+) -> Iterator[triton.InferenceServerClient]:
+    yield module_client
+    module_client.unregister_system_shared_memory()
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[Http]:
+    with server.http() as connection:
+        yield connection
+        connection.unregister().ok()
+
+
+@contextlib.contextmanager
+def connected(port: int) -> Iterator[triton.InferenceServerClient]:
+    options = [
+        ("grpc.use_local_subchannel_pool", 1),  # a connection that no other client shares
+        ("grpc.max_receive_message_length", 2**31 - 1),
+    ]
+    client = triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=options)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def row(values: np.ndarray = VALUES) -> list[Any]:
+    tensor = triton.InferInput("INPUT0", [values.size], "FP32")
+    return [tensor.set_data_from_numpy(values)]
+
+
+def from_region(name: str) -> tuple[list[Any], list[Any]]:
+    tensor = triton.InferInput("INPUT0", [VALUES.size], "FP32")
+    tensor.set_shared_memory(name, SIZE)
+    wanted = triton.InferRequestedOutput("OUTPUT0")
+    wanted.set_shared_memory(name, SIZE, SIZE)
+    return [tensor], [wanted]
+
+
+def infer_in(client: triton.InferenceServerClient, name: str, headers: Any = None) -> None:
+    inputs, outputs = from_region(name)
+    client.infer("identity", inputs, outputs=outputs, headers=headers)
+
+
+def refused(action: Callable[[], object]) -> tuple[str, str]:
+    """The code and the text that a call is refused with."""
+    with pytest.raises(InferenceServerException) as caught:
+        action()
+    return caught.value.status(), caught.value.message()
+
+
+# --- the same answers as over HTTP
+
+
+def test_infer_again_and_again(client: triton.InferenceServerClient) -> None:
+    for number in range(4):
+        a = np.arange(16, dtype=np.int32).reshape(1, 16) * number
+        tensors = []
+        for name in ("INPUT0", "INPUT1"):
+            tensor = triton.InferInput(name, [1, 16], "INT32")
+            tensors.append(tensor.set_data_from_numpy(a + (name == "INPUT1")))
+        found = client.infer("simple", tensors, request_id="7")
+        assert found.get_response().id == "7"
+        assert (found.as_numpy("OUTPUT0") == 2 * a + 1).all()
+        assert (found.as_numpy("OUTPUT1") == -1).all()
+
+
+def test_sizes(client: triton.InferenceServerClient) -> None:
+    for count in (0, 1, 1024, 1 << 20):
+        values = np.arange(count, dtype=np.float32)
+        found = client.infer("identity", row(values)).as_numpy("OUTPUT0")
+        assert (found == values).all()
+
+
+def test_what_is_wrong_is_said(client: triton.InferenceServerClient) -> None:
+    code, text = refused(lambda: client.infer("nobody", row()))
+    assert code == "StatusCode.NOT_FOUND"
+    assert "'nobody' is not found" in text
+    tensor = triton.InferInput("INPUT0", [2], "INT32")
+    tensor.set_data_from_numpy(np.zeros(2, np.int32))
+    assert refused(lambda: client.infer("identity", [tensor]))[0] == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_what_others_ask(client: triton.InferenceServerClient) -> None:
+    assert client.is_server_ready()
+    assert client.is_model_ready("identity")
+    assert client.get_server_metadata().name == "triton"
+    assert client.get_model_metadata("identity").inputs[0].name == "INPUT0"
+    assert client.get_model_config("identity").config.name == "identity"
+    client.infer("identity", row())
+    (stats,) = client.get_inference_statistics("identity").model_stats
+    assert stats.inference_count >= 1
+    assert {model.name for model in client.get_model_repository_index().models} >= {"identity"}
+    client.unload_model("text")
+    assert not client.is_model_ready("text")
+    client.load_model("text")
+    assert client.is_model_ready("text")
+    assert client.get_log_settings(as_json=True)["settings"]
+
+
+def test_a_stream_answers_in_order(client: triton.InferenceServerClient) -> None:
+    found: list[Any] = []
+    done = threading.Semaphore(0)
+
+    def take(result: Any, error: Any) -> None:
+        found.append(error if result is None else result.get_response().id)
+        done.release()
+
+    client.start_stream(take)
+    try:
+        for number in range(8):
+            name = "nobody" if number == 3 else "identity"
+            client.async_stream_infer(name, row(VALUES[: number + 1]), request_id=str(number))
+        for _ in range(8):
+            assert done.acquire(timeout=20)
+    finally:
+        client.stop_stream()
+    assert "'nobody' is not found" in str(found.pop(3))
+    assert found == ["0", "1", "2", "4", "5", "6", "7"]
+
+
+def test_an_overlap_in_a_stream_says_whose_it_is(
+    server: Server, client: triton.InferenceServerClient
+) -> None:
+    """Also where the same request was understood before."""
+    request = request_of("gated", np.zeros((1, 4), np.int32), "INT32", "again")
+    place(request.outputs.add(name="OUTPUT0"), "twice", 16)
+    with SharedObject(SIZE) as made, stub(server) as call:
+        client.register_system_shared_memory("twice", made.key, SIZE)
+        right = call.ModelInfer.future(request, timeout=20)
+        running = server.gate.next()
+        (refusal,) = call.ModelStreamInfer(iter([request]), timeout=20)
+        running.release()
+        assert right.result().id == "again"
+    assert "overlaps one of a request in flight" in refusal.error_message
+    assert refusal.infer_response.id == "again"
+
+
+def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerClient) -> None:
+    tensor = triton.InferInput("INPUT0", [1, 1], "INT32")
+    tensor.set_data_from_numpy(np.zeros((1, 1), np.int32))
+    code, _ = refused(lambda: client.infer("gated", [tensor], client_timeout=1.5))
+    assert code == "StatusCode.DEADLINE_EXCEEDED"
+    server.gate.next().release()
+
+
+# --- regions
+
+
+def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
+    client: triton.InferenceServerClient, http: Http
+) -> None:
+    """R6: usable over the other door in the next call, and gone in the next."""
+    with SharedObject(2 * SIZE) as made:
+        made.write(VALUES)
+        for _ in range(5):
+            made.write(bytes(SIZE), SIZE)
+            http.register("over", made.key, 2 * SIZE).ok()
+            for _ in range(2):  # the second time by what the first left
+                infer_in(client, "over")
+            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+            listed = client.get_system_shared_memory_status().regions
+            assert (listed["over"].key, listed["over"].byte_size) == (made.key, 2 * SIZE)
+            client.unregister_system_shared_memory("over")
+            assert http.regions().json() == []
+            code, text = refused(lambda: infer_in(client, "over"))
+            assert code == "StatusCode.NOT_FOUND"
+            assert "Unable to find shared memory region: 'over'" in text
+
+            made.write(bytes(SIZE), SIZE)
+            client.register_system_shared_memory("over", made.key, 2 * SIZE)
+            request = {
+                "inputs": [shm_input("INPUT0", "FP32", [VALUES.size], "over", SIZE)],
+                "outputs": [{"name": "OUTPUT0", "parameters": in_region("over", SIZE, SIZE)}],
+            }
+            http.infer("identity", request).ok()
+            assert (made.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+            http.unregister("over").ok()
+            assert not client.get_system_shared_memory_status().regions
+            assert refused(lambda: infer_in(client, "over"))[0] == "StatusCode.NOT_FOUND"
+
+
+def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
+    code, text = refused(lambda: client.register_cuda_shared_memory("gpu", b"AAAA", 0, 64))
+    assert code == "StatusCode.INVALID_ARGUMENT"
+    assert "GPUs not supported" in text
+    assert not client.get_cuda_shared_memory_status().regions
+
+
+@needs_users
+def test_users(server: Server, client: triton.InferenceServerClient) -> None:
+    """R5: over gRPC on loopback a user has what is its own, and nothing else."""
+    with contextlib.ExitStack() as stack:
+        alice, bob = (
+            stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
+            for uid in (ALICE, BOB)
+        )
+        hers, ours = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
+        hers.write(VALUES)
+        os.fchown(hers.fd, ALICE, -1)
+        code, text = refused(
+            lambda: alice.register_system_shared_memory("ours", ours.key, 2 * SIZE)
+        )
+        assert code == "StatusCode.PERMISSION_DENIED"
+        assert f"the client is uid {ALICE}" in text
+        alice.register_system_shared_memory("hers", hers.key, 2 * SIZE)
+        for _ in range(2):
+            infer_in(alice, "hers")
+        assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+        for other in (bob, client):
+            for _ in range(2):
+                code, text = refused(partial(infer_in, other, "hers"))
+                assert (code, "another user" in text) == ("StatusCode.NOT_FOUND", True)
+            assert not other.get_system_shared_memory_status().regions
+            other.unregister_system_shared_memory("hers")
+        assert list(alice.get_system_shared_memory_status().regions) == ["hers"]
+        alice.unregister_system_shared_memory()
+        assert not alice.get_system_shared_memory_status().regions
+
+
+# --- who may do what
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="sg-"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path) -> Iterator[Server]:
+    """A server that listens for everybody who has a token."""
+    repositories.add(folder / "models", "identity")
+    tokens = folder / "tokens"
+    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n")
+    tokens.chmod(0o600)
+    flags = [
+        "--grpc-address=0.0.0.0",
+        f"--auth-token-file={tokens}",
+        "--grpc-restricted-protocol=model-repository,model-config:admin-key=let-me",
+    ]
+    with running(folder / "models", *flags, grpc=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def stranger(guarded: Server) -> Iterator[triton.InferenceServerClient]:
+    with connected(guarded.grpc_port) as client:
+        assert client.is_server_live()
+        yield client
+
+
+def bearer(token: str, **more: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}", **more}
+
+
+def test_without_a_token_there_is_only_health(stranger: triton.InferenceServerClient) -> None:
+    """R18: every API but health is closed to whoever shows no token."""
+    assert stranger.is_server_ready()
+    for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
+        for ask in (
+            lambda headers=headers: stranger.get_server_metadata(headers),
+            lambda headers=headers: stranger.infer("identity", row(), headers=headers),
+            lambda headers=headers: stranger.get_system_shared_memory_status(headers=headers),
+            lambda headers=headers: stranger.get_inference_statistics(headers=headers),
+            lambda headers=headers: stranger.get_log_settings(headers=headers),
+        ):
+            code, text = refused(ask)
+            assert code == "StatusCode.UNAUTHENTICATED"
+            assert "token" in text
+
+
+def test_what_a_stranger_sends_is_not_taken(guarded: Server) -> None:
+    """It is refused before its requests are here: they can be of 2 GB, and as many as it likes."""
+    never = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        never.wait(60)
+        yield from ()
+
+    try:
+        with grpc.insecure_channel(guarded.grpc_url) as channel:
+            for path, rpc in RPCS.items():
+                if rpc.scope == "health":
+                    continue
+                # Many: of some calls gRPC's own way is asked for, of most ours.
+                calls = [channel.stream_stream(path)(nothing(), timeout=15) for _ in range(70)]
+                for call in calls:
+                    with pytest.raises(grpc.RpcError):
+                        next(call)
+                    assert call.code() is grpc.StatusCode.UNAUTHENTICATED, path
+    finally:
+        never.set()
+
+
+def test_a_stream_needs_a_token_too(stranger: triton.InferenceServerClient) -> None:
+    found: list[Any] = []
+    done = threading.Event()
+
+    def take(result: Any, error: Any) -> None:
+        found.append((result, error))
+        done.set()
+
+    for headers, expected in ((None, "StatusCode.UNAUTHENTICATED"), (bearer(PROGRAM), None)):
+        found.clear()
+        done.clear()
+        stranger.start_stream(take, headers=headers)
+        try:
+            with contextlib.suppress(InferenceServerException):  # it may have ended by now
+                stranger.async_stream_infer("identity", row())
+            assert done.wait(20)
+        finally:
+            stranger.stop_stream()
+        result, error = found[0]
+        assert (error and error.status()) == expected
+        assert (result is None) == bool(expected)
+
+
+def test_a_token_opens_its_scopes(stranger: triton.InferenceServerClient) -> None:
+    headers = bearer(PROGRAM)
+    found = stranger.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
+    assert (found == VALUES).all()
+    assert stranger.get_server_metadata(headers).name == "triton"
+    code, text = refused(lambda: stranger.get_inference_statistics(headers=headers))
+    assert (code, text) == (
+        "StatusCode.PERMISSION_DENIED",
+        "this token is not for the statistics API",
+    )
+
+
+def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServerClient) -> None:
+    expected = (
+        "StatusCode.UNAVAILABLE",
+        "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'",
+    )
+    for headers in (
+        bearer(TOKEN),
+        bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-us"}),
+        bearer(TOKEN, **{"admin-key": "let-me"}),
+    ):
+        ask = partial(stranger.get_model_config, "identity", "", headers)
+        assert refused(ask) == expected
+    headers = bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-me"})
+    assert stranger.get_model_config("identity", "", headers).config.name == "identity"
+    assert stranger.get_model_repository_index(headers).models[0].name == "identity"
+
+
+def test_other_hosts_have_no_regions(
+    guarded: Server, stranger: triton.InferenceServerClient
+) -> None:
+    """R3: over a door that other hosts reach there are none, even for who has them over HTTP."""
+    headers = bearer(TOKEN)
+    with SharedObject(2 * SIZE) as made, guarded.http() as http:
+        code, text = refused(
+            lambda: stranger.register_system_shared_memory(
+                "one", made.key, 2 * SIZE, headers=headers
+            )
+        )
+        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        register = {"key": made.key, "byte_size": 2 * SIZE}
+        path = "/v2/systemsharedmemory/region/one/register"
+        http.post(path, register, {"Authorization": f"Bearer {TOKEN}"}).ok()
+        assert not stranger.get_system_shared_memory_status(headers=headers).regions
+        code, text = refused(lambda: infer_in(stranger, "one", headers))
+        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        path = "/v2/systemsharedmemory/unregister"
+        http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
+
+
+def test_no_regions_for_anybody(tmp_path: Path) -> None:
+    """`--allow-client-shm=false` closes loopback too."""
+    repositories.add(tmp_path / "models", "identity")
+    with (
+        running(tmp_path / "models", "--allow-client-shm=false", grpc=True) as started,
+        connected(started.grpc_port) as client,
+        SharedObject(SIZE) as made,
+    ):
+        code, text = refused(lambda: client.register_system_shared_memory("one", made.key, SIZE))
+        assert (code, text[: len(DISABLED)]) == ("StatusCode.UNIMPLEMENTED", DISABLED)
+        assert not client.get_system_shared_memory_status().regions
+
+
+def test_an_unknown_method_is_unimplemented(server: Server) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/Nothing")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"", timeout=20)
+        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_the_gateway_is_started_again(server: Server) -> None:
+    old = server.one("gateway grpc")
+    old.kill()
+    deadline = time.monotonic() + 20
+    with connected(server.grpc_port) as client:
+        while True:
+            with contextlib.suppress(InferenceServerException):
+                if client.is_server_ready(client_timeout=5):
+                    break
+            assert time.monotonic() < deadline
+        assert (client.infer("identity", row()).as_numpy("OUTPUT0") == VALUES).all()
+    assert server.one("gateway grpc").pid != old.pid

@@ -1,0 +1,385 @@
+"""The gRPC door as a process: TLS, compression, drain, ports, and a server without it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from tests.support import repositories
+from tests.support.grpc_calls import is_right, refusal, request_of, simple_request, stub
+from tests.support.http2 import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    OPENED,
+    SERVICE,
+    WINDOW,
+    frame,
+    message,
+    post,
+)
+from tests.support.servers import Server, run_command, running, title
+
+Serve = Callable[..., Server]
+STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
+
+
+def openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca, and server, client and stranger: a key and a certificate each; ca has not signed the
+    stranger's."""
+    folder = tmp_path_factory.mktemp("keys")
+    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    name = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+    for who in ("ca", "stranger"):
+        openssl(folder, *new, "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
+    for who in ("server", "client"):
+        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", *name)
+        files = ("-keyout", f"{who}.key", "-out", f"{who}.pem")
+        openssl(folder, *new, "-subj", f"/CN={who}", *signed, *files)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = tmp_path_factory.mktemp("door") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "gated")
+    return repository
+
+
+@pytest.fixture(scope="module")
+def mutual(keys: Path, models: Path) -> Iterator[Server]:
+    flags = (
+        "--grpc-use-ssl-mutual",
+        f"--grpc-server-cert={keys}/server.pem",
+        f"--grpc-server-key={keys}/server.key",
+        f"--grpc-root-cert={keys}/ca.pem",
+        "--grpc-infer-response-compression-level=high",
+        "--grpc-keepalive-time=10000",
+    )
+    with running(models, *flags, grpc=True) as started:
+        yield started
+
+
+def credentials(keys: Path, who: str = "") -> grpc.ChannelCredentials:
+    key, chain = (
+        ((keys / f"{who}.{end}").read_bytes() for end in ("key", "pem")) if who else [None] * 2
+    )
+    return grpc.ssl_channel_credentials((keys / "ca.pem").read_bytes(), key, chain)
+
+
+def ask(server: Server, channel_credentials: grpc.ChannelCredentials | None) -> Any:
+    """A right answer, or the error."""
+    url = server.grpc_url
+    with (
+        grpc.secure_channel(url, channel_credentials)
+        if channel_credentials
+        else grpc.insecure_channel(url)
+    ) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        return call.ModelInfer(simple_request(), timeout=5)
+
+
+def test_mutual_tls(mutual: Server, keys: Path) -> None:
+    assert is_right(ask(mutual, credentials(keys, "client")))
+    for nobody in (None, credentials(keys), credentials(keys, "stranger")):
+        with pytest.raises(grpc.RpcError):
+            ask(mutual, nobody)
+    assert is_right(ask(mutual, credentials(keys, "client")))
+
+
+def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:
+    with triton.InferenceServerClient(
+        mutual.grpc_url,
+        ssl=True,
+        root_certificates=str(keys / "ca.pem"),
+        private_key=str(keys / "client.key"),
+        certificate_chain=str(keys / "client.pem"),
+    ) as client:
+        assert client.is_server_ready()
+
+
+@pytest.mark.parametrize(
+    ("takes", "compressed"),
+    [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
+)
+def test_compressed_responses(mutual: Server, keys: Path, takes: bytes, compressed: bool) -> None:
+    """Only for a client that takes them, as far from all do; counted as they come, since no client
+    library tells."""
+    array = np.zeros((1, 10_000), np.int32)
+    request = request_of("gated", array, "INT32")
+    mutual.gate.close()
+    with grpc.secure_channel(mutual.grpc_url, credentials(keys, "client")) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        assert call.ModelInfer(request).raw_output_contents[0] == array.tobytes()
+    tls = ssl.create_default_context(cafile=str(keys / "ca.pem"))
+    tls.load_cert_chain(keys / "client.pem", keys / "client.key")
+    tls.set_alpn_protocols(["h2"])
+    head = post(f"{SERVICE}ModelInfer", *([(b"grpc-accept-encoding", takes)] if takes else []))
+    body = message(request.SerializeToString())
+    pieces = [frame(DATA, 0, 1, body[at : at + 16384]) for at in range(0, len(body), 16384)]
+    with (
+        socket.create_connection(("127.0.0.1", mutual.grpc_port), timeout=20) as plain,
+        tls.wrap_socket(plain, server_hostname="localhost") as sock,
+    ):
+        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head) + b"".join(pieces))
+        sock.sendall(frame(DATA, END_STREAM, 1))
+        answer = b""
+        while b"grpc-status" not in answer:
+            answer += sock.recv(65536)
+    assert answer.partition(b"grpc-status")[2][:2] == b"\x010"
+    if compressed:
+        assert len(answer) < array.nbytes / 10
+    else:
+        assert bytes(1000) in answer
+
+
+def test_plain_tls(keys: Path, models: Path) -> None:
+    flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
+    with running(models, "--grpc-use-ssl=true", *flags, grpc=True) as server:
+        assert is_right(ask(server, credentials(keys)))
+        with pytest.raises(grpc.RpcError):
+            ask(server, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--grpc-use-ssl"], "--grpc-server-cert: a file is needed for TLS"),
+        (
+            ["--grpc-use-ssl", "--grpc-server-cert=/nowhere"],
+            "--grpc-server-cert: '/nowhere' is not a file that can be read",
+        ),
+        (["--grpc-port=70000"], "--grpc-port: 70000 is out of range (allowed: 0 to 65535)"),
+    ],
+)
+def test_wrong_flags(models: Path, flags: list[str], text: str) -> None:
+    found = run_command("serve", str(models), *flags)
+    assert (found.returncode, found.stderr) == (2, f"shmserve: {text}\n")
+
+
+def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
+    """Said at the start; gRPC itself would say it in each gateway that takes over from the last."""
+    cert, key = f"{keys}/server.pem", f"{keys}/client.key"
+    flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
+    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert (found.returncode, found.stderr) == (
+        2,
+        f"shmserve: --grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a "
+        "certificate and its private key in PEM\n",
+    )
+    flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={keys}/server.key"]
+    found = run_command(
+        "serve", str(models), "--grpc-use-ssl-mutual", *flags, f"--grpc-root-cert={key}"
+    )
+    assert (found.returncode, found.stderr) == (
+        2,
+        f"shmserve: --grpc-root-cert: '{key}' holds no certificate in PEM\n",
+    )
+
+
+def test_keys_that_grpc_does_not_take(models: Path, tmp_path: Path) -> None:
+    """Of a curve that OpenSSL knows and gRPC does not: said at the start, too."""
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:secp256k1", "-nodes", "-subj", "/CN=x")
+    openssl(tmp_path, "req", "-x509", *curve, "-keyout", "key", "-out", "cert")
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
+    found = run_command("serve", str(models), "--grpc-use-ssl", *flags)
+    assert found.returncode == 2
+    assert found.stderr.startswith(
+        f"shmserve: --grpc-server-cert, --grpc-server-key: gRPC refuses {cert}, {key}: "
+    )
+    assert found.stderr.count("\n") == 1
+
+
+def test_files_that_change(keys: Path, models: Path, tmp_path: Path) -> None:
+    """The next gateway reads them again. When they are no good it says so in one line, and serves
+    as soon as they are."""
+    cert, key = tmp_path / "cert", tmp_path / "key"
+
+    def install(name: str) -> None:
+        shutil.copy(keys / f"{name}.pem", cert)
+        shutil.copy(keys / f"{name}.key", key)
+
+    tls = ssl.create_default_context(cafile=str(keys / "ca.pem"))
+    tls.set_alpn_protocols(["h2"])
+
+    def shown(server: Server) -> bytes | None:
+        with (
+            socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as plain,
+            tls.wrap_socket(plain, server_hostname="localhost") as sock,
+        ):
+            return sock.getpeercert(binary_form=True)
+
+    def known(name: str) -> bytes:
+        return ssl.PEM_cert_to_DER_cert((keys / f"{name}.pem").read_text())
+
+    def spoiled(server: Server, spoil: Callable[[], object], text: str) -> None:
+        spoil()
+        server.one("gateway grpc").kill()
+        server.wait_log(f"cannot start: {text}")
+        install("client")
+        server.wait_listening()
+        assert shown(server) == known("client")
+
+    install("server")
+    flags = (f"--grpc-server-cert={cert}", f"--grpc-server-key={key}")
+    with running(models, "--grpc-use-ssl", *flags, grpc=True) as server:
+        assert shown(server) == known("server")
+        pair = f"--grpc-server-cert, --grpc-server-key: '{cert}' and '{key}' are not a certificate"
+        spoiled(server, lambda: shutil.copy(keys / "client.key", key), pair)
+        missing = f"--grpc-server-key: '{key}' is not a file that can be read"
+        spoiled(server, key.unlink, missing)
+        marked = b"\xef\xbb\xbf"  # which OpenSSL passes over
+        refused = f"--grpc-server-cert, --grpc-server-key: gRPC refuses {cert}"
+        spoiled(server, lambda: cert.write_bytes(marked + cert.read_bytes()), refused)
+        assert is_right(ask(server, credentials(keys)))
+        assert "Traceback" not in server.log()
+
+
+def test_a_port_that_is_taken(models: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
+    assert found.returncode == 2
+    assert found.stderr == (
+        f"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
+
+
+def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
+    """It says so, once, and everything else works."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u\n"
+        "found = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'grpc' else found(name, *rest)\n"
+    )
+    environment = {"PYTHONPATH": str(tmp_path)}
+    server = Server([models], environment=environment, grpc=True)
+    try:
+        server.wait_ready()
+        assert server.log().count("gRPC is not served: the package is not installed") == 1
+        assert not server.find("gateway grpc")
+    finally:
+        server.stop()
+
+
+def test_a_drain_answers_what_was_asked(models: Path) -> None:
+    with running(models, grpc=True) as server, stub(server) as call:
+        array = np.full((1, 4), 7, np.int32)
+        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        wait = threading.Event()
+
+        def requests() -> Iterator[Any]:
+            yield simple_request("in a stream")
+            wait.wait(20)
+            yield simple_request("too late")
+
+        idle = call.ModelStreamInfer(requests(), timeout=30)
+        assert next(idle).infer_response.id == "in a stream"
+        watch = call.ServerLive  # still answered, with what is true
+        visit = server.gate.next()
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_log("stopping")
+
+        def stopping() -> bool:
+            return refusal(watch, pb.ServerLiveRequest()) == ("UNAVAILABLE", "Server exiting")
+
+        while not _true(stopping):
+            pass
+        assert refusal(call.ModelInfer, simple_request()) == ("UNAVAILABLE", STOPPING)
+        wait.set()
+        refused = next(idle)
+        assert (refused.error_message, refused.infer_response.id) == (STOPPING, "too late")
+        visit.release()
+        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert server.wait_exit(10) == 0
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_a_drain_waits_for_who_reads_slowly(models: Path, method: str) -> None:
+    """The answer was given, and most of it is still to be sent."""
+    request = request_of("gated", np.zeros((1, 40_000), np.int32), "INT32")
+    del request.raw_input_contents[:]
+    request.inputs[0].contents.int_contents.extend([7] * 40_000)  # a byte each, until they are read
+    with (
+        running(models, grpc=True) as server,
+        socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as sock,
+    ):
+        server.gate.close()
+        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, post(SERVICE + method)))
+        body = message(request.SerializeToString())
+        for at in range(0, len(body), 16384):
+            sock.sendall(frame(DATA, 0, 1, body[at : at + 16384]))
+        sock.sendall(frame(DATA, END_STREAM, 1))
+        answer = b""
+        while len(answer) < 65535:  # as much as HTTP/2 has a sender send at first
+            answer += sock.recv(65536)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_log("stopping")
+        assert server.wait_exit(1.0) is None
+        room = (2**20).to_bytes(4, "big")
+        sock.sendall(frame(WINDOW, 0, 0, room) + frame(WINDOW, 0, 1, room))
+        while b"grpc-status" not in answer:
+            piece = sock.recv(65536)
+            assert piece, "the connection ended"
+            answer += piece
+        assert len(answer) > 160_000 and answer.partition(b"grpc-status")[2][:2] == b"\x010"
+        assert server.wait_exit(10) == 0
+
+
+def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
+    repositories.add_slow(tmp_path, "slow")
+    with running(tmp_path, "--model-control-mode=explicit", grpc=True) as server:
+        with stub(server) as call:
+            loading = call.RepositoryModelLoad.future(
+                pb.RepositoryModelLoadRequest(model_name="slow"), timeout=30
+            )
+            visit = server.gate.next()
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_log("stopping")
+            assert server.wait_exit(1.0) is None
+            visit.release()
+            loading.result()
+        assert server.wait_exit(10) == 0
+
+
+def _true(holds: Callable[[], bool]) -> bool:
+    try:
+        return holds()
+    except AssertionError:
+        return False
+
+
+def test_the_process(mutual: Server) -> None:
+    (gateway,) = mutual.find("gateway grpc")
+    assert title(gateway) == "gateway grpc"
+    (port,) = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}
+    assert port == mutual.grpc_port
+    assert f"gRPC service at 127.0.0.1:{mutual.grpc_port}" in mutual.log()
+
+
+def test_two_servers_do_not_share_a_port(mutual: Server, models: Path) -> None:
+    flags = ("--http-port=0", "--metrics-port=0")
+    found = run_command("serve", str(models), f"--grpc-port={mutual.grpc_port}", *flags)
+    assert found.returncode == 2 and "Address already in use" in found.stderr

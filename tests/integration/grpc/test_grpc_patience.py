@@ -1,0 +1,265 @@
+"""R15: who keeps the gRPC gateway waiting, at the beginning or for a request, is shown out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgpack
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from shmserve.common.fd_limits import share_of
+from shmserve.config.grpc import environment
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from tests.rigs.gateway_rig import Puppet
+from tests.support.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    HEADERS,
+    OPENED,
+    PREFACE,
+    SERVICE,
+    SETTINGS,
+    frame,
+    message,
+    post,
+)
+from tests.support.servers import hold_ports, port_of
+from tests.support.waiting import until
+
+_BOOT = (
+    "import sys, msgpack; from shmserve.gateway.grpc.main import run; "
+    "run(msgpack.unpackb(sys.stdin.buffer.read()))"
+)
+_PATIENCE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Where a gateway listens that has a second's patience."""
+    folder = tmp_path_factory.mktemp("gateway")
+    with listening(folder, "127.0.0.1", header_timeout_s=_PATIENCE_S) as number:
+        yield number
+
+
+@contextlib.contextmanager
+def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
+    """A gateway that listens at a port of this address."""
+    gateways: list[bytes] = []
+
+    def take(peer: bytes, message: Any) -> None:
+        if type(message) is m.GatewayReady:
+            puppet.router.post(peer, m.HealthChanged(live=True, ready=True, exiting=False))
+        gateways.append(peer)
+
+    puppet = Puppet(endpoints.control(tmp_path), take)
+    (held,) = hold_ports(1)
+    number = port_of(held)
+    args = {
+        "addresses": [[host, number]],
+        "grpc": {"compress": False, "tls": None, "options": []},
+        "settings": {"body_timeout_s": _PATIENCE_S, "arena_byte_size": 1 << 20, **settings},
+        "run_dir": str(tmp_path),
+        "log": {},
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, env=environment(os.environ)
+    )
+    try:
+        assert process.stdin is not None
+        with process.stdin as pipe:
+            pipe.write(msgpack.packb(args))
+        until("it is there", lambda: gateways, 20)
+        assert is_served(number)
+        yield number
+        puppet.call(lambda: puppet.router.post(gateways[0], m.Stop()))
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        puppet.close()
+        held.close()
+
+
+def is_served(port: int) -> bool:
+    with grpc.insecure_channel(
+        f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]
+    ) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        return bool(stub.ServerLive(pb.ServerLiveRequest(), timeout=20, wait_for_ready=True).live)
+
+
+def read_all(sock: socket.socket) -> None:
+    """Read until the server ends the connection; raises TimeoutError when it does not."""
+    while sock.recv(65536):
+        pass
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        PREFACE[:10],
+        OPENED,  # it never acknowledges the server's settings
+        OPENED + frame(1, 4, 1, post(f"{SERVICE}ModelInfer")),
+    ],
+    ids=["nothing", "half a preface", "no acknowledgement", "a call, no acknowledgement"],
+)
+def test_who_does_not_go_on_is_shown_out(port: int, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
+        silent.sendall(said)
+        read_all(silent)
+    assert is_served(port)
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ServerLive", "Watch"])
+def test_a_request_that_does_not_come_ends_its_call(port: int, method: str) -> None:
+    """And no other call of its connection."""
+    path = f"{SERVICE}{method}" if method != "Watch" else "/grpc.health.v1.Health/Watch"
+    never = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        never.wait(30)
+        yield from ()
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        grpc.channel_ready_future(channel).result(20)
+        calls = [channel.stream_stream(path)(nothing(), timeout=20) for _ in range(100)]
+        for call in calls:
+            with pytest.raises(grpc.RpcError):
+                next(call)
+            assert call.code() is grpc.StatusCode.UNAVAILABLE
+            assert call.details() == "the request did not arrive in time"
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        assert stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live
+    never.set()
+
+
+def test_half_a_request_ends_its_call(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
+        slow.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        slow.sendall(frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ModelInfer")))
+        slow.sendall(frame(DATA, 0, 1, message(bytes(1000))[:500]))
+        until_said(slow, b"the request did not arrive in time")
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
+def test_a_call_without_a_request_is_told(port: int, method: str) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.RpcError) as error:
+            channel.stream_unary(f"{SERVICE}{method}")(iter(()), timeout=20, wait_for_ready=True)
+        assert error.value.code() is grpc.StatusCode.INTERNAL
+        assert error.value.details() == "Unable to parse request"
+
+
+def test_a_slow_upload_is_waited_for(port: int) -> None:
+    """As long as it brings what a body over HTTP has to."""
+    request = pb.ModelInferRequest(model_name="none", raw_input_contents=[bytes(700_000)])
+    with throttled(port, 256 * 1024) as slower, grpc.insecure_channel(slower) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as error:
+            stub.ModelInfer(request, timeout=30, wait_for_ready=True)
+        assert time.monotonic() - began > 2 * _PATIENCE_S
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_stream_may_be_silent(port: int) -> None:
+    go_on = threading.Event()
+
+    def late() -> Iterator[pb.ModelInferRequest]:
+        assert go_on.wait(30)
+        yield pb.ModelInferRequest(model_name="none", id="one")
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        answers = stub.ModelStreamInfer(late(), timeout=30, wait_for_ready=True)
+        threading.Timer(2.5 * _PATIENCE_S, go_on.set).start()
+        assert "unknown model" in next(answers).error_message
+
+
+def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
+    """Of an address that has more than its share those end that are idle, and the others are served
+    as before."""
+    most = 40
+    with (
+        listening(tmp_path, "0.0.0.0", max_connections=most) as port,
+        contextlib.ExitStack() as ends,
+    ):
+        held = ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        held.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        crowd = [
+            ends.enter_context(
+                socket.create_connection(("127.0.0.1", port), 20, source_address=("127.0.0.2", 0))
+            )
+            for _ in range(2 * most)
+        ]
+        for sock in crowd:
+            with contextlib.suppress(OSError):
+                sock.sendall(OPENED + frame(SETTINGS, ACK, 0))
+        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(most), 20)
+        assert is_served(port)
+        assert is_open(held)
+
+
+def is_open(sock: socket.socket) -> bool:
+    """Whether the server has not ended this connection."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(65536):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def until_said(sock: socket.socket, text: bytes) -> None:
+    """Read until the server says this; raises TimeoutError or AssertionError when it does not."""
+    said = b""
+    while text not in said:
+        piece = sock.recv(65536)
+        assert piece, "the connection ended"
+        said += piece
+
+
+@contextlib.contextmanager
+def throttled(port: int, rate: int) -> Iterator[str]:
+    """The address of a way to `port`, for one connection, that takes so many bytes a second."""
+
+    def carry(source: socket.socket, to: socket.socket, size: int, pause_s: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(size):
+                to.sendall(data)
+                time.sleep(pause_s)
+
+    def join(listener: socket.socket) -> None:
+        with (
+            listener.accept()[0] as client,
+            socket.create_connection(("127.0.0.1", port)) as server,
+        ):
+            back = threading.Thread(target=carry, args=(server, client, 65536, 0))
+            back.start()
+            carry(client, server, rate // 10, 0.1)
+            server.shutdown(socket.SHUT_RDWR)
+            back.join()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=join, args=(listener,))
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()

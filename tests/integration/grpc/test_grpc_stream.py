@@ -1,0 +1,161 @@
+"""ModelStreamInfer: order, errors in the stream, strict mode, cancellation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
+
+from tests.support import repositories
+from tests.support.grpc_calls import is_right, request_of, simple_request, stub
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+STRICT = (("triton_grpc_error", "true"),)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("stream") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "gated", "crimes")
+    with running(repository, grpc=True) as started:
+        yield started
+
+
+def gated(value: int) -> Any:
+    return request_of("gated", np.full((1, 4), value, np.int32), "INT32", f"g{value}")
+
+
+def crime(command: str, request_id: str) -> Any:
+    request = pb.ModelInferRequest(model_name="crimes", id=request_id)
+    request.inputs.add(name="COMMAND", datatype="BYTES", shape=[1, 1])
+    request.inputs.add(name="INPUT0", datatype="INT32", shape=[1, 4])
+    text = command.encode()
+    request.raw_input_contents.extend([len(text).to_bytes(4, "little") + text, bytes(16)])
+    return request
+
+
+def unknown(request_id: str) -> Any:
+    return simple_request(request_id, model_version="9")
+
+
+def test_one_response_a_request_in_order(server: Server) -> None:
+    with stub(server) as call:
+        for count in (0, 1, 300):
+            requests = [simple_request(str(number)) for number in range(count)]
+            responses = list(call.ModelStreamInfer(iter(requests), timeout=30))
+            assert [r.infer_response.id for r in responses] == [r.id for r in requests]
+            assert all(is_right(r.infer_response) and not r.error_message for r in responses)
+            assert all(
+                r.infer_response.parameters["triton_final_response"].bool_param for r in responses
+            )
+
+
+def test_a_fast_request_waits_for_the_slow_one_before_it(server: Server) -> None:
+    with stub(server) as call:
+        stream = call.ModelStreamInfer(iter([gated(1), simple_request("fast")]), timeout=30)
+        server.gate.next().release()
+        assert [r.infer_response.id for r in stream] == ["g1", "fast"]
+
+
+def test_an_error_is_a_response(server: Server) -> None:
+    requests = [simple_request("a"), unknown("b"), simple_request("c", raw=False)]
+    requests += [simple_request("d"), unknown("")]
+    with stub(server) as call:
+        responses = list(call.ModelStreamInfer(iter(requests), timeout=30))
+    assert [(r.infer_response.id, r.error_message) for r in responses] == [
+        ("a", ""),
+        ("b", "Request for unknown model: 'simple' version 9 is not found"),
+        ("c", "unable to find data for input tensor 'INPUT0' for model 'simple' in request."),
+        ("d", ""),
+        ("", "Request for unknown model: 'simple' version 9 is not found"),
+    ]
+
+
+def test_an_error_of_a_model_is_the_answer(server: Server) -> None:
+    """It says whose it is and that no more will come, as Triton's does."""
+    with stub(server) as call:
+        asked = [crime("error", "a"), crime("ok", "b")]
+        failed, right = call.ModelStreamInfer(iter(asked), timeout=30)
+    for response, request_id in ((failed.infer_response, "a"), (right.infer_response, "b")):
+        assert (response.id, response.model_name) == (request_id, "crimes")
+        assert response.parameters["triton_final_response"].bool_param
+    assert failed.error_message == "as you wished" and not failed.infer_response.outputs
+    assert not right.error_message
+
+
+def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
+    requests = [simple_request("a"), unknown("b"), simple_request("c")]
+    with stub(server) as call:
+        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT)
+        assert next(stream).infer_response.id == "a"
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert "version 9 is not found" in caught.value.details()
+
+
+def test_strict_mode_ends_with_the_first_error_of_a_model(server: Server) -> None:
+    with stub(server) as call:
+        asked = [crime("ok", "a"), crime("error", "b"), crime("ok", "c")]
+        stream = call.ModelStreamInfer(iter(asked), timeout=30, metadata=STRICT)
+        assert next(stream).infer_response.id == "a"
+        with pytest.raises(grpc.RpcError) as caught:
+            next(stream)
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.INTERNAL,
+        "as you wished",
+    )
+
+
+def test_malformed_requests(server: Server) -> None:
+    path = "/inference.GRPCInferenceService/ModelStreamInfer"
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        answers = list(channel.stream_stream(path)(iter([b"\xff", b"\x0a", b""]), timeout=10))
+    assert [b"malformed ModelInferRequest" in answer for answer in answers] == [True, True, False]
+
+
+def test_a_cancelled_stream_cancels_all_of_its_requests(server: Server) -> None:
+    wait = threading.Event()
+
+    def requests() -> Iterator[Any]:
+        yield gated(1)
+        yield gated(2)
+        yield gated(3)
+        wait.wait(20)
+
+    with stub(server) as call:
+        stream = call.ModelStreamInfer(requests(), timeout=30)
+        visit = server.gate.next()
+        server.wait_pending("gated", 2)
+        stream.cancel()
+        server.wait_pending("gated", 0)
+        wait.set()
+        visit.release()
+    assert server.gate.is_idle()
+    until("it is over", lambda: server.metric("shmserve_executing_requests") == 0)
+
+
+def test_tritons_stream_client(server: Server) -> None:
+    answers: list[tuple[Any, Any]] = []
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.append((result, error)))
+        tensor = triton.InferInput("INPUT0", [1, 2], "INT32")
+        for value in range(5):
+            tensor.set_data_from_numpy(np.full((1, 2), value, np.int32))
+            client.async_stream_infer(
+                "gated", [tensor], request_id=str(value), enable_empty_final_response=True
+            )
+        for _ in range(5):
+            server.gate.next().release()
+        until("all are answered", lambda: len(answers) == 5)
+        client.stop_stream()
+    assert all(error is None for _, error in answers)
+    assert [result.as_numpy("OUTPUT0")[0, 0] for result, _ in answers] == list(range(5))

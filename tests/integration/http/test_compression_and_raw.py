@@ -1,0 +1,123 @@
+"""Compressed requests and responses, and requests whose whole body is one tensor."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+
+from tests.support.raw_http import Http, binary_request, json_input
+from tests.support.servers import Server
+
+VALUES = np.arange(64, dtype=np.float32)
+REQUEST = {"inputs": [json_input("INPUT0", VALUES)]}
+PACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
+UNPACK: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.decompress, "deflate": zlib.decompress}
+
+
+@pytest.mark.parametrize("coding", PACK)
+def test_compressed_request(http: Http, coding: str) -> None:
+    body = PACK[coding](json.dumps(REQUEST).encode())
+    reply = http.infer("identity", body, {"Content-Encoding": coding})
+    assert (reply.tensors()["OUTPUT0"] == VALUES).all()
+    plain, headers = binary_request([("INPUT0", "FP32", [64], VALUES.tobytes())])
+    reply = http.infer("identity", PACK[coding](plain), {**headers, "Content-Encoding": coding})
+    assert (reply.tensors()["OUTPUT0"] == VALUES).all()
+
+
+@pytest.mark.parametrize("coding", PACK)
+def test_compressed_response(http: Http, coding: str) -> None:
+    reply = http.infer("identity", REQUEST, {"Accept-Encoding": coding}).ok()
+    assert reply.headers["Content-Encoding"] == coding
+    answer = json.loads(UNPACK[coding](reply.body))
+    assert answer["outputs"][0]["data"] == VALUES.tolist()
+
+
+@pytest.mark.parametrize(
+    ("accepted", "chosen"),
+    [
+        ("gzip;q=0.5, deflate;q=0.8", "deflate"),
+        ("gzip, deflate", "gzip"),
+        ("deflate, gzip", "deflate"),
+        ("identity", None),
+        ("br", None),
+        ("identity;q=0.9, gzip;q=0.1", None),
+        ("", None),
+    ],
+)
+def test_choice_of_response_coding(http: Http, accepted: str, chosen: str | None) -> None:
+    reply = http.infer("identity", REQUEST, {"Accept-Encoding": accepted}).ok()
+    assert reply.headers["Content-Encoding"] == chosen
+
+
+def test_unknown_coding(http: Http) -> None:
+    reply = http.infer("identity", REQUEST, {"Content-Encoding": "br"})
+    assert (reply.status, reply.error) == (501, "Unsupported compression type")
+    assert reply.headers["Accept-Encoding"] == "gzip, deflate"
+
+
+@pytest.mark.parametrize("coding", PACK)
+def test_what_is_not_compressed_is_an_error(http: Http, coding: str) -> None:
+    assert http.infer("identity", REQUEST, {"Content-Encoding": coding}).status == 400
+    whole = PACK[coding](json.dumps(REQUEST).encode())
+    assert http.infer("identity", whole[:-9], {"Content-Encoding": coding}).status == 400
+    assert http.infer("identity", b"", {"Content-Encoding": coding}).status == 400
+
+
+def test_a_bomb_is_refused(http: Http) -> None:
+    """The shared server's limit is 8 MiB."""
+    reply = http.infer("identity", gzip.compress(b" " * 20_000_000), {"Content-Encoding": "gzip"})
+    assert reply.status == 400
+    assert "Use --http-max-input-size to increase the limit." in reply.error
+
+
+@pytest.mark.parametrize("coding", PACK)
+def test_tritonclient_compression(server: Server, coding: str) -> None:
+    with triton.InferenceServerClient(server.url) as client:
+        tensor = triton.InferInput("INPUT0", [64], "FP32")
+        tensor.set_data_from_numpy(VALUES)
+        result = client.infer(
+            "identity",
+            [tensor],
+            request_compression_algorithm=coding,
+            response_compression_algorithm=coding,
+        )
+        assert (result.as_numpy("OUTPUT0") == VALUES).all()
+
+
+RAW = {"Inference-Header-Content-Length": "0"}
+
+
+def test_raw_binary(http: Http) -> None:
+    reply = http.infer("identity", VALUES.tobytes(), RAW).ok()
+    assert (reply.tensors()["OUTPUT0"] == VALUES).all()
+    assert reply.body.endswith(VALUES.tobytes())
+
+
+def test_raw_binary_with_batching(http: Http) -> None:
+    values = np.arange(4, dtype=np.float32)
+    found = http.infer("completed", values.tobytes(), RAW).tensors()["OUTPUT0"]
+    assert found.shape == (1, 4)
+    assert (found == 2 * values).all()
+
+
+def test_raw_binary_needs_one_input(http: Http) -> None:
+    reply = http.infer("simple", b"\0" * 64, RAW)
+    assert reply.status == 400
+    assert reply.error.endswith(
+        "Raw request must only have 1 input (found 1) to be deduced but got 2 inputs in 'simple' "
+        "model configuration"
+    )
+
+
+def test_raw_bytes_is_one_element_of_shape_1(http: Http) -> None:
+    reply = http.infer("text", b"whatever", RAW)
+    assert reply.status == 400
+    assert reply.error.endswith(
+        "For BYTE datatype raw input 'INPUT0', the model must have input shape [1]"
+    )

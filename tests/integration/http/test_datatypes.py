@@ -1,0 +1,152 @@
+"""All 14 datatypes, their extreme values and no values at all, through a model that returns what
+it gets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.http as triton
+
+from tests.support.raw_http import Http, join_bytes
+from tests.support.repositories import DATATYPES
+from tests.support.servers import Server
+
+
+def whole(bits: int, signed: bool) -> np.ndarray:
+    """Smallest, largest, and what lies between."""
+    dtype = np.dtype(f"{'i' if signed else 'u'}{bits // 8}")
+    return np.array([np.iinfo(dtype).min, 0, 1, np.iinfo(dtype).max], dtype)
+
+
+VALUES: dict[str, np.ndarray] = {
+    "BOOL": np.array([True, False, True]),
+    **{f"UINT{bits}": whole(bits, signed=False) for bits in (8, 16, 32, 64)},
+    **{f"INT{bits}": whole(bits, signed=True) for bits in (8, 16, 32, 64)},
+    "FP16": np.array([0, -1.5, 65504, np.inf], np.float16),
+    "FP32": np.array([0, -1.5, 3.4e38, 1e-45], np.float32),
+    "FP64": np.array([0, -1.5, 1.7e308, 5e-324], np.float64),
+    "BF16": np.array([0x0000, 0xBFC0, 0x7F7F, 0x7F80], np.uint16),
+}
+WORDS = [b"", b"\x00\xff", "ü".encode(), b"long" * 100]
+
+
+def raw(kind: str) -> bytes:
+    return join_bytes(WORDS) if kind == "BYTES" else VALUES[kind].tobytes()
+
+
+def count(kind: str) -> int:
+    return len(WORDS) if kind == "BYTES" else len(VALUES[kind])
+
+
+def all_inputs(filled: str) -> list[tuple[str, str, list[int], bytes]]:
+    """Every input of the model: the one of this datatype with values, the others of size zero."""
+    return [
+        (
+            f"INPUT_{kind}",
+            kind,
+            [count(kind)] if kind == filled else [0],
+            raw(kind) if kind == filled else b"",
+        )
+        for kind in DATATYPES
+    ]
+
+
+@pytest.mark.parametrize("kind", DATATYPES)
+def test_binary(http: Http, kind: str) -> None:
+    outputs = [{"name": f"OUTPUT_{kind}", "parameters": {"binary_data": True}}]
+    reply = http.infer_binary("types", all_inputs(kind), outputs=outputs)
+    expected: Any = WORDS if kind == "BYTES" else VALUES[kind]
+    found = reply.tensors()[f"OUTPUT_{kind}"]
+    assert found == expected if kind == "BYTES" else found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DATATYPES if kind not in ("FP16", "BF16")])
+def test_json(http: Http, kind: str) -> None:
+    inputs: list[dict[str, Any]] = [
+        {
+            "name": f"INPUT_{other}",
+            "datatype": other,
+            "shape": [0],
+            "parameters": {"binary_data_size": 0},
+        }
+        for other in DATATYPES
+        if other != kind
+    ]
+    data = ["", "a", "ü"] if kind == "BYTES" else VALUES[kind].tolist()
+    inputs.append({"name": f"INPUT_{kind}", "datatype": kind, "shape": [len(data)], "data": data})
+    reply = http.infer("types", {"inputs": inputs, "outputs": [{"name": f"OUTPUT_{kind}"}]})
+    assert reply.ok().json()["outputs"][0]["data"] == data
+
+
+@pytest.mark.parametrize("kind", ["FP16", "BF16"])
+def test_half_precision_is_binary_only(http: Http, kind: str) -> None:
+    inputs = [
+        {
+            "name": f"INPUT_{other}",
+            "datatype": other,
+            "shape": [0],
+            "parameters": {"binary_data_size": 0},
+        }
+        for other in DATATYPES
+        if other != kind
+    ]
+    given = {"name": f"INPUT_{kind}", "datatype": kind, "shape": [1], "data": [1.0]}
+    reply = http.infer("types", {"inputs": [*inputs, given]})
+    assert reply.status == 400
+    assert reply.error.endswith(
+        f"receiving {kind} data via JSON is not supported. Please use the binary data format for "
+        f"input INPUT_{kind}"
+    )
+    reply = http.infer_binary("types", all_inputs(kind), outputs=[{"name": f"OUTPUT_{kind}"}])
+    assert reply.status == 400
+    assert (
+        f"sending {kind} data via JSON is not supported. Please use the binary data format for "
+        "output" in reply.error
+    )
+
+
+def test_all_of_size_zero(http: Http) -> None:
+    reply = http.infer_binary(
+        "types", all_inputs("none"), parameters={"binary_data_output": True}
+    ).ok()
+    assert "Inference-Header-Content-Length" not in reply.headers
+    assert reply.headers["Content-Type"] == "application/json"
+    assert [output["shape"] for output in reply.json()["outputs"]] == [[0]] * len(DATATYPES)
+
+
+def test_not_a_number_in_json(http: Http) -> None:
+    described = b'{"name":"INPUT0","datatype":"FP32","shape":[3],"data":[NaN,Infinity,-Infinity]}'
+    body = b'{"inputs":[' + described + b"]}"
+    reply = http.infer("identity", body).ok()
+    assert b"NaN" in reply.body
+    assert b"-Infinity" in reply.body
+    binary = np.array([np.nan, np.inf], np.float32)
+    reply = http.infer_binary("identity", [("INPUT0", "FP32", [2], binary.tobytes())]).ok()
+    assert b"NaN" in reply.body
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DATATYPES if kind != "BF16"])
+def test_tritonclient(server: Server, kind: str) -> None:
+    values = np.array(WORDS, object) if kind == "BYTES" else VALUES[kind]
+    with triton.InferenceServerClient(server.url) as client:
+        inputs = []
+        for other in DATATYPES:
+            tensor = triton.InferInput(
+                f"INPUT_{other}", [len(values)] if other == kind else [0], other
+            )
+            if other == kind:
+                tensor.set_data_from_numpy(values)
+            elif other == "BYTES":
+                tensor.set_data_from_numpy(np.array([], object))
+            elif other == "BF16":
+                tensor.set_data_from_numpy(np.array([], ml_dtypes.bfloat16))
+            else:
+                tensor.set_data_from_numpy(VALUES[other][:0])
+            inputs.append(tensor)
+        outputs = [triton.InferRequestedOutput(f"OUTPUT_{kind}")]
+        found = client.infer("types", inputs, outputs=outputs).as_numpy(f"OUTPUT_{kind}")
+        assert found.tolist() == values.tolist()

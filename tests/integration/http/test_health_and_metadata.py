@@ -1,0 +1,172 @@
+"""What a server and its models say about themselves."""
+
+from __future__ import annotations
+
+import http.client
+
+import pytest
+import tritonclient.http as triton
+
+from tests.support.raw_http import Http, raw_connection, read_reply
+from tests.support.servers import Server
+
+EXTENSIONS = [
+    "classification",
+    "sequence",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+]
+
+
+def test_health(http: Http) -> None:
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/simple/ready"):
+        reply = http.get(path)
+        assert (reply.status, reply.body) == (200, b"")
+
+
+def test_tritonclient_sees_health_and_metadata(server: Server) -> None:
+    with triton.InferenceServerClient(server.url) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("simple")
+        assert client.is_model_ready("simple", "2")
+        assert not client.is_model_ready("simple", "1")
+        assert not client.is_model_ready("nothing")
+        metadata = client.get_server_metadata()
+        assert metadata["name"] == "shared"
+        assert set(metadata["extensions"]) <= set(EXTENSIONS)
+        assert {"system_shared_memory", "binary_tensor_data", "statistics"} <= set(
+            metadata["extensions"]
+        )
+        assert client.get_model_config("simple")["max_batch_size"] == 8
+        assert client.get_inference_statistics("simple")["model_stats"]
+
+
+def test_model_metadata(http: Http) -> None:
+    assert http.get("/v2/models/simple").ok().json() == {
+        "name": "simple",
+        "versions": ["2", "3"],
+        "platform": "python",
+        "inputs": [
+            {"name": "INPUT0", "datatype": "INT32", "shape": [-1, 16]},
+            {"name": "INPUT1", "datatype": "INT32", "shape": [-1, 16]},
+        ],
+        "outputs": [
+            {"name": "OUTPUT0", "datatype": "INT32", "shape": [-1, 16]},
+            {"name": "OUTPUT1", "datatype": "INT32", "shape": [-1, 16]},
+        ],
+    }
+    assert http.get("/v2/models/simple/versions/2").ok().json()["versions"] == ["2"]
+    identity = http.get("/v2/models/identity").ok().json()
+    assert identity["inputs"] == [{"name": "INPUT0", "datatype": "FP32", "shape": [-1]}]
+
+
+def test_model_config_is_normalised(http: Http) -> None:
+    config = http.get("/v2/models/simple/config").ok().json()
+    assert config["name"] == "simple"
+    assert config["backend"] == "python"
+    assert config["version_policy"] == {"latest": {"num_versions": 2}}
+    assert config["dynamic_batching"]["preferred_batch_size"] == [8]
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 100
+    (group,) = config["instance_group"]
+    assert (group["name"], group["kind"], group["count"]) == ("simple_0", "KIND_CPU", 1)
+    assert config["input"][0]["dims"] == [16]
+    assert config["input"][0]["data_type"] == "TYPE_INT32"
+
+
+def test_a_model_describes_itself(http: Http) -> None:
+    config = http.get("/v2/models/completed/config").ok().json()
+    assert config["max_batch_size"] == 4
+    assert "dynamic_batching" in config
+    assert [tensor["name"] for tensor in config["input"]] == ["INPUT0"]
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/v2/models/nothing", "Request for unknown model: 'nothing' is not found"),
+        ("/v2/models/nothing/config", "Request for unknown model: 'nothing' is not found"),
+        (
+            "/v2/models/simple/versions/9",
+            "Request for unknown model: 'simple' version 9 is not found",
+        ),
+        (
+            "/v2/models/simple/versions/9/config",
+            "Request for unknown model: 'simple' version 9 is not found",
+        ),
+        ("/v2/models/simple/versions/x", "Not Found"),
+        ("/v2/nothing", "Not Found"),
+        ("/", "Not Found"),
+        ("/metrics", "Not Found"),
+    ],
+)
+def test_what_is_not_there(http: Http, path: str, error: str) -> None:
+    reply = http.get(path)
+    assert (reply.status, reply.error) == (404, error)
+
+
+def test_statistics_of_what_is_not_there(http: Http) -> None:
+    reply = http.get("/v2/models/nothing/stats")
+    assert (reply.status, reply.error) == (400, "requested model 'nothing' is not available")
+    reply = http.get("/v2/models/simple/versions/9/stats")
+    assert reply.status == 400
+    assert reply.error == "requested model version is not available for model 'simple'"
+
+
+def test_unready_model_is_400(http: Http) -> None:
+    assert http.get("/v2/models/nothing/ready").status in (400, 404)
+    assert http.get("/v2/models/simple/versions/1/ready").status in (400, 404)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v2/health/live"),
+        ("POST", "/v2"),
+        ("GET", "/v2/models/simple/infer"),
+        ("DELETE", "/v2/models/simple"),
+        ("GET", "/v2/systemsharedmemory/region/x/register"),
+        ("PUT", "/v2/models/simple/infer"),
+    ],
+)
+def test_wrong_method(http: Http, method: str, path: str) -> None:
+    reply = http.call(method, path)
+    assert (reply.status, reply.error) == (405, "Method Not Allowed")
+
+
+def test_head_and_percent_encoding(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=10)
+    connection.request("GET", "/v2/models/s%69mple/ready")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def test_two_requests_in_one_packet(server: Server) -> None:
+    request = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with raw_connection(server.http_port) as connection:
+        connection.sendall(request + request)
+        answers = b""
+        while answers.count(b"HTTP/1.1 200 OK\r\n") < 2:
+            answers += connection.recv(4096)
+
+
+def test_http_1_0_and_connection_close(server: Server) -> None:
+    with raw_connection(server.http_port) as connection:
+        connection.sendall(
+            b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        )
+        assert read_reply(connection).status == 200
+        assert connection.recv(1) == b""
+    with raw_connection(server.http_port) as connection:
+        connection.sendall(b"GET /v2/health/live HTTP/1.0\r\n\r\n")
+        assert read_reply(connection).status == 200
+        assert connection.recv(1) == b""

@@ -1,0 +1,240 @@
+"""What clients say, in every place where they can say something, with control characters and too
+long: it writes no line of its own into the log, and nothing ends by it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.datatypes import encode_bytes
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
+from tests.rigs.local_clients import Guest, answer
+from tests.support import repositories
+from tests.support.grpc_calls import refusal, simple_request, stub
+from tests.support.raw_http import json_input, raw_connection
+from tests.support.servers import Server, running
+
+FORGED = "E 2026-01-01T00:00:00.000Z supervisor[1] forged"
+SHORT = f"x\r\n{FORGED}\n\x1b[31mred\x1b[0m\x00\u2028{FORGED}"
+LONG = SHORT + "y" * (1 << 20)
+LINE = re.compile(
+    r"[DIWE] \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
+    r"(supervisor|gateway (0|grpc)|scheduler \w+|worker \w+\.0)\[\d+\] .*"
+)
+SHOUTER = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        word = pb_utils.get_input_tensor_by_name(requests[0], "INPUT0").as_numpy().flat[0]
+        word = word.decode(errors="surrogateescape")
+        pb_utils.Logger.log_warn(word)
+        if requests[0].request_id() == "error":
+            raise pb_utils.TritonModelException(word)
+        raise ValueError(word)
+"""
+ONES = np.ones((1, 16), np.int32)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("words") / "models"
+    repositories.add(repository, "simple")
+    config = repositories.identity_config("shouter", "BYTES", [1])
+    repositories.write(repository, "shouter", config, SHOUTER)
+    flags = ["--model-control-mode=explicit", "--load-model=simple", "--load-model=shouter"]
+    with running(repository, *flags, "--log-verbose=1", grpc=True) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def log_stays_ours(server: Server) -> Iterator[None]:
+    """R23: each line that a test adds to the log is one of the server's, printable and not too
+    long."""
+    before = len(server.log())
+    yield
+    with server.http() as http:
+        assert http.infer("simple", asked()).ok()
+    added = server.log()[before:]
+    assert added, "nothing was logged, so nothing was shown"
+    for line in added.split("\n")[:-1]:
+        assert line.isprintable(), line[:300]
+        assert LINE.fullmatch(line) or line.startswith("    "), line[:300]
+        assert len(line) < 20_000
+    assert not re.search(rf"(?m)^{re.escape(FORGED)}", added)
+
+
+def asked(**members: Any) -> dict[str, Any]:
+    return {"inputs": [json_input("INPUT0", ONES), json_input("INPUT1", ONES)], **members}
+
+
+@pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
+def test_in_the_json_of_a_request(server: Server, word: str) -> None:
+    first, second = asked()["inputs"]
+    with server.http() as http:
+        reply = http.infer("simple", asked(id=word)).ok()
+        assert reply.json()["id"] == word
+        for request in (
+            asked(id=word, outputs=[{"name": word}]),
+            asked(parameters={"timeout": word}),
+            asked(parameters={"triton_" + word: 1}),
+            asked(outputs=[{"name": "OUTPUT0", "parameters": {"shared_memory_region": word}}]),
+            *(
+                {"id": word, "inputs": [{**first, member: word}, second]}
+                for member in ("name", "datatype", "shape", "data")
+            ),
+        ):
+            refused = http.infer("simple", request)
+            assert refused.status in (400, 404, 500), (refused.status, refused.body[:200])
+            assert refused.error
+
+
+@pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("request_id", ["error", "exception"])
+def test_in_what_a_model_says_and_raises(server: Server, word: str, request_id: str) -> None:
+    tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [1], "data": [word]}
+    with server.http() as http:
+        refused = http.infer("shouter", {"id": request_id, "inputs": [tensor]})
+        assert refused.status == 500
+
+
+@pytest.mark.parametrize("request_id", ["error", "exception"])
+def test_in_bytes_that_are_no_text(server: Server, request_id: str) -> None:
+    """The model says half a character; it is shown as Python writes it, and ends no worker."""
+    request = pb.ModelInferRequest(model_name="shouter", id=request_id)
+    request.inputs.add(name="INPUT0", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(b"\3\0\0\0a\xffb")
+    with stub(server) as call:
+        status, text = refusal(call.ModelInfer, request)
+    assert (status, text.endswith(r": a\udcffb")) == ("INTERNAL", True), text
+
+
+def test_in_paths(server: Server) -> None:
+    word = quote(SHORT, safe="")
+    with server.http() as http:
+        for method, path in (
+            ("GET", f"/{word}"),
+            ("POST", f"/v2/models/{word}/infer"),
+            ("GET", f"/v2/models/{word}/config"),
+            ("GET", f"/v2/models/{word}/stats"),
+            ("POST", f"/v2/repository/models/{word}/load"),
+            ("POST", f"/v2/repository/models/{word}/unload"),
+            ("POST", f"/v2/systemsharedmemory/region/{word}/register"),
+            ("GET", f"/v2/systemsharedmemory/region/{word}/status"),
+        ):
+            refused = http.call(method, path, {})
+            assert refused.status in (400, 404, 500), (path, refused.status, refused.body[:200])
+
+
+@pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
+def test_in_what_is_asked_of_the_control_plane(server: Server, word: str) -> None:
+    encoded = base64.b64encode(b"x").decode()
+    path = "/v2/repository/models/simple/load"
+    region = "/v2/systemsharedmemory/region/r/register"
+    with server.http() as http:
+        for where, body in (
+            (path, {"parameters": {"config": word}}),
+            (path, {"parameters": {"config": json.dumps({"name": word})}}),
+            (path, {"parameters": {"config": "{}", f"file:{word}": encoded}}),
+            (path, {"parameters": {word: word}}),
+            (region, {"key": word, "byte_size": 64}),
+            (region, {"key": "/" + word, "byte_size": 64}),
+            ("/v2/logging", {"log_format": word}),
+            ("/v2/logging", {"log_file": word}),
+        ):
+            refused = http.post(where, body)
+            assert refused.status in (400, 404, 500, 501, 503), (where, refused.body[:200])
+        http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
+
+
+def test_in_headers_and_requests_that_are_none(server: Server) -> None:
+    start = b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    for text in (
+        b"\x1b[31m" + FORGED.encode() + b"\r\n\r\n",
+        b"GET /\x1b[31m HTTP/1.1\r\nHost: \x1b\r\n\r\n",
+        start + b"Authorization: Bearer \x1b[31m\r\n\r\n",
+        start + b"X\x1b: 1\r\n\r\n",
+        start + b"X: 1\r\n" + FORGED.encode() + b"\r\n\r\n",
+        start + b"Inference-Header-Content-Length: \x1b[31m\r\nContent-Length: 0\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: " + b"e" * 9000 + b"\r\n\r\n",
+    ):
+        with raw_connection(server.http_port) as connection, contextlib.suppress(OSError):
+            connection.sendall(text)
+            assert connection.recv(65536)[:9] == b"HTTP/1.1 "
+
+
+@pytest.mark.parametrize("word", [SHORT, LONG], ids=["short", "long"])
+def test_over_grpc(server: Server, word: str) -> None:
+    with stub(server) as call:
+        assert call.ModelInfer(simple_request(word), timeout=20).id == word
+        for ask, request in (
+            (call.ModelInfer, simple_request(word, model_version=word)),
+            (call.ModelInfer, renamed(word)),
+            (call.ModelInfer, pb.ModelInferRequest(model_name=word, id=word)),
+            (call.ModelConfig, pb.ModelConfigRequest(name=word)),
+            (call.ModelMetadata, pb.ModelMetadataRequest(name=word, version=word)),
+            (call.ModelStatistics, pb.ModelStatisticsRequest(name=word)),
+            (call.RepositoryModelLoad, pb.RepositoryModelLoadRequest(model_name=word)),
+            (call.RepositoryModelUnload, pb.RepositoryModelUnloadRequest(model_name=word)),
+            (
+                call.SystemSharedMemoryRegister,
+                pb.SystemSharedMemoryRegisterRequest(name=word, key=word, byte_size=64),
+            ),
+            (call.SystemSharedMemoryStatus, pb.SystemSharedMemoryStatusRequest(name=word)),
+            (call.LogSettings, log_format(word)),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                ask(request, timeout=20)
+            # An error's text is in a header, and those have a limit.
+            assert refused.value.code() is not grpc.StatusCode.UNKNOWN
+            assert refused.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("word", [SHORT, LONG[: 1 << 18]], ids=["short", "long"])
+def test_over_the_native_door(server: Server, word: str) -> None:
+    ones = (TensorRef("INPUT0", "INT32", (1, 16), ONES.tobytes()),)
+    with contextlib.closing(Guest(server).hello()) as guest:
+        link = guest.link("simple")
+        for number, request in enumerate(
+            (
+                Inference(word, (TensorRef(word, "INT32", (1, 16), ONES.tobytes()),), ()),
+                Inference(word, (TensorRef("INPUT0", word, (1, 16), b""),), ()),
+                Inference(word, ones, (RequestedOutput(word),)),
+                Inference(word, ones, (), {word: word}),
+            )
+        ):
+            work = pack_inference(request)
+            link.send(m.Submit(number, 0, b"", 0, 0, 0, 0, work, word))
+            assert isinstance(answer(link), m.Failed)
+        shouter = guest.link("shouter", f"{guest.number}.{guest.token}.2")
+        said = TensorRef("INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object)))
+        for number, name in enumerate(("error", word)):
+            work = pack_inference(Inference(name, (said,), ()))
+            shouter.send(m.Submit(number, 0, b"", 0, 0, 0, 0, work, name))
+            assert isinstance(answer(shouter), m.Failed)
+
+
+def renamed(name: str) -> Any:
+    request = simple_request(name)
+    request.inputs[0].name = name
+    return request
+
+
+def log_format(text: str) -> Any:
+    request = pb.LogSettingsRequest()
+    request.settings["log_format"].string_param = text
+    return request

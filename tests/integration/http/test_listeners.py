@@ -1,0 +1,247 @@
+"""Doors and who may come through them: a unix socket, addresses that other hosts reach, tokens and
+restricted APIs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.raw_http import Http, Reply, UnixHttp, json_input
+from tests.support.servers import Server, run_command, running
+from tests.support.users import ALICE, FRIENDS, as_user, needs_users
+
+TOKEN, PROGRAM, SCRAPER = "0123456789abcdef-all", "0123456789abcdef-program", "0123456789abcdef-m"
+ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A folder that every user may enter."""
+    made = Path(tempfile.mkdtemp(prefix="sd-"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path) -> Iterator[Server]:
+    """A server that listens for everybody who has a token."""
+    repository = folder / "models"
+    repositories.add(repository, "identity")
+    tokens = folder / "tokens"
+    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n{SCRAPER} metrics\n")
+    tokens.chmod(0o600)
+    flags = [
+        "--http-address=0.0.0.0",
+        f"--http-unix-socket={folder / 'socket'}",
+        f"--shm-group={FRIENDS}",
+        f"--auth-token-file={tokens}",
+        "--http-restricted-api=model-repository,model-config:admin-key=let-me",
+        "--model-control-mode=explicit",
+        "--load-model=identity",
+        "--log-verbose=1",
+    ]
+    with running(repository, *flags) as started:
+        yield started
+    assert not (folder / "socket").exists()
+
+
+@pytest.fixture
+def http(guarded: Server) -> Iterator[Http]:
+    with guarded.http() as connection:
+        yield connection
+
+
+@contextlib.contextmanager
+def unix(path: Path) -> Iterator[UnixHttp]:
+    with contextlib.closing(UnixHttp(path)) as connection:
+        yield connection
+
+
+def bearer(token: str, **more: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}", **more}
+
+
+def test_without_a_token_there_is_only_health(http: Http) -> None:
+    """R18: every API but health is closed to whoever shows no token."""
+    assert http.get("/v2/health/ready").status == 200
+    for headers in ({}, bearer("0123456789abcdef-wrong"), {"Authorization": f"Basic {TOKEN}"}):
+        for reply in (
+            http.get("/v2", headers),
+            http.infer("identity", ROW, headers),
+            http.get("/v2/systemsharedmemory/status", headers),
+            http.post("/v2/repository/index", None, headers),
+            http.get("/v2/models/stats", headers),
+        ):
+            assert reply.status == 401
+            assert reply.headers["WWW-Authenticate"] == "Bearer"
+            assert "token" in reply.error
+
+
+def test_a_token_opens_its_scopes(http: Http) -> None:
+    mine = bearer(PROGRAM)
+    assert (http.infer("identity", ROW, mine).tensors()["OUTPUT0"] == 1).all()
+    assert http.get("/v2", mine).status == 200
+    for reply in (
+        http.get("/v2/models/stats", mine),
+        http.post("/v2/repository/index", None, mine),
+        http.get("/v2/systemsharedmemory/status", mine),
+    ):
+        assert reply.status == 403
+        assert "this token is not for the" in reply.error
+    assert http.get("/v2/models/stats", bearer(TOKEN)).status == 200
+
+
+def test_restricted_apis_are_tritons(http: Http) -> None:
+    expected = "This API is restricted, expecting header 'admin-key'"
+    wrong = [bearer(TOKEN), bearer(TOKEN, **{"admin-key": "let"}), bearer(TOKEN, other="let-me")]
+    for headers in wrong:
+        for reply in (
+            http.post("/v2/repository/index", None, headers),
+            http.get("/v2/repository/index", headers),
+            http.post("/v2/repository/models/identity/load", None, headers),
+            http.get("/v2/models/identity/config", headers),
+        ):
+            assert (reply.status, reply.error) == (403, expected)
+    right = bearer(TOKEN, **{"Admin-Key": "let-me"})
+    assert http.post("/v2/repository/index", None, right).json()[0]["name"] == "identity"
+    assert http.get("/v2/repository/index", right).status == 405
+    assert http.get("/v2/models/identity", bearer(TOKEN)).status == 200
+
+
+def test_metrics_have_a_scope_of_their_own(guarded: Server) -> None:
+    with contextlib.closing(Http(guarded.metrics_port)) as scraper:
+        assert scraper.get("/metrics").status == 401
+        assert scraper.get("/metrics", bearer(PROGRAM)).status == 403
+        assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER)).ok().body
+
+
+def test_shared_memory_is_off_where_other_hosts_come_in(http: Http) -> None:
+    """R5: register and unregister answer with Triton's text; there is nothing to see or to use."""
+    headers = bearer(TOKEN)
+    text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to"
+    body = {"key": "/nothing", "byte_size": 64}
+    path = "/v2/systemsharedmemory/region/r"
+    for reply in (
+        http.post(f"{path}/register", body, headers),
+        http.post(f"{path}/unregister", None, headers),
+        http.post("/v2/systemsharedmemory/unregister", None, headers),
+        http.post("/v2/cudasharedmemory/region/r/register", body, headers),
+    ):
+        assert reply.status == 501
+        assert reply.error.startswith(text)
+    assert http.get("/v2/systemsharedmemory/status", headers).ok().json() == []
+    assert http.get(f"{path}/status", headers).status == 404
+
+
+def test_the_unix_socket_is_for_the_server_and_its_group(guarded: Server, folder: Path) -> None:
+    path = folder / "socket"
+    status = path.stat()
+    assert stat.S_ISSOCK(status.st_mode)
+    assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o660, FRIENDS)
+    with unix(path) as mine:
+        assert mine.get("/v2").status == 200, "who runs the server needs no token there"
+        assert mine.get("/v2/systemsharedmemory/status").ok().json() == []
+        assert mine.get("/v2", {"Host": "any.name"}).status == 200
+    assert "unix socket" in guarded.log()
+
+
+@needs_users
+def test_a_friend_needs_a_token_and_a_stranger_gets_nowhere(folder: Path, guarded: Server) -> None:
+    path = folder / "socket"
+
+    def ask(headers: dict[str, str]) -> Reply:
+        with unix(path) as connection:
+            return connection.get("/v2", headers)
+
+    assert as_user(ALICE, lambda: ask({}), (FRIENDS,)).status == 401
+    assert as_user(ALICE, lambda: ask(bearer(PROGRAM)), (FRIENDS,)).status == 200
+    with pytest.raises(PermissionError):
+        as_user(ALICE, lambda: ask(bearer(TOKEN)))
+
+
+# --- the start
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--http-address=0.0.0.0",), "--http-address: other hosts reach '0.0.0.0'"),
+        (("--http-address=::",), "--http-address: other hosts reach '::'"),
+        (("--http-address=",), "--http-address: other hosts reach ''"),
+        (("--http-address=a..b",), "--http-address: cannot resolve 'a..b': not a host's name"),
+        (("--grpc-address=0.0.0.0",), "--grpc-address: other hosts reach '0.0.0.0'"),
+        (("--metrics-address=0.0.0.0",), "--metrics-address: other hosts reach '0.0.0.0'"),
+        (("--auth-token-file=/nowhere",), "--auth-token-file: cannot read '/nowhere'"),
+        (("--shm-group=no-such-group",), "--shm-group: there is no group 'no-such-group'"),
+        (("--http-restricted-api=x:k=v",), "unknown restricted api 'x'"),
+        (("--grpc-restricted-protocol=x:k=v",), "unknown restricted protocol 'x'"),
+        (("--http-unix-socket=/nowhere/s",), "--http-unix-socket: cannot listen on '/nowhere/s'"),
+        (("--http-unix-socket=/" + "x" * 200,), "--http-unix-socket: cannot listen on"),
+        (("--http-unix-socket=/etc/hostname",), "--http-unix-socket: cannot listen on"),
+        (("--shm-overlap=x",), "--shm-overlap: 'x' is not one of error, warn, ignore"),
+    ],
+)
+def test_refused_at_the_start(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+    """R4: an address that other hosts reach needs tokens or --insecure: one line, exit status 2."""
+    ports = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
+    refused = run_command("serve", f"--model-repository={tmp_path}", *ports, *flags)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_insecure_and_no_port_at_all(folder: Path, tmp_path: Path) -> None:
+    """R3, R4: nothing listens but what was configured; and a socket that was left is taken over."""
+    repositories.add(tmp_path / "models", "identity")
+    path = folder / "other"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    flags = ("--allow-http=false", f"--http-unix-socket={path}", "--metrics-address=0.0.0.0")
+    server = Server([tmp_path / "models"], (*flags, "--insecure"))
+    try:
+        server.wait_log("the server is ready", 60)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with unix(path) as http:
+            assert (http.infer("identity", ROW).tensors()["OUTPUT0"] == 1).all()
+        listening = [
+            connection.laddr.port
+            for process in server.tree()
+            for connection in process.net_connections("tcp")
+            if connection.status == "LISTEN"
+        ]
+        assert set(listening) == {server.metrics_port}
+        with contextlib.closing(Http(server.metrics_port)) as scraper:
+            assert scraper.get("/metrics").status == 200
+        taken = run_command("serve", f"--model-repository={tmp_path / 'models'}", *flags[:2])
+        assert taken.returncode == 2
+        assert "Address already in use" in taken.stderr
+        assert path.exists()
+    finally:
+        server.stop()
+    assert not path.exists()
+
+
+def test_the_host_header_must_be_ours_on_loopback(server: Server) -> None:
+    """R21: what a browser sends for a name that was made to point here is refused."""
+    with server.http() as http:
+        for host in ("evil", f"evil.example:{server.http_port}"):
+            assert http.get("/v2", {"Host": host}).status == 421
+        assert http.get("/v2", {"Host": f"localhost:{server.http_port}"}).status == 200
+        assert http.get("/v2", {"Host": os.uname().nodename}).status == 200
+        reply = http.post("/v2/repository/index", None, {"Sec-Fetch-Site": "cross-site"})
+        assert reply.status == 403
+        found = http.get("/v2").headers
+        assert found["X-Content-Type-Options"] == "nosniff"
+        assert not {"Server", "Access-Control-Allow-Origin"} & set(found)

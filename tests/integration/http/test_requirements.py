@@ -1,0 +1,350 @@
+"""Requirements on a server for clients nobody trusts, at a real server over both doors, where no
+other test holds them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from tests.support import repositories
+from tests.support.grpc_calls import request_of, stub
+from tests.support.raw_http import Http, json_input
+from tests.support.servers import Server, running
+
+TOKEN, WRONG = "0123456789abcdef-all", "0123456789abcdef-wrong"
+SCRAPER = "0123456789abcdef-metrics"
+ADMIN, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
+ROW = np.array([1], np.int32)
+ASKED = {"inputs": [json_input("INPUT0", ROW)]}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Short, for there is a socket in it."""
+    made = Path(tempfile.mkdtemp(prefix="sr-"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    """Explicit mode, every door, verbose; what Triton forwards to models is asked for."""
+    repository = folder / "models"
+    repositories.add(repository, "echo_request", "constant")
+    repositories.add_as(folder / "elsewhere", "secret", "constant")
+    (repository / "link").symlink_to(folder / "elsewhere" / "secret")
+    flags = [
+        "--model-control-mode=explicit",
+        "--load-model=echo_request",
+        "--load-model=constant",
+        f"--http-unix-socket={folder / 'socket'}",
+        "--http-header-forward-pattern=.*",
+        "--grpc-header-forward-pattern",
+        ".*",
+        "--log-verbose=2",
+    ]
+    with running(repository, *flags, grpc=True) as started:
+        yield started
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[Http]:
+    with server.http() as connection:
+        yield connection
+
+
+@pytest.fixture(scope="module")
+def call(server: Server) -> Iterator[Any]:
+    with stub(server) as made:
+        yield made
+
+
+def refusal(ask: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as refused:
+        ask()
+    return refused.value.code(), refused.value.details()
+
+
+def test_sockets_are_in_the_run_directory(server: Server, folder: Path) -> None:
+    """R3: what processes say to each other they say there, and in no name that has no owner."""
+    names = {
+        str(connection.laddr)
+        for process in server.tree()
+        for connection in process.net_connections("unix")
+        if connection.laddr
+    }
+    assert str(folder / "socket") in names
+    others = names - {str(folder / "socket")}
+    assert others
+    assert all(name.startswith(f"{server.run_dir}/") for name in others), others
+    assert os.stat(server.run_dir).st_mode & 0o777 == 0o700
+
+
+def test_what_is_listened_to_was_asked_for(server: Server) -> None:
+    """R3, R4: on loopback alone, too."""
+    listening = {
+        (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
+        for process in server.tree()
+        for connection in process.net_connections("inet")
+        if connection.status == "LISTEN" or connection.type == socket.SOCK_DGRAM
+    }
+    ports = (server.http_port, server.grpc_port, server.metrics_port)
+    assert listening == {("127.0.0.1", port) for port in ports}
+
+
+def test_every_process_has_a_title(server: Server) -> None:
+    """What `ps` shows; a command line with its flags is nowhere."""
+    titles = server.titles()
+    assert {
+        *("supervisor", "front zygote", "worker zygote", "gateway http 0", "gateway grpc"),
+        *("scheduler constant", "worker constant.0 cpu"),
+        *("scheduler echo_request", "worker echo_request.0 cpu"),
+    } == set(titles), titles
+    assert set(titles.values()) == {1}
+
+
+# What a client must not say through a parameter, or what a header must not say for it.
+HEADERS = {
+    "sequence_id": "7",
+    "sequence_start": "true",
+    "priority": "3",
+    "timeout": "1",
+    "binary_data_output": "true",
+    "headers": "x",
+    "triton_enable_empty_final_response": "true",
+    "shared_memory_region": "r",
+    "x-other": "y",
+}
+
+
+def test_headers_do_not_become_parameters(http: Http, call: Any) -> None:
+    """R16: none is forwarded, whatever a pattern says (it is named as a flag without effect)."""
+    reply = http.infer("echo_request", {**ASKED, "parameters": {"mine": 1}}, HEADERS).ok()
+    over_http = json.loads(reply.tensors()["OUTPUT0"][0])
+    request = request_of("echo_request", ROW, "INT32")
+    request.parameters["mine"].int64_param = 1
+    metadata = [(key, value) for key, value in HEADERS.items() if key != "timeout"]
+    response = call.ModelInfer(request, metadata=metadata, timeout=20)
+    over_grpc = json.loads(response.raw_output_contents[0][4:])
+    for told in (over_http, over_grpc):
+        assert told["parameters"] == {"mine": 1}
+        assert (told["correlation_id"], told["flags"], told["timeout"]) == (0, 0, 0)
+
+
+RESERVED = ["triton_enable_empty_final_response", "triton_final_response", "triton_x", "triton_"]
+
+
+@pytest.mark.parametrize("key", RESERVED)
+def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
+    """R16: what starts with triton_ is the server's; over gRPC one is the client's to say."""
+    reply = http.infer("echo_request", {**ASKED, "parameters": {key: True}})
+    assert reply.status == 400
+    assert "parameter keys starting with 'triton_' are reserved" in reply.error
+    request = request_of("echo_request", ROW, "INT32")
+    request.parameters[key].bool_param = True
+    if key == RESERVED[0]:
+        told = json.loads(call.ModelInfer(request, timeout=20).raw_output_contents[0][4:])
+        assert told["parameters"] == {}
+    else:
+        code, text = refusal(lambda: call.ModelInfer(request, timeout=20))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "parameter keys starting with 'triton_' are reserved" in text
+
+
+NAMES = [
+    "..",
+    ".",
+    "../elsewhere/secret",
+    "/etc",
+    "a/b",
+    "a\\b",
+    "\x00",
+    "constant\x00",
+    "a\u2024b",
+]
+OTHERS = ["link", "CONSTANT", "constant ", "constant\n", "\uff43onstant", "", "x" * 129]
+
+
+@pytest.mark.parametrize("name", NAMES + OTHERS)
+def test_a_models_name_leads_nowhere_else(
+    server: Server, http: Http, call: Any, folder: Path, name: str
+) -> None:
+    """R17: whatever a name is, spelled however: only a folder of the repository is a model."""
+    before = server.titles()
+    spelled = "".join(f"%{byte:02x}" for byte in name.encode())
+    config = {"name": name, "backend": "python"}
+    override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
+    # A good name may be that of a model that is only in a request, but not of what is elsewhere.
+    for parameters in ({},) if name in ("link", "CONSTANT") else ({}, override):
+        reply = http.post(f"/v2/repository/models/{spelled}/load", {"parameters": parameters})
+        assert reply.status in (400, 404, 500), reply.body
+        assert str(folder) not in reply.error
+    for ask in (f"/v2/models/{spelled}/config", f"/v2/models/{spelled}/versions/1/config"):
+        assert http.get(ask).status in (400, 404)
+    request = pb.RepositoryModelLoadRequest(model_name=name)
+    code, text = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
+    assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
+    assert str(folder) not in text
+    asked = request_of(name, ROW, "INT32")
+    assert refusal(lambda: call.ModelInfer(asked, timeout=20))[0] in (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+    )
+    assert server.titles() == before
+
+
+@pytest.mark.parametrize(
+    "version", ["..", "../1", "1/..", "-1", "0x1", "1e0", " 1", "1\x00", "9" * 30]
+)
+def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
+    """R17."""
+    spelled = "".join(f"%{byte:02x}" for byte in version.encode())
+    for path in ("config", "infer", "ready"):
+        for shown in (spelled, version if version.isalnum() else spelled):
+            method = "POST" if path == "infer" else "GET"
+            body = ASKED if path == "infer" else None
+            reply = http.call(method, f"/v2/models/constant/versions/{shown}/{path}", body)
+            assert reply.status in (400, 404), (path, reply.body)
+    request = request_of("constant", ROW, "INT32")
+    request.model_version = version
+    assert refusal(lambda: call.ModelInfer(request, timeout=20))[0] in (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../x",
+        "/x",
+        "1/../../x",
+        "1/./../x",
+        "1//x",
+        "..",
+        "",
+        "1/a\\..\\x",
+        "1/x\x00",
+        "1/" + "x" * 256,
+    ],
+)
+def test_files_of_a_load_request_stay_in_their_folder(
+    http: Http, call: Any, folder: Path, path: str
+) -> None:
+    """R17: over both doors; and what a configuration names must be there too."""
+    before = {name for _, _, names in os.walk(folder) for name in names}
+    config = http.get("/v2/models/constant/config").ok().json()
+    given = {"config": json.dumps(config), f"file:{path}": base64.b64encode(b"x").decode()}
+    reply = http.post("/v2/repository/models/constant/load", {"parameters": given})
+    assert reply.status in (400, 500), reply.body
+    request = pb.RepositoryModelLoadRequest(model_name="constant")
+    request.parameters["config"].string_param = json.dumps(config)
+    request.parameters[f"file:{path}"].bytes_param = b"x"
+    code, _ = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
+    assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL)
+    outside = {**config, "default_model_filename": f"../{path}"}
+    parameters = {"config": json.dumps(outside)}
+    reply = http.post("/v2/repository/models/constant/load", {"parameters": parameters})
+    assert reply.status in (400, 500), reply.body
+    assert {name for _, _, names in os.walk(folder) for name in names} == before
+    assert http.infer("constant", ASKED).ok().tensors()["OUTPUT0"][0] == 1
+
+
+def test_other_names_of_this_host_are_refused_at_every_port(server: Server) -> None:
+    """R21: also where metrics are."""
+    for port, path in ((server.http_port, "/v2"), (server.metrics_port, "/metrics")):
+        with contextlib.closing(Http(port)) as http:
+            assert http.get(path, {"Host": f"evil.example:{port}"}).status == 421
+            assert http.get(path, {"Host": f"127.0.0.1:{port}"}).status == 200
+            found = http.get(path).headers
+            assert found["X-Content-Type-Options"] == "nosniff"
+            assert not {"Server", "X-Powered-By", "Access-Control-Allow-Origin"} & set(found)
+
+
+def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:
+    assert http.get("/metrics").status == 404
+    with contextlib.closing(Http(server.metrics_port)) as scraper:
+        reply = scraper.get("/metrics").ok()
+        assert b"nv_inference_count" in reply.body
+        assert reply.headers["Content-Type"].startswith("text/plain")
+        for path in ("/v2", "/v2/health/ready", "/v2/health/live", "/v2/logging", "/"):
+            reply = scraper.get(path)
+            assert (reply.status, reply.body) == (200, b"")
+        reply = scraper.post("/v2/models/constant/infer", ASKED)
+        assert (reply.status, reply.body) == (200, b"")
+
+
+def test_no_secret_is_seen_anywhere(folder: Path) -> None:
+    """R22: not in the log, a command line, an environment, the run directory, or an answer; and
+    not when processes start again."""
+    repositories.add(folder / "guarded", "constant")
+    tokens = folder / "tokens"
+    tokens.write_text(f"{TOKEN}\n{SCRAPER} metrics\n")
+    tokens.chmod(0o600)
+    flags = [
+        f"--auth-token-file={tokens}",
+        f"--http-restricted-api=statistics,logging:admin-key={ADMIN}",
+        f"--grpc-restricted-protocol=statistics,logging:admin-key={GRPC_ADMIN}",
+        "--log-verbose=2",
+    ]
+    answers: list[str] = []
+    with running(folder / "guarded", *flags, grpc=True) as server:
+
+        def ask() -> None:
+            with server.http() as http, stub(server) as call:
+                asked = ((TOKEN, ADMIN), (TOKEN, "x"), (WRONG, ADMIN), (SCRAPER, ADMIN))
+                for token, admin in asked:
+                    headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
+                    paths = ("/v2", "/v2/logging", "/v2/models/stats", "/nothing")
+                    answers.extend(repr(http.get(path, headers)) for path in paths)
+                    metadata = [
+                        ("authorization", f"Bearer {token}"),
+                        ("triton-grpc-protocol-admin-key", GRPC_ADMIN if admin == ADMIN else "x"),
+                    ]
+                    for method, request in (
+                        (call.ModelStatistics, pb.ModelStatisticsRequest()),
+                        (call.LogSettings, pb.LogSettingsRequest()),
+                        (call.ModelConfig, pb.ModelConfigRequest(name="nothing")),
+                    ):
+                        try:
+                            answers.append(str(method(request, metadata=metadata, timeout=20)))
+                        except grpc.RpcError as error:
+                            answers.append(f"{error.details()} {error.trailing_metadata()}")
+
+        def seen() -> Iterator[str]:
+            yield server.log()
+            yield from answers
+            for process in server.tree():
+                for name in ("cmdline", "environ"):
+                    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                        raw = Path(f"/proc/{process.pid}/{name}").read_bytes()
+                        yield raw.decode(errors="replace")
+            for path, names, files in os.walk(server.run_dir):
+                yield from (path, *names, *files)
+                for file in files:
+                    if Path(path, file).is_file():
+                        yield Path(path, file).read_bytes().decode(errors="replace")
+
+        ask()
+        for title in ("gateway http 0", "scheduler constant", "worker constant.0"):
+            server.one(title).kill()
+        server.wait_ready()
+        ask()
+        secrets = (TOKEN, WRONG, SCRAPER, ADMIN, GRPC_ADMIN)
+        shown = [text for text in seen() if any(secret in text for secret in secrets)]
+        assert shown == []
+        assert "log_verbose_level" in "".join(answers)

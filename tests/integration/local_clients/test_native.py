@@ -1,0 +1,134 @@
+"""Models written for this server: a class with an annotated `predict`, served with no
+configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.crowd import crowd
+from tests.support.raw_http import Http, json_input
+from tests.support.servers import ROOT, Server, running
+
+SCALE = '''
+"""Three models in one file."""
+import numpy as np
+from torch import Tensor
+
+from shmserve.model import BYTES, FP32, INT32
+
+
+class Scale:
+    max_batch_size = 8
+    max_queue_delay_us = 2000
+
+    def load(self, context):
+        assert context.device == "cpu"
+        self.factor = 2
+
+    def predict(self, x: FP32[Tensor, 4], shift: FP32[Tensor, 4]) -> FP32[Tensor, 4]:
+        assert x.shape[1:] == (4,) and x.shape[0] == shift.shape[0]
+        return self.factor * x + shift
+
+
+class Wrong:
+    def predict(self, x: FP32[Tensor, 4]) -> FP32[Tensor, 4]:
+        return x[:, :2]
+
+
+class Sizes:
+    def predict(self, words: BYTES[np.ndarray, -1]) -> INT32[np.ndarray, -1]:
+        return np.array([[len(word) for word in row] for row in words], np.int32)
+'''
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of four classes, and of no repository."""
+    file = tmp_path_factory.mktemp("native") / "several.py"
+    file.write_text(SCALE)
+    example = ROOT / "examples" / "native_model.py"
+    classes = (f"{file}:Scale", f"{file}:Wrong", f"{file}:Sizes", f"{example}:Blur")
+    with running((), *classes) as started:
+        yield started
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[Http]:
+    """A connection to it."""
+    with closing(Http(server.http_port)) as connection:
+        yield connection
+
+
+def test_annotations_become_metadata(http: Http) -> None:
+    assert http.get("/v2/models/scale").ok().json()["inputs"] == [
+        {"name": "x", "datatype": "FP32", "shape": [-1, 4]},
+        {"name": "shift", "datatype": "FP32", "shape": [-1, 4]},
+    ]
+    assert http.get("/v2/models/scale").json()["outputs"] == [
+        {"name": "output", "datatype": "FP32", "shape": [-1, 4]}
+    ]
+    config = http.get("/v2/models/scale/config").ok().json()
+    assert config["max_batch_size"] == 8
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 2000
+
+
+def test_predict(http: Http) -> None:
+    x, shift = np.arange(8, dtype=np.float32).reshape(2, 4), np.ones((2, 4), np.float32)
+    reply = http.infer("scale", {"inputs": [json_input("x", x), json_input("shift", shift)]})
+    assert (reply.tensors()["output"] == 2 * x + shift).all()
+
+
+def test_whole_batches(server: Server) -> None:
+    with crowd(server, 16) as people:
+        answers = []
+        for number in range(64):
+            x = np.full((1 + number % 2, 4), number, np.float32)
+            answers.append(
+                people.infer("scale", {"inputs": [json_input("x", x), json_input("shift", x)]})
+            )
+        for number, answer in enumerate(answers):
+            assert (answer.result().tensors()["output"] == 3 * number).all()
+    with server.http() as http:
+        (stats,) = http.get("/v2/models/scale/stats").ok().json()["model_stats"]
+    assert stats["execution_count"] < stats["inference_count"]
+
+
+def test_texts(http: Http) -> None:
+    given = {"name": "words", "datatype": "BYTES", "shape": [1, 3], "data": ["", "a", "four"]}
+    assert http.infer("sizes", {"inputs": [given]}).tensors()["output"].tolist() == [[0, 1, 4]]
+
+
+def test_the_example(http: Http) -> None:
+    image = np.zeros((1, 5, 5), np.float32)
+    image[0, 2, 2] = 9
+    found = http.infer("blur", {"inputs": [json_input("image", image)]}).tensors()["output"]
+    assert np.allclose(found[0, 1:4, 1:4], 1)
+
+
+def test_what_the_readme_says(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its model is the example's, and its client programs run as they stand."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model, plain, shared, direct = blocks
+    assert model in (ROOT / "examples" / "native_model.py").read_text()
+    program = (plain + shared).replace("localhost:8000", server.url)
+    names: dict[str, Any] = {}
+    exec(program.replace("/frames", f"/test-{os.getpid()}-readme"), names)
+    names["client"].close()
+    assert capsys.readouterr().out.count("[[[") == 2
+    exec(direct.replace("connect()", f"connect({str(server.run_dir)!r})"), {})
+    assert float(capsys.readouterr().out) > 0.4
+
+
+def test_a_result_of_the_wrong_shape_is_the_models_error(server: Server, http: Http) -> None:
+    reply = http.infer("wrong", {"inputs": [json_input("x", np.zeros((1, 4), np.float32))]})
+    assert reply.status == 500
+    assert "output" in reply.error
+    assert server.answers("/v2/health/ready")

@@ -1,0 +1,524 @@
+"""shmserve.client against a real server: what goes in, what comes out, and where it lies."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import shmserve.client
+from shmserve.client import aio
+from shmserve.client.request.arrays import dtype_of
+from shmserve.ipc.messages import Finished
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.transport.dealer import Dealer
+from tests.rigs.local_clients import answer, submit
+from tests.support import repositories
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+A = np.arange(16, dtype=np.int32).reshape(1, 16)
+B = np.ones((1, 16), np.int32)
+ROW = 8192  # elements: 32 KB, which do not travel inside messages
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of models whose sizes are known beforehand, and of one whose are not."""
+    repository = tmp_path_factory.mktemp("native") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "identity", "text", "echo_request", "types")
+    repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
+    repositories.add_identity(repository, "halves", "BF16", [-1])
+    with running(repository, "--max-queue-size=64") as started:
+        yield started
+
+
+@pytest.fixture
+def client(rows: Server) -> Iterator[shmserve.client.Server]:
+    """A connection to it."""
+    with shmserve.client.connect(rows.run_dir) as connected:
+        yield connected
+
+
+def frames(count: int = 1, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((count, ROW), np.float32)
+
+
+def test_small_tensors_by_keyword_mapping_and_list(client) -> None:
+    for result in (
+        client.infer("simple", INPUT0=A, INPUT1=B),
+        client.infer("simple", {"INPUT0": A, "INPUT1": B}),
+        client.infer("simple", INPUT0=A.tolist(), INPUT1=[[1] * 16]),
+    ):
+        assert set(result) == {"OUTPUT0", "OUTPUT1"}
+        assert (result["OUTPUT0"] == A + B).all() and (result["OUTPUT1"] == A - B).all()
+        result["OUTPUT0"][:] = 0  # the program's own
+
+
+def test_the_same_form_with_other_numbers(client) -> None:
+    for step in range(5):
+        result = client.infer("simple", INPUT0=A * step, INPUT1=B)
+        assert (result["OUTPUT0"] == A * step + B).all()
+    two = client.infer("simple", INPUT0=np.vstack([A, B]), INPUT1=np.vstack([B, B]))
+    assert (two["OUTPUT1"] == np.vstack([A - B, B - B])).all()
+
+
+def test_only_the_outputs_that_are_asked_for(client) -> None:
+    for outputs in (["OUTPUT1"], {"OUTPUT1"}, (name for name in ["OUTPUT1"])):
+        assert list(client.infer("simple", INPUT0=A, INPUT1=B, outputs=outputs)) == ["OUTPUT1"]
+    for wrong in ("OUTPUT1", 1):
+        with pytest.raises(shmserve.client.InvalidArgument, match="outputs must be names"):
+            client.infer("simple", INPUT0=A, INPUT1=B, outputs=wrong)
+
+
+def test_strings_in_and_out(client) -> None:
+    words = np.array([[b"one", b"zwei", b""]], dtype=object)
+    out = client.infer("text", INPUT0=words)["OUTPUT0"]
+    assert out.dtype == object and (out == words).all()
+    many = np.array([[f"{n:05}" for n in range(9000)]])  # more than a message takes
+    assert client.infer("text", INPUT0=many)["OUTPUT0"][0, -1] == b"08999"
+
+
+def test_request_id_and_parameters_arrive(client) -> None:
+    signature = client._session.connection().models.resolve("echo_request", "").signature
+    (spec,) = signature.inputs.values()
+    value = np.zeros([abs(dim) for dim in spec.dims], dtype_of(spec.datatype))
+    given = {spec.name: value[None] if signature.max_batch_size else value}
+    result = client.infer("echo_request", given, request_id="7", parameters={"colour": "red"})
+    told = json.loads(result["OUTPUT0"].flat[0])
+    assert told["id"] == "7" and told["parameters"] == {"colour": "red"}
+    assert result.parameters == {"answered": True}
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "model", "inputs"),
+    [
+        (shmserve.client.NotFound, "unknown model: 'nobody'", "nobody", {"INPUT0": A}),
+        (shmserve.client.InvalidArgument, "data-type is 'INT32'", "identity", {"INPUT0": A}),
+        (shmserve.client.InvalidArgument, "expected 2 inputs but got 1", "simple", {"INPUT0": A}),
+        (
+            shmserve.client.InvalidArgument,
+            "unexpected shape",
+            "simple",
+            {"INPUT0": A[:, :3], "INPUT1": B},
+        ),
+        (
+            shmserve.client.InvalidArgument,
+            "batch-size must be <= 8",
+            "simple",
+            {"INPUT0": np.repeat(A, 9, 0), "INPUT1": np.repeat(B, 9, 0)},
+        ),
+    ],
+)
+def test_errors_are_typed(client, error, text, model, inputs) -> None:
+    with pytest.raises(error, match=text) as caught:
+        client.infer(model, inputs)
+    assert caught.value.code in ("NOT_FOUND", "INVALID_ARG")
+
+
+def test_a_version_that_is_not_there(client) -> None:
+    assert client.infer("simple", INPUT0=A, INPUT1=B, version="1")
+    with pytest.raises(shmserve.client.NotFound, match="version 9 is not found"):
+        client.infer("simple", INPUT0=A, INPUT1=B, version="9")
+    with pytest.raises(shmserve.client.InvalidArgument, match="version must be a string, got 1"):
+        client.infer("simple", INPUT0=A, INPUT1=B, version=1)
+
+
+def test_large_tensors_are_views_of_shared_memory(client) -> None:
+    x = frames()
+    with client.infer("rows", INPUT0=x) as result:
+        y = result["OUTPUT0"]
+        assert (y == x).all() and y.sum() == pytest.approx(x.sum(), rel=1e-4)
+        kept = y.copy()
+    assert (kept == x).all()
+    for use in (
+        lambda: y[0],
+        lambda: y + 1,
+        lambda: np.concatenate([y, y]),
+        lambda: y.tobytes(),
+        lambda: repr(y),
+        lambda: result["OUTPUT0"],
+        lambda: dict(result),
+        lambda: len(result),
+        lambda: np.from_dlpack(y),
+    ):
+        with pytest.raises(shmserve.client.Released):
+            use()
+
+
+def test_a_view_keeps_its_memory_and_the_next_request_takes_other(client) -> None:
+    x, other = frames(seed=1), frames(seed=2)
+    y = client.infer("rows", INPUT0=x)["OUTPUT0"]
+    plain = np.asarray(y)[0, :10]
+    for _ in range(4):
+        assert (client.infer("rows", INPUT0=other)["OUTPUT0"] == other).all()
+    assert (y == x).all() and (plain == x[0, :10]).all()
+
+
+def test_slots_are_used_again(client) -> None:
+    for seed in range(20):
+        x = frames(seed=seed)
+        assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+    gc.collect()
+    (plan,) = client._session.connection().models.resolve("rows", "").plans.values()
+    assert 1 <= len(plan._ring) <= 2
+
+
+def test_large_outputs_of_unknown_size(client, rows) -> None:
+    x = np.random.default_rng(3).random(100_000).astype(np.float32)
+    y = client.infer("identity", INPUT0=x)["OUTPUT0"]
+    assert (y == x).all()
+
+
+def test_a_region_is_read_and_written_in_place(client) -> None:
+    x = frames(4)
+    with client.allocate({"INPUT0": ((4, ROW), "FP32"), "OUTPUT0": ((4, ROW), "FP32")}) as region:
+        region["INPUT0"][:] = x
+        for step in range(3):
+            region["INPUT0"][0, 0] = step
+            result = client.infer("rows", region)
+            assert (
+                result["OUTPUT0"].__array_interface__["data"]
+                == (region["OUTPUT0"].__array_interface__["data"])
+            )
+            assert region["OUTPUT0"][0, 0] == step
+        assert (region["OUTPUT0"][1:] == x[1:]).all()
+        part = client.infer(
+            "rows",
+            INPUT0=region.view("INPUT0", (2, ROW)),
+            outputs={"OUTPUT0": region.view("OUTPUT0", (2, ROW))},
+        )
+        assert part["OUTPUT0"].shape == (2, ROW)
+    with pytest.raises(shmserve.client.Released):
+        client.infer("rows", region)
+    with pytest.raises(shmserve.client.Released):
+        part["OUTPUT0"][0]
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 2)], ids=["views", "plain views"])
+def test_results_end_with_their_own_regions(client, part: slice) -> None:
+    sizes = {"a": ((2, 16), "INT32"), "b": ((2, 16), "INT32")}
+    given, first, second = (client.allocate(sizes) for _ in range(3))
+    for region in (given, first, second):
+        region["a"][:], region["b"][:] = A, B
+    found = client.infer(
+        "simple",
+        {"INPUT0": given["a"][part], "INPUT1": given.view("b", given["a"][part].shape)},
+        outputs={"OUTPUT0": first["a"][part], "OUTPUT1": second["b"][part]},
+    )
+    given.release()
+    first.release()
+    assert (found["OUTPUT1"] == A - B).all() and (second["b"][part] == A - B).all()
+    with pytest.raises(shmserve.client.Released):
+        found["OUTPUT0"][0]
+
+
+def test_regions_are_checked(client) -> None:
+    for spec in (((1,), "FLOAT"), ("FP32", [1])):
+        with pytest.raises(shmserve.client.InvalidArgument, match="none of BOOL, UINT8"):
+            client.allocate({"x": spec})
+    for shape in ((1, -1), (1.5,), 3):
+        with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
+            client.allocate({"x": (shape, "FP32")})
+    for tensors in ([1], {"x": (3,)}, {"x": 3}, {5: ((3,), "FP32")}):
+        with pytest.raises(shmserve.client.InvalidArgument, match=r"\(shape, datatype\)"):
+            client.allocate(tensors)
+    client.allocate({"x": ((np.int64(2), 3), "FP32")}).release()
+    with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
+        wrong = "output 'OUTPUT0' of model 'rows' is FP32, and the region's tensor INT32"
+        with pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+            client.infer("rows", region)
+    # Strings go where there is room for them.
+    words = client.allocate({"OUTPUT0": ((40000,), "UINT8")})
+    found = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
+    assert found["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]
+    integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+        client.infer("rows", INPUT0=frames(), outputs=integers)
+    integers = client.allocate({"any": ((1, ROW), "INT32")})
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=wrong):
+        client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": integers["any"]})
+    with pytest.raises(shmserve.client.Unavailable, match="may use 1073741824 bytes"):
+        client.allocate({"x": ((1 << 31,), "UINT8")})
+    with client.allocate({"x": ((1,), "FP32")}) as region:
+        with pytest.raises(shmserve.client.InvalidArgument, match="neither an input nor"):
+            client.infer("rows", region)
+        with pytest.raises(shmserve.client.InvalidArgument, match="has room for"):
+            region.view("x", (2,))
+    with client.allocate({"x": ((4,), "FP32"), "y": ((4,), "FP32")}) as region:
+        for shape in ((-1,), (-2, -2), 4):  # numpy's -1 would reach to the memory's end
+            with pytest.raises(shmserve.client.InvalidArgument, match="no whole number"):
+                region.view("x", shape)
+    with pytest.raises(shmserve.client.InvalidArgument, match="memory from `allocate`"):
+        client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": frames()})
+
+
+def test_torch_in_torch_out(client) -> None:
+    x = torch.rand(2, ROW)
+    y = client.infer("rows", INPUT0=x)["OUTPUT0"]
+    assert isinstance(y, torch.Tensor) and torch.equal(x, y)
+    small = client.infer("simple", INPUT0=torch.from_numpy(A), INPUT1=torch.from_numpy(B))
+    assert torch.equal(small["OUTPUT0"], torch.from_numpy(A + B))
+    grown = torch.rand(1, ROW, requires_grad=True)
+    assert torch.equal(client.infer("rows", INPUT0=grown)["OUTPUT0"], grown)
+
+
+def test_bfloat16(client) -> None:
+    x = torch.rand(20_000).to(torch.bfloat16)
+    for part in (x, x[:9]):
+        y = client.infer("halves", INPUT0=part)["OUTPUT0"]
+        assert y.dtype == torch.bfloat16 and torch.equal(part, y)
+
+
+def test_dlpack_in_and_out(client) -> None:
+    class Foreign:
+        def __init__(self, array: np.ndarray) -> None:
+            self._array = array
+
+        def __dlpack__(self, **options):
+            return self._array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+    x = frames()
+    y = client.infer("rows", INPUT0=Foreign(x))["OUTPUT0"]
+    assert torch.equal(torch.utils.dlpack.from_dlpack(y), torch.from_numpy(x))
+
+
+def test_strided_and_empty_inputs(client) -> None:
+    x = np.asfortranarray(frames(4))[::2]
+    assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+    assert client.infer("identity", INPUT0=np.empty(0, np.float32))["OUTPUT0"].shape == (0,)
+
+
+def test_a_signals_handler_asks_while_its_thread_waits(client) -> None:
+    assert client.infer("simple", INPUT0=A, INPUT1=B)
+    with client._waiter().lock:  # as in a wait
+        result = client.infer("simple", INPUT0=A, INPUT1=B, timeout=30)
+    assert (result["OUTPUT0"] == A + B).all()
+
+
+def test_many_in_flight_in_order(client) -> None:
+    given = [{"INPUT0": frames(seed=seed)} for seed in range(40)]
+    answers = client.map("rows", given, in_flight=8)
+    for inputs, result in zip(given, answers, strict=True):
+        assert (result["OUTPUT0"] == inputs["INPUT0"]).all()
+    small = ({"INPUT0": A * n, "INPUT1": B} for n in range(100))
+    for n, result in enumerate(client.map("simple", small)):
+        assert (result["OUTPUT1"] == A * n - B).all()
+
+
+def test_futures(client) -> None:
+    futures = [client.infer_async("simple", INPUT0=A * n, INPUT1=B) for n in range(50)]
+    done, _ = concurrent.futures.wait(futures, timeout=20)
+    assert len(done) == 50
+    assert all((f.result()["OUTPUT0"] == A * n + B).all() for n, f in enumerate(futures))
+
+
+def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
+    for _ in range(20):
+        futures = [
+            client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)
+        ]
+        assert len(concurrent.futures.wait(futures, timeout=20).done) == 100
+    assert len(client._session.connection()._timed) < 1500
+
+
+def test_what_is_over_keeps_no_memory(client) -> None:
+    """Also where nobody collects garbage: no cycle refers to results, errors or regions."""
+    x = frames()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(8):
+            assert (client.infer_async("rows", INPUT0=x).result(20)["OUTPUT0"] == x).all()
+        (plan,) = client._session.connection().models.resolve("rows", "").plans.values()
+        assert 1 <= len(plan._ring) <= 2
+        region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
+        held = weakref.ref(region.lease)
+        client.infer_async("rows", region).result(20)
+        with contextlib.suppress(shmserve.client.InvalidArgument):
+            client.infer("rows", region, parameters={"x": None})
+        region.release()
+        until("the connection's thread has let go", lambda: held() is None)
+        # The server has a region's memory back as well, though nothing is allocated any more.
+        region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
+        kept = np.asarray(region["INPUT0"])
+        address = region.segment.address
+        del region
+        memories = client._session.memories
+        assert memories.find(address, 1) is not None
+        del kept
+        until("it is withdrawn", lambda: memories.find(address, 1) is None)
+    finally:
+        gc.enable()
+
+
+def test_from_many_threads(client) -> None:
+    wrong: list[object] = []
+
+    def ask(seed: int) -> None:
+        x = frames(seed=seed)
+        answers = (client.infer("rows", INPUT0=x)["OUTPUT0"] for _ in range(10))
+        wrong.extend(seed for y in answers if not (y == x).all())
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_more_threads_than_a_scheduler_takes_links(client) -> None:
+    """All at once, so that none can have the link of one that is over."""
+    count = 24
+    all_have_asked = threading.Barrier(count)
+    answers: list[float] = []
+
+    def ask(number: int) -> None:
+        x = np.full(4, number, np.float32)
+        answers.append(client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"][0])
+        more = client.map("identity", [{"INPUT0": x}] * 3, in_flight=2, timeout=20)
+        answers.extend(one["OUTPUT0"][0] for one in more)
+        all_have_asked.wait()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == sorted([*range(count)] * 4)
+    assert len(client._waiters) <= 15
+
+
+def test_more_at_once_than_a_frame_may_have(client, rows: Server) -> None:
+    x = np.ones(4000, np.float32)
+    count = (64 << 20) // x.nbytes + 100
+
+    async def ask() -> list[shmserve.client.Result | BaseException]:
+        async with aio.connect(rows.run_dir) as server:
+            asked = (server.infer("identity", INPUT0=x) for _ in range(count))
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
+            return answers
+
+    refused = [a for a in asyncio.run(ask()) if not isinstance(a, shmserve.client.Result)]
+    # Most find the queue full.
+    assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
+    with pytest.raises(shmserve.client.InvalidArgument, match="larger than 1048576"):
+        client.infer("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
+    future = client.infer_async("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
+    assert isinstance(future.exception(20), shmserve.client.InvalidArgument)
+
+
+def test_a_link_that_the_server_ends(client) -> None:
+    connection = client._session.connection()
+    endpoint = connection.models.resolve("identity", "").endpoint
+    others = [Dealer(endpoint, f"{connection.identity}.other{n}") for n in range(16)]
+    x = np.ones(4, np.float32)
+    request = submit((TensorRef("INPUT0", "FP32", (4,), x.tobytes()),))
+    for other in others:
+        other.send(request)
+        assert isinstance(answer(other), Finished)
+    with pytest.raises(shmserve.client.Unavailable, match="ended the connection, twice"):
+        client.infer("identity", INPUT0=x, timeout=20)
+    for other in others:
+        other.close()
+    assert (client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
+
+
+def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
+    connection = client._session.connection()
+    copied, lost = connection.copied, [1]
+
+    def gone(place: Place) -> bytes:
+        if lost[0]:
+            lost[0] -= 1
+            raise shmserve.client.Unavailable("the memory of a tensor is gone")
+        return bytes(copied(place))
+
+    connection.copied = gone
+    x = np.arange(20000, dtype=np.float32)
+    assert (client.infer("identity", INPUT0=x)["OUTPUT0"] == x).all()
+    lost[0] = 2
+    future = client.infer_async("identity", INPUT0=x)
+    assert isinstance(future.exception(20), shmserve.client.Unavailable)
+    (plan,) = connection.models.resolve("identity", "").plans.values()
+    assert len({id(slot) for slot in plan._ring}) == len(plan._ring) == 1
+
+
+def test_a_timeout_that_is_none(client) -> None:
+    x = np.ones(4, np.float32)
+    for seconds in (1e7, 1e12, float("inf")):
+        assert client.infer_async("identity", INPUT0=x, timeout=seconds).result(20)
+        assert client.infer("identity", INPUT0=x, timeout=seconds)
+    for seconds in (0, -1):
+        with pytest.raises(shmserve.client.TimedOut):
+            client.infer("identity", INPUT0=x, timeout=seconds)
+
+
+def test_a_stream_of_one_response(client) -> None:
+    (only,) = client.stream("simple", INPUT0=A, INPUT1=B)
+    assert (only["OUTPUT0"] == A + B).all()
+
+
+def test_asyncio(rows: Server) -> None:
+    async def talk() -> None:
+        async with aio.connect(rows.run_dir) as server:
+            given = [frames(seed=seed) for seed in range(20)]
+            results = await asyncio.gather(*(server.infer("rows", INPUT0=x) for x in given))
+            assert all((r["OUTPUT0"] == x).all() for r, x in zip(results, given, strict=True))
+            assert ("rows", "1") in await server.models()
+            with await server.allocate({"INPUT0": ((1, ROW), "FP32")}) as region:
+                region["INPUT0"][:] = given[0]
+                assert (await server.infer("rows", region))["OUTPUT0"].shape == (1, ROW)
+            async for result in server.stream("simple", INPUT0=A, INPUT1=B):
+                assert (result["OUTPUT0"] == A + B).all()
+            with pytest.raises(shmserve.client.NotFound):
+                await server.infer("nobody", INPUT0=A)
+
+    asyncio.run(talk())
+
+
+def test_a_client_of_another_event_loop_says_so(rows: Server) -> None:
+    server = asyncio.run(_connected(rows))
+    for _ in range(2):
+        with pytest.raises(shmserve.client.InvalidArgument, match="another event loop"):
+            asyncio.run(server.infer("simple", INPUT0=A, INPUT1=B, timeout=5))
+    asyncio.run(server.close())
+
+
+async def _connected(rows: Server) -> aio.Server:
+    server = await aio.connect(rows.run_dir)
+    assert await server.infer("simple", INPUT0=A, INPUT1=B)
+    return server
+
+
+def test_a_closed_client_says_so(rows: Server) -> None:
+    client = shmserve.client.connect(rows.run_dir)
+    y = client.infer("rows", INPUT0=frames())["OUTPUT0"]
+    client.close()
+    client.close()
+    assert (y == frames()).all()  # its memory is the program's
+    with pytest.raises(shmserve.client.Disconnected, match="closed"):
+        client.infer("simple", INPUT0=A, INPUT1=B)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 1e-9, 1e12, float("inf")])
+def test_any_patience_with_the_door(rows: Server, seconds: float) -> None:
+    with contextlib.ExitStack() as stack:
+        if seconds < 1:
+            stack.enter_context(contextlib.suppress(shmserve.client.Disconnected))
+        stack.enter_context(shmserve.client.connect(rows.run_dir, timeout=seconds))

@@ -1,0 +1,655 @@
+"""shmserve.client when something ends: a request, a client, a scheduler, a model, the server."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import shmserve.client
+from shmserve.client import aio
+from shmserve.client.request.arrays import dtype_of
+from shmserve.client.request.options import PLAIN
+from tests.support import repositories
+from tests.support.gates import Visit
+from tests.support.servers import ROOT, Server, running
+from tests.support.waiting import until
+
+A = np.arange(16, dtype=np.int32).reshape(1, 16)
+ROW = 8192
+EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose model "gated" waits at a gate, and whose "rows" does not."""
+    repository = tmp_path_factory.mktemp("native") / "models"
+    repository.mkdir()
+    repositories.add(repository, "gated", "simple")
+    repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
+    repositories.add_identity(repository, "large", "FP32", [ROW], source="gated")
+    with running(repository, *EXPLICIT) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def settled(gated: Server) -> Iterator[None]:
+    """No test leaves an execution to the next one, which would take it for its own."""
+    yield
+    until("nothing is executed", lambda: not gated.metric("shmserve_executing_requests"), 10)
+    assert gated.gate.is_idle(0.001)
+
+
+def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]:
+    spec = server._session.connection().models.resolve("gated", "").signature
+    (tensor,) = spec.inputs.values()
+    dtype = dtype_of(tensor.datatype)
+    shape = [max(dim, 1) for dim in tensor.dims]
+    return {"INPUT0": np.full([1, *shape] if spec.max_batch_size else shape, number, dtype)}
+
+
+def test_a_timeout_cancels_the_request(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client:
+        blocker = client.infer_async("gated", _value(client, 1))
+        visit = gated.gate.next()
+        with pytest.raises(TimeoutError) as caught:
+            client.infer("gated", _value(client, 2), timeout=0.05)
+        assert isinstance(caught.value, shmserve.client.TimedOut)
+        gated.wait_pending("gated", 0)
+        visit.release()
+        assert blocker.result(20)["OUTPUT0"].flat[0] == 1
+        assert gated.gate.is_idle()
+
+
+def test_a_future_ends_in_time_though_nobody_answers(gated: Server) -> None:
+    scheduler = gated.one("scheduler simple")
+    with shmserve.client.connect(gated.run_dir) as client:
+        assert client.infer("simple", INPUT0=A, INPUT1=A)
+        scheduler.suspend()
+        try:
+            late = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=0.05)
+            patient = client.infer_async("simple", INPUT0=A, INPUT1=A, timeout=60)
+            with pytest.raises(shmserve.client.TimedOut):
+                late.result(20)
+        finally:
+            scheduler.resume()
+        assert (patient.result(20)["OUTPUT0"] == 2 * A).all()
+
+
+_WITHOUT_DESCRIPTORS = """
+import os, resource, sys, threading
+import numpy as np
+import shmserve.client
+
+def tell(call):
+    try:
+        print(call())
+    except shmserve.client.ShmserveError as error:
+        print(type(error).__name__)
+
+with shmserve.client.connect(sys.argv[1]) as client:
+    a = np.ones((1, 16), np.int32)
+    client.infer_async("simple", INPUT0=a, INPUT1=a).result()
+    used = len(os.listdir("/proc/self/fd")) - 1  # without that of the listing
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, used))
+    infer = lambda: client.infer("simple", INPUT0=a, INPUT1=a)["OUTPUT0"][0, 0]
+    thread = threading.Thread(target=tell, args=(infer,))
+    thread.start()
+    thread.join()
+    tell(lambda: shmserve.client.connect(sys.argv[1]))
+"""
+
+
+def test_a_program_that_has_no_descriptor_left(gated: Server) -> None:
+    """A thread's requests go by the connection that is there, and what needs one more says so."""
+    command = [sys.executable, "-c", _WITHOUT_DESCRIPTORS, str(gated.run_dir)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.stdout.split(), run.stderr) == (["2", "Unavailable"], "")
+
+
+def test_a_cancelled_future_is_cancelled_at_the_server(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client:
+        blocker = client.infer_async("gated", _value(client, 1))
+        visit = gated.gate.next()
+        waiting = client.infer_async("gated", _value(client, 2))
+        gated.wait_pending("gated", 1)
+        assert waiting.cancel()
+        gated.wait_pending("gated", 0)
+        visit.release()
+        assert blocker.result(20)
+        with pytest.raises(concurrent.futures.CancelledError):
+            waiting.result()
+
+
+def test_who_waits_for_many_futures_hears_of_a_cancelled_one(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client:
+        blocker = client.infer_async("gated", _value(client, 1))
+        visit = gated.gate.next()
+        waiting = client.infer_async("gated", _value(client, 2))
+        gated.wait_pending("gated", 1)
+        threading.Timer(0.1, waiting.cancel).start()
+        assert concurrent.futures.wait([waiting], 10).done == {waiting}
+        assert list(concurrent.futures.as_completed([waiting], 10)) == [waiting]
+        gated.wait_pending("gated", 0)  # the server hears of it later than they do
+        visit.release()
+        assert blocker.result(20)
+
+
+def test_what_a_thread_leaves_on_its_way_keeps_its_memory(gated: Server) -> None:
+    """Also when other threads come, who ask the same of the server."""
+    rows = [np.full(ROW, number, np.float32) for number in range(6)]
+    with shmserve.client.connect(gated.run_dir) as client:
+        results = client.map("large", [{"INPUT0": x} for x in rows[:3]], in_flight=3)
+        first: list[Any] = []
+        futures: list[Any] = []
+        begins = threading.Thread(target=lambda: first.append(next(results)))
+        begins.start()
+        gated.gate.next().release()
+        begins.join()
+        visit = gated.gate.next()
+        gated.wait_pending("large", 1)
+
+        def another() -> None:
+            assert client.infer("rows", INPUT0=rows[0][None])
+            futures.extend(client.infer_async("large", INPUT0=x) for x in rows[3:])
+
+        comes = threading.Thread(target=another)
+        comes.start()
+        comes.join()
+        gated.wait_pending("large", 4)
+        visit.release()
+        for _ in range(4):
+            gated.gate.next().release()
+        found = [*first, *results, *(future.result(20) for future in futures)]
+        assert [set(result["OUTPUT0"]) for result in found] == [{n} for n in range(6)]
+
+
+def test_a_cancelled_task_is_cancelled_at_the_server(gated: Server) -> None:
+    async def talk() -> None:
+        async with aio.connect(gated.run_dir) as server:
+            with shmserve.client.connect(gated.run_dir) as other:
+                given = _value(other, 1)
+            blocker = asyncio.create_task(server.infer("gated", given))
+            visit = await asyncio.to_thread(gated.gate.next)
+            waiting = asyncio.create_task(server.infer("gated", given))
+            await asyncio.to_thread(gated.wait_pending, "gated", 1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await asyncio.to_thread(gated.wait_pending, "gated", 0)
+            visit.release()
+            assert (await blocker)["OUTPUT0"].flat[0] == 1
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("made", [np.asarray, torch.from_numpy], ids=["array", "tensor"])
+def test_memory_is_kept_for_what_is_in_flight(gated: Server, made: Callable[..., Any]) -> None:
+    """Also where the program has only a plain view of it, and forgets that."""
+    x = np.arange(ROW, dtype=np.float32)
+    with shmserve.client.connect(gated.run_dir) as client:
+        blocker = client.infer_async("large", INPUT0=x)
+        visit = gated.gate.next()
+        region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
+        region["INPUT0"][1] = x
+        answer = client.infer("rows", INPUT0=np.stack([x, -x]))["OUTPUT0"]
+        waiting = [
+            client.infer_async("large", INPUT0=made(a[1])) for a in (region["INPUT0"], answer)
+        ]
+        region.release()
+        del region, answer
+        gated.wait_pending("large", 2)
+        for _ in range(3):
+            client.infer("rows", INPUT0=np.zeros((2, ROW), np.float32))
+        visit.release()
+        gated.gate.next().release()
+        gated.gate.next().release()
+        assert blocker.result(20)
+        for future, right in zip(waiting, (x, -x), strict=True):
+            found = future.result(20)["OUTPUT0"]
+            assert (np.asarray(found) == right).all()
+
+
+CRASHING = """
+import sys, numpy as np, shmserve.client
+client = shmserve.client.connect(sys.argv[1])
+region = client.allocate({"INPUT0": ((1, 8192), "FP32")})
+client.infer("rows", region)
+for _ in range(4):
+    client.infer_async("large", INPUT0=np.ones(8192, np.float32))
+print("in flight", flush=True)
+sys.stdin.read()
+"""
+
+
+def _shared(process: psutil.Process) -> int:
+    """How many clients' memories a process has mapped, or holds."""
+    held = Path(f"/proc/{process.pid}/maps").read_text().count("memfd:shmserve-client")
+    for name in os.listdir(f"/proc/{process.pid}/fd"):
+        try:
+            held += "memfd:shmserve-client" in os.readlink(f"/proc/{process.pid}/fd/{name}")
+        except OSError:
+            continue
+    return held
+
+
+def test_a_killed_client_leaves_nothing(gated: Server) -> None:
+    command = [sys.executable, "-c", CRASHING, str(gated.run_dir)]
+    program = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdin and program.stdout
+    try:
+        assert program.stdout.readline() == "in flight\n"
+        visit = gated.gate.next()
+        gated.wait_pending("large", 3)
+        processes = [p for p in gated.tree() if not p.cmdline()[0].endswith("zygote")]
+        assert sum(map(_shared, processes)) > 1
+    finally:
+        program.kill()
+        program.wait()
+        program.stdin.close()
+        program.stdout.close()
+    gated.wait_pending("large", 0)
+    visit.release()
+    until("all of it is forgotten", lambda: not sum(map(_shared, processes)))
+    with shmserve.client.connect(gated.run_dir) as client:
+        assert client.infer("simple", INPUT0=A, INPUT1=A)
+
+
+FORKING = """
+import os, signal, sys, shmserve.client
+client = shmserve.client.connect(sys.argv[1])
+region = client.allocate({"INPUT0": ((1, 8192), "FP32"), "OUTPUT0": ((1, 8192), "FP32")})
+client.infer("rows", region)
+child = os.fork()
+if not child:
+    signal.pause()
+print(child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated: Server) -> None:
+    command = [sys.executable, "-c", FORKING, str(gated.run_dir)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout
+        child = psutil.Process(int(program.stdout.readline()))
+        try:
+            processes = [p for p in gated.tree() if not p.cmdline()[0].endswith("zygote")]
+            assert sum(map(_shared, processes)) > 0
+            program.kill()
+            until("all of it is forgotten", lambda: not sum(map(_shared, processes)))
+            assert child.is_running()
+        finally:
+            child.kill()
+
+
+def test_a_forked_child_leaves_its_parents_connection_alone(gated: Server) -> None:
+    x = np.ones((1, ROW), np.float32)
+    with shmserve.client.connect(gated.run_dir) as client:
+        region = client.allocate({"INPUT0": ((1, ROW), "FP32")})
+        region["INPUT0"][:] = x
+        assert client.infer("rows", region)
+        child = os.fork()
+        if not child:
+            code = 1
+            with contextlib.suppress(BaseException):
+                signal.alarm(20)
+                with contextlib.suppress(shmserve.client.InvalidArgument):
+                    client.infer("rows", INPUT0=x)
+                    os._exit(2)
+                region.release()
+                client.close()
+                with shmserve.client.connect(gated.run_dir) as own:
+                    assert (own.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+                code = 0
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        connection = client._session.connection()
+        for inputs in ({"INPUT0": x}, region):
+            assert (client.infer("rows", inputs)["OUTPUT0"] == x).all()
+        assert client._session.connection() is connection and connection.alive
+
+
+def test_a_forked_child_closes_nothing_of_its_parents_event_loop(gated: Server) -> None:
+    async def talk() -> None:
+        async with aio.connect(gated.run_dir) as server:
+            assert await server.infer("simple", INPUT0=A, INPUT1=A)
+            child = os.fork()
+            if not child:
+                code = 1
+                with contextlib.suppress(BaseException):
+                    await server.close()
+                    code = 0
+                os._exit(code)
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert await server.infer("simple", INPUT0=A, INPUT1=A, timeout=10)
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("then", ["go on", "exit"])
+def test_a_signals_handler_closes_the_client_while_its_thread_waits(
+    gated: Server, then: str
+) -> None:
+    """As what ends a program does: it neither hangs nor leaves anything behind."""
+    client = shmserve.client.connect(gated.run_dir)
+
+    def end(*_: object) -> None:
+        client.close()
+        if then == "exit":
+            sys.exit(7)
+
+    def interrupt() -> None:
+        held.append(gated.gate.next())
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    main = threading.get_ident()
+    held: list[Visit] = []
+    before = signal.signal(signal.SIGUSR1, end)
+    other = threading.Thread(target=interrupt)
+    other.start()
+    try:
+        with pytest.raises(SystemExit if then == "exit" else shmserve.client.Disconnected):
+            client.infer("gated", INPUT0=np.ones((1, 1), np.int32), timeout=60)
+    finally:
+        other.join()
+        signal.signal(signal.SIGUSR1, before)
+        held[0].release()
+    assert not client._waiters
+    with pytest.raises(shmserve.client.Disconnected):
+        client.infer("gated", INPUT0=np.ones((1, 1), np.int32))
+
+
+def test_every_future_ends_when_the_client_does(gated: Server) -> None:
+    client = shmserve.client.connect(gated.run_dir)
+    futures = [client.infer_async("simple", INPUT0=A, INPUT1=A) for _ in range(50)]
+    client.close()
+    for future in futures:
+        with contextlib.suppress(shmserve.client.Disconnected):
+            assert future.result(20)
+
+
+def test_a_client_that_nobody_closes(gated: Server) -> None:
+    x = np.ones((1, ROW), np.float32)
+
+    async def talk() -> np.ndarray:
+        server = await aio.connect(gated.run_dir)
+        for moment in range(5):  # the connection is made in a thread, and may come too late
+            task = asyncio.ensure_future(server._connected())
+            late = asyncio.ensure_future(aio.connect(gated.run_dir)._connect())
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            late.cancel()
+            await task
+        return (await server.infer("rows", INPUT0=x))["OUTPUT0"]
+
+    def state() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        before = state()
+        kept = [shmserve.client.connect(gated.run_dir).infer("rows", INPUT0=x) for _ in range(3)]
+        kept.append(shmserve.client.connect(gated.run_dir).infer_async("rows", INPUT0=x).result(20))
+        assert all((result["OUTPUT0"] == x).all() for result in kept)
+        assert (asyncio.run(talk()) == x).all()
+        del kept  # which keep their memory
+        until("nothing is left", lambda: state() == before, 10)
+    with pytest.warns(ResourceWarning, match="a client was not closed"):
+        shmserve.client.connect(gated.run_dir)
+
+
+def test_memory_is_taken_back_though_the_connection_is_interrupted(gated: Server) -> None:
+    """Who wants memory in a signal's handler, where its thread holds the connection's lock, waits
+    for the connection's own thread, which is to wait for nobody."""
+    with shmserve.client.connect(gated.run_dir) as client:
+        memories = client._session.memories
+        region = client.allocate({"INPUT0": ((ROW,), "FP32")})
+        with client._session.connection()._lock:
+            del region
+            until("it is taken back", lambda: not memories.returned and not memories._segments)
+
+
+def test_a_callback_may_close_the_client(gated: Server) -> None:
+    client = shmserve.client.connect(gated.run_dir)
+    thread = client._session.connection()._thread
+    blocked = client.infer_async("gated", _value(client, 1))
+    visit = gated.gate.next()
+    waiting = [concurrent.futures.Future[object]() for _ in range(2)]
+
+    def wait(outcome: concurrent.futures.Future[object]) -> None:
+        try:
+            outcome.set_result(client.infer("gated", _value(client, 2)))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threads = [threading.Thread(target=wait, args=(outcome,)) for outcome in waiting]
+    for each in threads:
+        each.start()
+    gated.wait_pending("gated", 2)
+    client.infer_async("simple", INPUT0=A, INPUT1=A).add_done_callback(lambda _: client.close())
+    for error in (blocked.exception(20), *(outcome.exception(20) for outcome in waiting)):
+        assert isinstance(error, shmserve.client.Disconnected)
+    thread.join()
+    for each in threads:
+        each.join()
+    gated.wait_pending("gated", 0)
+    visit.release()
+    with pytest.raises(shmserve.client.Disconnected, match="closed"):
+        client.infer("simple", INPUT0=A, INPUT1=A)
+
+
+@pytest.mark.parametrize("ends", ["the client", "the server"])
+def test_who_is_cut_off_before_the_end_is_heard_of_is_told_of_the_end(
+    gated: Server, ends: str
+) -> None:
+    """Threads see the schedulers' links end before, or though, the connection's own thread sees
+    that of the door."""
+    client = shmserve.client.connect(gated.run_dir)
+    connection = client._session.connection()
+    outcome = concurrent.futures.Future[object]()
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        try:
+            outcome.set_result(client.infer("gated", _value(client, 1)))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def be_at_work(_: object) -> None:
+        at_work.set()
+        go_on.wait(60)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    visit = gated.gate.next()
+    try:
+        connection.call(be_at_work)
+        assert at_work.wait(10)
+        if ends == "the server":
+            connection._door.send(b"what is no message")
+        closing = threading.Thread(target=client.close)
+        with connection._lock:  # nobody is woken
+            if ends == "the client":
+                closing.start()
+            error = outcome.exception(20)
+        go_on.set()
+        if ends == "the server":
+            closing.start()
+        closing.join()
+    finally:
+        visit.release()
+    waiting.join()
+    assert isinstance(error, shmserve.client.Disconnected)
+
+
+def test_a_callback_may_ask_for_more_and_for_memory(gated: Server) -> None:
+    """It runs where the server's answers are read, and others want memory meanwhile."""
+    x = np.ones((4, ROW), np.float32)
+    with shmserve.client.connect(gated.run_dir) as client:
+        second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
+
+        def more(first: concurrent.futures.Future[shmserve.client.Result]) -> None:
+            try:
+                with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
+                    asked = client.infer_async("rows", INPUT0=first.result()["OUTPUT0"][:2])
+                asked.add_done_callback(lambda done: second.set_result(done.result()["OUTPUT0"]))
+            except BaseException as error:
+                second.set_exception(error)
+
+        client.infer_async("rows", INPUT0=x).add_done_callback(more)
+        for _ in range(20):
+            client.allocate({"INPUT0": ((1, ROW), "FP32")}).release()
+        assert (second.result(20) == x[:2]).all()
+
+
+def test_a_scheduler_that_is_killed_costs_no_answer(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client:
+        futures = [client.infer_async("gated", _value(client, n)) for n in range(3)]
+        gated.gate.next().release()  # its answer is on its way, or lost with the scheduler
+        gated.one("scheduler gated").send_signal(signal.SIGKILL)
+        while not all(future.done() for future in futures):
+            try:
+                gated.gate.next(0.2).release()
+            except TimeoutError:
+                continue
+        assert [f.result(20)["OUTPUT0"].flat[0] for f in futures] == [0, 1, 2]
+        until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+
+
+def test_what_may_have_been_written_over_its_own_input_does_not_run_again(gated: Server) -> None:
+    with (
+        shmserve.client.connect(gated.run_dir) as client,
+        client.allocate({"INPUT0": ((1, 4), "INT32")}) as region,
+    ):
+        x = region["INPUT0"]
+        future = client.infer_async("gated", {"INPUT0": x}, outputs={"OUTPUT0": x})
+        running = gated.gate.next()
+        gated.one("scheduler gated").send_signal(signal.SIGKILL)
+        error = future.exception(20)
+        assert isinstance(error, shmserve.client.Unavailable)
+        assert "may be changed" in str(error)
+        running.release()
+        until("the new one is ready", lambda: gated.answers("/v2/health/ready"), 10)
+
+
+def test_a_reload_under_load_fails_nobody(gated: Server) -> None:
+    over = threading.Event()
+    failed: list[BaseException] = []
+    asked = 0
+
+    def ask() -> None:
+        nonlocal asked
+        x = np.ones((1, ROW), np.float32)
+        try:
+            while not over.is_set():
+                assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
+                asked += 1
+        except BaseException as error:
+            failed.append(error)
+
+    with shmserve.client.connect(gated.run_dir) as client:
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        with gated.http() as http:
+            for _ in range(3):
+                enough = asked + 10
+                http.post("/v2/repository/models/rows/load").ok()
+                until("it is asked on", partial(lambda most: asked > most, enough))
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
+def test_an_unloaded_model_is_not_found(gated: Server) -> None:
+    with shmserve.client.connect(gated.run_dir) as client, gated.http() as http:
+        assert client.infer("simple", INPUT0=A, INPUT1=A)
+        http.post("/v2/repository/models/simple/unload").ok()
+        with pytest.raises(shmserve.client.NotFound, match="unknown model: 'simple'"):
+            client.infer("simple", INPUT0=A, INPUT1=A)
+        http.post("/v2/repository/models/simple/load").ok()
+        assert client.infer("simple", INPUT0=A, INPUT1=A)
+
+
+def test_a_restarted_server_is_found_again(repository: Path) -> None:
+    repositories.add_identity(repository, "rows", "FP32", [ROW], max_batch_size=8)
+    first = Server([repository]).wait_ready()
+    run_dir = first.run_dir
+    with shmserve.client.connect(run_dir) as client:
+        region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
+        region["INPUT0"][:] = 3
+        kept = client.infer("rows", INPUT0=np.ones((1, ROW), np.float32))["OUTPUT0"]
+        assert client.infer("rows", region)["OUTPUT0"][0, 0] == 3
+        late = client._session.prepared("rows", region, None, "", PLAIN, {})
+        folder = first.folder
+        members = first.tree()
+        first.process.terminate()
+        assert first.wait_exit(30) == 0
+        until("the client has noticed", lambda: not client._session._connection.alive)
+        with pytest.raises(shmserve.client.Disconnected):
+            client.infer("rows", region)
+        first.assert_gone(members)
+        second = Server([repository], run_dir=run_dir).wait_ready()
+        try:
+            region["INPUT0"][:] = 4
+            tell = client._session.memories.share_again
+
+            def nobody_else_asks_yet(share: Any) -> None:
+                assert not client._session._connection.alive
+                tell(share)
+
+            client._session.memories.share_again = nobody_else_asks_yet  # type: ignore[method-assign]
+            assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
+            assert (kept == 1).all()
+            with pytest.raises(shmserve.client.Disconnected, match="before it answered"):
+                client._waiter().submit(late)  # it was made for the server before
+            future = client.infer_async("rows", region)
+            assert future.result(20)["OUTPUT0"][0, 0] == 4
+            region.release()
+        finally:
+            second.stop()
+            first.discard()
+    assert not folder.exists()
+
+
+def test_a_program_pays_for_neither_torch_nor_aiohttp(gated: Server) -> None:
+    program = (
+        "import sys, numpy as np, shmserve.client, shmserve.client.aio\n"
+        f"with shmserve.client.connect({str(gated.run_dir)!r}) as client:\n"
+        "    client.infer('rows', INPUT0=np.ones((1, 8192), np.float32))\n"
+        "    client.infer_async('rows', INPUT0=np.ones((1, 8192), np.float32)).result()\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", program],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert not {"torch", "aiohttp", "uvloop", "zmq", "google.protobuf"} & set(done.stdout.split())
+    assert not done.stderr

@@ -1,0 +1,302 @@
+"""Who may be a guest, and what guests cannot do: the sockets behind shmserve.client, by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+import shmserve.client
+from shmserve.common.accelerators import cuda_devices
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.transport import frames, zmtp
+from tests.rigs.local_clients import Guest, answer, memfd, small, submit
+from tests.support import repositories
+from tests.support.servers import ROOT, Server, running
+from tests.support.waiting import until
+
+CLIENT = ROOT / "examples" / "c_client" / "infer.c"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of two small models."""
+    repository = tmp_path_factory.mktemp("door") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "identity")
+    with running(repository) as started:
+        yield started
+
+
+@pytest.fixture
+def guest(server: Server) -> Iterator[Guest]:
+    """A guest."""
+    with contextlib.closing(Guest(server).hello()) as made:
+        yield made
+
+
+def test_memory_of_a_guest_is_checked(guest: Guest) -> None:
+    with memfd() as fd:
+        answered = guest.ask(m.ShareMemory(1, 4096, False), fd)
+        assert isinstance(answered, m.Answered)
+        assert len(answered.payload["memory"]) == 8
+    for options, size, text in (
+        ({"seals": 0}, 4096, "F_SEAL_SHRINK"),
+        ({"reserve": False}, 4096, "must be reserved"),
+        ({}, 4097, "from 1 to 4096"),
+        ({}, 0, "from 1 to 4096"),
+    ):
+        with memfd(**options) as fd:
+            refused = guest.ask(m.ShareMemory(2, size, False), fd)
+        assert isinstance(refused, m.Refused) and text in refused.message
+        assert refused.code == "INVALID_ARG"
+    assert "one descriptor" in guest.ask(m.ShareMemory(3, 1, False)).message
+    with memfd() as fd, open(f"/proc/self/fd/{fd}", "rb") as reader:
+        refused = guest.ask(m.ShareMemory(4, 4096, False), reader.fileno())
+    assert "reading and writing" in refused.message
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_memory_of_another_user_is_refused(guest: Guest) -> None:
+    with memfd() as fd:
+        os.fchown(fd, 12345, -1)
+        refused = guest.ask(m.ShareMemory(1, 4096, False), fd)
+    assert refused.code == "PERMISSION_DENIED"
+    assert "it belongs to uid 12345 (mode 0777), the client is uid 0" in refused.message
+
+
+def test_a_guest_uses_its_own_memory_and_no_other(guest: Guest, server: Server) -> None:
+    link = guest.link("identity")
+    with memfd() as fd:
+        memory = Memory(*guest.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"])
+        os.pwrite(fd, b"\1\0\0\0" * 4, 0)
+        tensor = TensorRef("INPUT0", "FP32", (4,), Place(memory, 0, 16))
+        output = RequestedOutput("OUTPUT0", Place(memory, 64, 16))
+        link.send(submit((tensor,), 1, (output,)))
+        assert isinstance(answer(link), m.Finished)
+        assert os.pread(fd, 16, 64) == b"\1\0\0\0" * 4
+    with contextlib.closing(Guest(server).hello()) as other:
+        link = other.link("identity")
+        link.send(submit((tensor,)))
+        assert "has not shared" in answer(link).message
+        made_up = Memory(memory.id, memory.pid, memory.fd, memory.inode, 8192, True)
+        link.send(submit((TensorRef("INPUT0", "FP32", (4,), Place(made_up, 0, 16)),)))
+        assert "has not shared" in answer(link).message
+        link.send(submit((small(),), 1, (RequestedOutput("OUTPUT0", Place(memory, 0, 16)),)))
+        assert "has not shared" in answer(link).message
+
+
+def test_places_are_as_the_page_says(guest: Guest) -> None:
+    """Put together by hand from `PROTOCOL.md`, as another language does."""
+    link = guest.link("identity")
+    with memfd() as fd:
+        memory = guest.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
+        os.pwrite(fd, b"\2\0\0\0" * 4, 64)
+        inputs = [["INPUT0", "FP32", [4], [*memory, 64, 16]]]
+        outputs = [["OUTPUT0", [*memory, 128, 16]]]
+        work = msgpack.packb(["", inputs, outputs, {}, 0, 0, 0, 0, 0])
+        link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
+        finished = answer(link)
+        assert isinstance(finished, m.Finished)
+        ((name, datatype, shape, place),), parameters = msgpack.unpackb(finished.body)
+        assert (name, datatype, shape, parameters) == ("OUTPUT0", "FP32", [4], {})
+        assert place == [*memory, 128, 16]
+        assert os.pread(fd, 16, 128) == b"\2\0\0\0" * 4
+
+
+def test_device_memory_of_a_server_without_one(guest: Guest) -> None:
+    refused = guest.ask(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
+    assert isinstance(refused, m.Refused) and refused.id == 1
+    assert cuda_devices() or "the server has no CUDA device" in refused.message
+
+
+def test_a_guest_s_word_is_not_taken(guest: Guest) -> None:
+    link = guest.link("simple")
+    a = TensorRef("INPUT0", "INT32", (2, 16), bytes(128))
+    b = TensorRef("INPUT1", "INT32", (2, 16), bytes(128))
+    lie = m.Submit(1, 7, b"other", 0, 0, 0, 0, submit((a, b)).work, "")
+    link.send(lie)
+    assert isinstance(answer(link), m.Finished)
+    for tensors, text in (
+        ((a,), "expected 2 inputs but got 1"),
+        ((a, TensorRef("INPUT1", "FP32", (2, 16), bytes(128))), "data-type is 'FP32'"),
+        ((a, TensorRef("INPUT1", "INT32", (1, 16), bytes(64))), "batch size does not match"),
+        ((a, TensorRef("INPUT1", "INT32", (2, 16), bytes(127))), "byte size mismatch"),
+    ):
+        link.send(submit(tensors, 2))
+        failed = answer(link)
+        assert isinstance(failed, m.Failed) and text in failed.message
+
+
+@pytest.mark.parametrize(
+    "work", [b"", b"\x90", b"\xc1", b"\x99" + b"\xc0" * 9, b"\x99\x01\x90\x90\x80" + b"\0" * 5]
+)
+def test_work_that_is_none_is_an_error_to_its_sender(guest: Guest, work: bytes) -> None:
+    link = guest.link("simple")
+    link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
+    failed = answer(link)
+    assert isinstance(failed, m.Failed) and failed.code == "INVALID_ARG"
+
+
+def test_a_made_up_identity_is_not_answered(guest: Guest) -> None:
+    for identity in (f"{os.getpid()}.abc", f"{guest.number}.{'0' * 32}.1", "100000999.x.1"):
+        link = guest.link("identity", identity)
+        link.send(submit((small(),)))
+    honest = guest.link("identity")
+    honest.send(submit((small(),)))
+    assert isinstance(answer(honest), m.Finished)
+    assert not any(link.receive() for link in guest.links if link is not honest)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"garbage",
+        b"",
+        frames.pack([m.Hello(99)]),
+        frames.pack([m.Stop()]),
+        frames.pack([m.UnloadModel(1, "simple", False)]),
+        frames.pack([m.UnregisterRegion(1, "", 0, [])]),
+        frames.pack([m.ShareMemory(1, 1, False)]),
+        frames.pack([m.Hello(frames.VERSION), m.Hello(frames.VERSION)]),
+        b"\x92\x01" + b"x" * 100_000,
+    ],
+)
+def test_what_a_guest_may_not_say_ends_its_connection(server: Server, data: bytes) -> None:
+    with contextlib.closing(Guest(server)) as guest:
+        guest.door.send(data)
+        with contextlib.suppress(ConnectionResetError):
+            while guest.door.recv(1 << 20):
+                pass
+    with shmserve.client.connect(server.run_dir) as client:
+        assert ("simple", "1") in client.models()
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(guest: Guest, server: Server) -> None:
+    supervisor = Path(f"/proc/{server.pid}/fd")
+    before = len(list(supervisor.iterdir()))
+    with memfd() as fd:
+        for _ in range(20):
+            assert isinstance(guest.ask(m.ShareMemory(1, 1, False), fd, fd), m.Refused)
+    until("they are closed", lambda: len(list(supervisor.iterdir())) <= before)
+
+
+ASK = """
+import os, sys
+import numpy as np, shmserve.client
+os.setgroups([int(sys.argv[2])] if sys.argv[2] else [])
+os.setgid(65534)
+os.setuid(65534)
+with shmserve.client.connect(sys.argv[1]) as client:
+    x = np.arange(16, dtype=np.int32)[None]
+    assert (client.infer("simple", INPUT0=x, INPUT1=x)["OUTPUT0"] == 2 * x).all()
+    x = np.ones((1, 8192), np.float32)
+    assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
+    try:
+        client.infer("identity", INPUT0=x[0])
+    except shmserve.client.Unsupported:
+        print("answered")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_other_users_need_the_group(repository: Path) -> None:
+    """And their tensors are theirs: the memory of workers stays closed to them."""
+    repositories.add(repository, "simple", "identity")
+    repositories.add_identity(repository, "rows", "FP32", [8192], max_batch_size=8)
+    with running(repository, "--shm-group=4321") as server:
+        os.chmod(server.folder, 0o755)
+
+        def ask(group: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, "-c", ASK, str(server.run_dir), group],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+
+        stranger = ask("")
+        assert "Disconnected" in stranger.stderr, stranger.stderr
+        friend = ask("4321")
+        assert friend.stdout == "answered\n", friend.stderr
+        paths = {path.name: path.stat().st_mode & 0o777 for path in server.run_dir.iterdir()}
+        assert server.run_dir.stat().st_mode & 0o777 == 0o710 and paths["guests"] == 0o710
+
+
+def test_a_socket_of_a_zeromq_library(guest: Guest) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.identity = f"{guest.number}.{guest.token}.z".encode()
+        dealer.connect(guest.models["identity"])
+        dealer.send(frames.pack([submit((small(),))]))
+        assert dealer.poll(10_000)
+        (message,) = frames.unpack(dealer.recv())
+    assert isinstance(message, m.Finished)
+
+
+@pytest.fixture(scope="module")
+def client_in_c(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    program = tmp_path_factory.mktemp("c") / "infer"
+    subprocess.run([compiler, "-Wall", "-Wextra", "-Werror", "-o", program, CLIENT], check=True)
+    return program
+
+
+def test_the_client_in_c_where_a_scheduler_leaves(client_in_c: Path) -> None:
+    """It says so, and it asked the version that is the latest."""
+    with contextlib.ExitStack() as stack:
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
+        (run_dir / "guests").mkdir()
+        door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        scheduler = stack.enter_context(socket.socket(socket.AF_UNIX))
+        door.bind(str(run_dir / "guests" / "door"))
+        scheduler.bind(str(run_dir / "guests" / "1"))
+        for listener in (door, scheduler):
+            listener.listen()
+            listener.settimeout(20)
+        asking = stack.enter_context(
+            subprocess.Popen([client_in_c, run_dir], stderr=subprocess.PIPE, text=True)
+        )
+        stack.callback(asking.kill)
+        inside = stack.enter_context(door.accept()[0])
+        assert frames.unpack(inside.recv(4096)) == [m.Hello(frames.VERSION)]
+        versions = [
+            m.ModelPublished(
+                "simple", version, {}, {}, f"ipc://{run_dir}/guests/{n}", True, last, 0.0, 0
+            )
+            for version, n, last in (("3", 1, True), ("2", 2, False))
+        ]
+        inside.send(
+            frames.pack([m.Welcome(1, "token"), *versions, m.HealthChanged(True, True, False)])
+        )
+        link = stack.enter_context(scheduler.accept()[0])
+        link.recv(64, socket.MSG_WAITALL)
+        link.shutdown(socket.SHUT_RD)
+        link.sendall(zmtp.GREETING)
+        assert asking.communicate(timeout=20)[1] == "infer: the server does not listen\n"
+        assert asking.returncode == 1
+
+
+def test_the_client_in_c(server: Server, client_in_c: Path) -> None:
+    done = subprocess.run(
+        [client_in_c, server.run_dir], capture_output=True, text=True, check=False, timeout=20
+    )
+    assert done.returncode == 0, done.stderr
+    sums, differences = (line.split() for line in done.stdout.splitlines())
+    assert sums == ["OUTPUT0", *map(str, range(1, 17))]
+    assert differences == ["OUTPUT1", *map(str, range(-1, 15))]

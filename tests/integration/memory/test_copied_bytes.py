@@ -1,0 +1,67 @@
+"""What a server copies of tensors that lie in shared memory, as its metrics say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.support.raw_http import in_region, shm_input
+from tests.support.regions import SharedObject
+from tests.support.servers import Server
+
+ROWS, SIDE = 4096, 1024
+SIZE = ROWS * SIDE * 4  # 16 MiB
+MODEL = f"""
+import torch
+
+class Model(torch.nn.Linear):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__({SIDE}, {SIDE})
+"""
+CONFIG = f"""
+backend: "pytorch"
+input [ {{ name: "input" data_type: TYPE_FP32 dims: [ -1, {SIDE} ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1, {SIDE} ] }} ]
+instance_group [ {{ kind: KIND_CPU }} ]
+"""
+
+
+def copied(server: Server) -> dict[str, float]:
+    """Bytes by direction."""
+    return {
+        direction: server.metric("shmserve_copied_bytes_total", direction=direction)
+        for direction in ("in", "out")
+    }
+
+
+def test_a_linear_layer_in_place(repository: Path, serve: Callable[..., Server]) -> None:
+    folder = repository / "linear" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(MODEL)
+    (repository / "linear" / "config.pbtxt").write_text(CONFIG)
+    server = serve(repository)
+    x = np.random.default_rng(0).standard_normal((ROWS, SIDE)).astype(np.float32)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        expected = torch.nn.Linear(SIDE, SIDE)(torch.from_numpy(x)).numpy()
+    request = {
+        "inputs": [shm_input("input", "FP32", x.shape, "r", SIZE)],
+        "outputs": [{"name": "y", "parameters": in_region("r", SIZE, SIZE)}],
+    }
+    with SharedObject(2 * SIZE) as region, server.http() as http:
+        region.write(x)
+        http.register("r", region.key, 2 * SIZE).ok()
+        http.infer("linear", request).ok()
+        # Once each, until it is known that the model leaves its input alone and keeps no output.
+        assert copied(server) == {"in": SIZE, "out": SIZE}
+        for _ in range(3):
+            region.write(np.zeros(8, np.float32), SIZE)
+            http.infer("linear", request).ok()
+            found = region.read(np.float32, ROWS * SIDE, SIZE).reshape(x.shape)
+            assert np.allclose(found, expected, atol=1e-5)
+        assert copied(server) == {"in": SIZE, "out": SIZE}
+        http.unregister().ok()

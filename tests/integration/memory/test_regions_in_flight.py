@@ -1,0 +1,114 @@
+"""Regions that change while requests use them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.crowd import crowd
+from tests.support.raw_http import Http, in_region, json_input, shm_input
+from tests.support.regions import SharedObject
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The models "gated" and "identity"."""
+    repository = tmp_path_factory.mktemp("regions")
+    repositories.add(repository, "gated", "identity")
+    with running(repository) as started:
+        yield started
+
+
+def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:
+    """A request whose output, 64 bytes, goes into a region."""
+    outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, output_offset)}]
+    return {
+        "inputs": [json_input("INPUT0", np.full((1, 16), value, np.int32))],
+        "outputs": outputs,
+    }
+
+
+def test_two_requests_that_write_to_one_place(server: Server) -> None:
+    """Both are answered, the last one's result stands, and the log warns of it."""
+    with SharedObject(4096) as made, crowd(server) as people, server.http() as http:
+        http.register("twice", made.key, 4096).ok()
+        first = people.infer("gated", gated(1, "twice", 0))
+        visit = server.gate.next()
+        second = people.infer("gated", gated(2, "twice", 60))
+        server.wait_pending("gated", 1)
+        server.wait_log("overlapping parts of shared memory region 'twice'")
+        visit.release()
+        server.gate.next().release()
+        assert (first.result().status, second.result().status) == (200, 200)
+        assert (made.read(np.int32, 16, 60) == 2).all()
+        http.unregister("twice").ok()
+
+
+def test_unregister_drains_under_load(server: Server) -> None:
+    """A region that is always in use drains once it is unregistered: what is new gets 404."""
+    with SharedObject(8192) as made, SharedObject(8192) as other, crowd(server, 4) as people:
+        made.write(np.arange(1024, dtype=np.float32))
+        request = {
+            "inputs": [shm_input("INPUT0", "FP32", [1024], "busy", 4096)],
+            "outputs": [{"name": "OUTPUT0", "parameters": in_region("busy", 4096, 4096)}],
+        }
+
+        last_begun = [0.0]  # of those that were answered
+
+        def ask_until_refused(http: Http) -> Any:
+            began = time.monotonic()
+            while (reply := http.infer("identity", request)).status == 200:
+                last_begun.append(began)
+                began = time.monotonic()
+            return reply
+
+        with server.http() as http:
+            http.register("busy", made.key, 8192).ok()
+            asked = [people.do(ask_until_refused) for _ in range(4)]
+            until("they ask", lambda: server.metric("nv_inference_count", model="identity") > 20)
+            http.unregister("busy").ok()
+            unregistered = time.monotonic()
+            for answer in asked:
+                assert answer.result().status == 404
+            assert max(last_begun) < unregistered
+            assert http.regions().json() == []
+            http.register("busy", other.key, 8192).ok()
+            assert http.infer("identity", request).status == 200
+            assert not other.read(np.float32, 1024, 4096).any()
+            http.unregister("busy").ok()
+
+
+def test_the_mapping_ends_with_the_last_request(server: Server) -> None:
+    """After it is unregistered and nobody uses it, no process of the server holds the object."""
+    with SharedObject(4096) as made, crowd(server) as people, server.http() as http:
+        http.register("held", made.key, 4096).ok()
+        asked = people.infer("gated", gated(1, "held", 0))
+        visit = server.gate.next()
+        http.unregister("held").ok()
+        assert holders(server, made.name)
+        visit.release()
+        assert asked.result().status == 200
+        until("nobody holds it", lambda: not holders(server, made.name))
+
+
+def holders(server: Server, name: str) -> list[str]:
+    """The processes of the server that have the object open or mapped."""
+    found = []
+    for process in server.tree():
+        opened = []
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                opened.append(str(link.readlink()))
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        if any(name in target for target in opened) or name in maps:
+            found.append(process.name())
+    return found

@@ -1,0 +1,472 @@
+"""Clients who are not trusted: whose regions are whose, over which door, and what they cost."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.client import HTTPConnection, parse_headers
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.support import repositories
+from tests.support.crowd import crowd
+from tests.support.leaks import made_since, server_descriptors
+from tests.support.raw_http import (
+    Http,
+    Reply,
+    UnixHttp,
+    in_region,
+    join_bytes,
+    json_input,
+    raw_connection,
+    shm_input,
+)
+from tests.support.regions import SharedObject
+from tests.support.servers import ROOT, Server, running
+from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
+from tests.support.waiting import until
+
+VALUES = np.arange(1024, dtype=np.float32)
+SIZE = VALUES.nbytes
+MOST, SPARSE = 40, 1 << 20
+ME = os.geteuid()
+_LIBC = ctypes.CDLL(None)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="st-"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    repository = folder / "models"
+    repositories.add(repository, "identity", "gated", "text")
+    flags = [
+        f"--http-unix-socket={folder / 'socket'}",
+        f"--shm-group={FRIENDS}",
+        "--shm-overlap=error",
+        f"--shm-max-regions-per-uid={MOST}",
+        f"--shm-max-regions={2 * MOST}",
+        f"--shm-sparse-byte-size={SPARSE}",
+        f"--shm-max-byte-size={64 << 20}",
+    ]
+    with running(repository, *flags) as started:
+        (folder / "socket").chmod(0o666)  # the matrix has strangers too
+        yield started
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[Http]:
+    with server.http() as connection:
+        yield connection
+        connection.unregister().ok()
+
+
+def through(name: str, size: int = SIZE) -> dict[str, Any]:
+    """Identity from the first `size` bytes of a region into the next."""
+    return {
+        "inputs": [shm_input("INPUT0", "FP32", [size // 4], name, size)],
+        "outputs": [{"name": "OUTPUT0", "parameters": in_region(name, size, size)}],
+    }
+
+
+class User:
+    """What a user does over a door: connections and objects of its own."""
+
+    def __init__(self, server: Server, folder: Path, door: str, uid: int, *groups: int) -> None:
+        self._open: Callable[[], Http] = lambda: (
+            UnixHttp(folder / "socket") if door == "unix" else Http(server.http_port)
+        )
+        self.uid, self._groups = uid, groups
+
+    def ask(self, question: Callable[[Http], Reply]) -> Reply:
+        """The answer to a question on a new connection."""
+
+        def act() -> Reply:
+            with contextlib.closing(self._open()) as connection:
+                return question(connection)
+
+        return act() if self.uid == ME else as_user(self.uid, act, self._groups)
+
+    def register(self, name: str, made: SharedObject, size: int = 2 * SIZE) -> Reply:
+        return self.ask(lambda http: http.register(name, made.key, size))
+
+    def infer(self, name: str) -> Reply:
+        return self.ask(lambda http: http.infer("identity", through(name)))
+
+    def names(self) -> list[str]:
+        listed = self.ask(lambda http: http.regions()).ok().json()
+        return [region["name"] for region in listed]
+
+    @contextlib.contextmanager
+    def object(self, mode: int = 0o600, gid: int = -1) -> Iterator[SharedObject]:
+        """An object that is this user's, with values in its first half."""
+        with SharedObject(2 * SIZE) as made:
+            made.write(VALUES)
+            made.write(bytes(SIZE), SIZE)
+            os.fchown(made.fd, self.uid, gid)
+            os.fchmod(made.fd, mode)
+            yield made
+
+
+@pytest.fixture(params=["unix", "loopback"])
+def door(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@needs_users
+def test_users_and_doors(server: Server, folder: Path, door: str) -> None:
+    """R5: over the unix socket and over loopback a user has what is its own, and nothing else."""
+    me, alice, bob = (User(server, folder, door, uid) for uid in (ME, ALICE, BOB))
+    with alice.object() as hers, bob.object(0o666) as his, me.object(0o666) as ours:
+        alice.register("hers", hers).ok()
+        for other in (his, ours):
+            refused = alice.register("other", other)
+            assert refused.status == 403
+            assert f"the client is uid {ALICE}" in refused.error
+        bob.register("his", his).ok()
+        me.register("ours", ours).ok()
+        # Names are taken, whoever has them.
+        refused = bob.register("hers", his)
+        assert (refused.status, refused.error) == (
+            400,
+            "shared memory region 'hers' already in manager",
+        )
+        assert alice.names() == ["hers"]
+        assert bob.names() == ["his"]
+        alice.infer("hers").ok()
+        assert (hers.read(np.float32, 1024, SIZE) == VALUES).all()
+        for user, name in ((alice, "his"), (bob, "hers"), (alice, "ours")):
+            refused = user.infer(name)
+            assert refused.status == 404
+            assert refused.error.startswith(f"Unable to find shared memory region: '{name}'")
+            assert user.ask(partial(Http.regions, name=name)).status == 404
+            user.ask(partial(Http.unregister, name=name)).ok()
+        alice.ask(lambda http: http.unregister()).ok()
+        assert bob.names() == ["his"]
+        assert (his.read(np.float32, 1024, SIZE) == 0).all()
+        bob.ask(lambda http: http.unregister("his")).ok()
+        me.ask(lambda http: http.unregister()).ok()
+
+
+@needs_users
+def test_nobody_holds_what_is_anothers_while_its_body_comes(server: Server, http: Http) -> None:
+    """A large tensor is waited for only once it is clear that the request may use its regions: else
+    its client would keep others' in use, and their outputs taken, for as long as it likes."""
+    outputs = [{"name": "OUTPUT0", "parameters": in_region("ours", SIZE)}]
+    sent = {"binary_data_size": 4 * 65536}
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [65536], "parameters": sent}
+    header = json.dumps({"inputs": [tensor], "outputs": outputs}).encode()
+
+    def ask_and_send_nothing() -> tuple[int, bytes]:
+        connection = HTTPConnection("127.0.0.1", server.http_port, timeout=20)
+        with contextlib.closing(connection):
+            connection.putrequest("POST", "/v2/models/identity/infer")
+            connection.putheader("Inference-Header-Content-Length", str(len(header)))
+            connection.putheader("Content-Length", str(len(header) + 4 * 65536))
+            connection.endheaders(header)
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+
+    with SharedObject(SIZE) as made:
+        http.register("ours", made.key, SIZE).ok()
+        status, body = as_user(ALICE, ask_and_send_nothing)
+        assert (status, b"registered by another user" in body) == (404, True)
+
+
+@needs_users
+def test_a_group_shares(server: Server, folder: Path) -> None:
+    """Row 16: objects of the group's are for its members, if the group may read and write them."""
+    alice, bob = (User(server, folder, "unix", uid, FRIENDS) for uid in (ALICE, BOB))
+    stranger = User(server, folder, "unix", BOB + 1)
+    with alice.object(0o660, FRIENDS) as shared, alice.object(0o640, FRIENDS) as hers:
+        bob.register("shared", shared).ok()
+        assert bob.register("hers", hers).status == 403
+        assert stranger.register("mine", shared).status == 403
+        for user in (alice, bob):
+            user.infer("shared").ok()
+            assert user.names() == ["shared"]
+        assert stranger.infer("shared").status == 404
+        assert stranger.names() == []
+        alice.ask(lambda http: http.unregister("shared")).ok()
+        assert bob.names() == []
+
+
+@needs_users
+def test_who_runs_the_server_sees_all_on_the_unix_socket(server: Server, folder: Path) -> None:
+    """Row 23: over TCP one sees one's own, and so does everybody else."""
+    alice = User(server, folder, "unix", ALICE)
+    with alice.object() as hers:
+        alice.register("hers", hers).ok()
+        assert User(server, folder, "unix", ME).names() == ["hers"]
+        assert User(server, folder, "loopback", ME).names() == []
+        User(server, folder, "unix", ME).ask(lambda http: http.unregister()).ok()
+        assert alice.names() == []
+
+
+def maps(worker: psutil.Process) -> str:
+    return Path(f"/proc/{worker.pid}/maps").read_text()
+
+
+@needs_users
+def test_what_others_can_truncate_is_never_mapped(server: Server, folder: Path, http: Http) -> None:
+    """R9: inputs and outputs of untrusted users go through system calls; ours are mapped."""
+    alice = User(server, folder, "unix", ALICE)
+    worker = server.one("worker identity.0")
+    with alice.object() as hers, SharedObject(2 * SIZE) as ours:
+        alice.register("hers", hers).ok()
+        http.register("ours", ours.key, 2 * SIZE).ok()
+        for _ in range(3):
+            alice.infer("hers").ok()
+            http.infer("identity", through("ours")).ok()
+        assert (hers.read(np.float32, 1024, SIZE) == VALUES).all()
+        assert ours.name in maps(worker)
+        assert hers.name not in maps(worker)
+        # Nor when several of hers lie next to each other in one batch, or hold BYTES.
+        words = [b"one", b"two", b""]
+        hers.write(join_bytes(words))
+        size = len(join_bytes(words))
+        request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 3], "hers", size)]}
+        found = alice.ask(lambda http: http.infer("text", request)).tensors()["OUTPUT0"]
+        assert found == words
+        assert hers.name not in maps(server.one("worker text.0"))
+        alice.ask(lambda http: http.unregister()).ok()
+
+
+def chaos(made: SharedObject, size: int, stop: threading.Event) -> None:
+    """Truncate, extend again, punch holes, as fast as it goes."""
+    while not stop.is_set():
+        os.ftruncate(made.fd, 0)
+        os.ftruncate(made.fd, size)
+        made.punch()
+
+
+@needs_users
+def test_truncation_of_an_untrusted_region_kills_nobody(server: Server, folder: Path) -> None:
+    """R9: 200 requests while its client cuts, extends and punches the object: errors or answers,
+    and every process is the one it was."""
+    alice = User(server, folder, "unix", ALICE)
+    before = {process.pid for process in server.tree()}
+    size = 64 * 1024
+    with SharedObject(2 * size) as made:
+        os.fchown(made.fd, ALICE, -1)
+        os.posix_fallocate(made.fd, 0, 2 * size)
+        alice.register("cut", made, 2 * size).ok()
+        stop = threading.Event()
+        vandal = threading.Thread(target=chaos, args=(made, 2 * size, stop))
+        vandal.start()
+        try:
+
+            def ask() -> list[int]:
+                with contextlib.closing(UnixHttp(folder / "socket")) as http:
+                    request = through("cut", size)
+                    return [http.infer("identity", request).status for _ in range(200)]
+
+            statuses = as_user(ALICE, ask)
+        finally:
+            stop.set()
+            vandal.join()
+        assert set(statuses) <= {200, 400}
+        alice.ask(lambda http: http.unregister()).ok()
+        os.ftruncate(made.fd, 2 * size)
+    assert {process.pid for process in server.tree()} == before
+
+
+def test_truncation_of_a_mapped_region_costs_a_worker_and_the_region(
+    server: Server, http: Http
+) -> None:
+    """R9: a trusted client that cuts its object kills a worker, and perhaps the one that runs its
+    request again; both are replaced, and the region is blamed and dropped."""
+    others = {p.pid for p in server.tree() if "worker identity" not in " ".join(p.cmdline())}
+    size = 64 * 1024
+    with SharedObject(2 * size) as made:
+        http.register("cut", made.key, 2 * size).ok()
+        stop = threading.Event()
+        vandal = threading.Thread(target=chaos, args=(made, 2 * size, stop))
+        vandal.start()
+        statuses = []
+        try:
+            for _ in range(200):
+                statuses.append(http.infer("identity", through("cut", size)).status)
+                if statuses[-1] == 404:
+                    break
+        finally:
+            stop.set()
+            vandal.join()
+        assert set(statuses) <= {200, 400, 404, 500, 503}
+        assert statuses.count(500) <= 1
+        if 404 in statuses:
+            assert "region 'cut' was truncated while a worker used it" in server.log()
+        http.unregister("cut").ok()
+    assert others <= {process.pid for process in server.tree()}
+    until("the worker is back", lambda: server.answers("/v2/health/ready"))
+    request = {"inputs": [json_input("INPUT0", VALUES)]}
+    assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
+
+
+def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
+    """R10: what the server must allocate counts until the object is gone; what the client
+    allocated does not count."""
+    with SharedObject(4 * SPARSE) as large, SharedObject(SPARSE // 2) as small:
+        refused = http.register("large", large.key, 4 * SPARSE)
+        assert refused.status == 400
+        assert f"{4 * SPARSE} bytes of shared memory object" in refused.error
+        assert "posix_fallocate" in refused.error
+        assert os.fstat(large.fd).st_blocks == 0, "nothing was allocated for it"
+        os.posix_fallocate(large.fd, 0, 4 * SPARSE)
+        http.register("large", large.key, 4 * SPARSE).ok()
+        http.register("small", small.key, SPARSE // 2).ok()
+        assert os.fstat(small.fd).st_blocks * 512 == SPARSE // 2
+        http.unregister("small").ok()
+        with SharedObject(SPARSE) as other:
+            assert http.register("other", other.key, SPARSE).status == 400
+            small.unlink()
+            http.register("other", other.key, SPARSE).ok()
+            http.unregister().ok()
+    with SharedObject(65 << 20) as huge:
+        assert "--shm-max-byte-size" in http.register("huge", huge.key, 65 << 20).error
+
+
+def in_one_go(port: int, requests: list[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Status and body of the answers to requests that are sent a hundred at a time, without
+    waiting for answers between.
+    """
+    with raw_connection(port) as connection, connection.makefile("rb") as answers:
+        for at in range(0, len(requests), 100):
+            some = requests[at : at + 100]
+            connection.sendall(b"".join(some))
+            for _ in some:
+                status = int(answers.readline().split()[1])
+                size = int(parse_headers(answers)["Content-Length"])
+                yield status, answers.read(size)
+
+
+def test_registrations_have_a_limit(server: Server, http: Http) -> None:
+    """R10: ten thousand registrations end at the limit with 400, and no process has a descriptor
+    more, nor /dev/shm an object.
+    """
+    with SharedObject(SIZE) as made:
+        made.write(VALUES)
+        for number in range(MOST):
+            http.register(f"r{number}", made.key, SIZE).ok()
+        before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
+        body = json.dumps({"key": made.key, "byte_size": SIZE}).encode()
+        asked = [
+            b"POST /v2/systemsharedmemory/region/s%d/register HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (number, len(body), body)
+            for number in range(10_000)
+        ]
+        answers = Counter(in_one_go(server.http_port, asked))
+        ((status, text),) = answers
+        assert (status, answers[status, text]) == (400, 10_000)
+        assert f"at most {MOST} shared memory regions can be registered".encode() in text
+        until("descriptors are what they were", lambda: server_descriptors(server) == before)
+        assert not made_since(objects)
+        assert len(http.regions().json()) == MOST
+        http.unregister().ok()
+        http.register("again", made.key, SIZE).ok()
+
+
+def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
+    """Row 18: the second writer to a place gets the error, also under another name of the object;
+    the first is answered right."""
+    with SharedObject(4096) as made, crowd(server) as people:
+        http.register("a", made.key, 4096).ok()
+        http.register("b", made.key, 2048, 1024).ok()
+
+        def request(region: str, offset: int, value: int = 7) -> dict[str, Any]:
+            outputs = [{"name": "OUTPUT0", "parameters": in_region(region, 64, offset)}]
+            inputs = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
+            return {"inputs": inputs, "outputs": outputs}
+
+        first = people.infer("gated", request("a", 1024))
+        visit = server.gate.next()
+        for region, offset in (("a", 1024), ("a", 1087), ("a", 961), ("b", 0), ("b", 63)):
+            refused = http.infer("gated", request(region, offset, 9))
+            assert refused.status == 400
+            assert refused.error == (
+                f"an output in shared memory region '{region}' overlaps one of a request in flight"
+            )
+        fine = [people.infer("gated", request("a", at)) for at in (960, 1088)]
+        server.wait_pending("gated", 2)
+        visit.release()
+        for _ in fine:
+            server.gate.next().release()
+        assert [answer.result().status for answer in (first, *fine)] == [200] * 3
+        assert (made.read(np.int32, 48, 960) == 7).all()
+        http.infer("identity", {"inputs": [json_input("INPUT0", VALUES[:16])]}).ok()
+
+
+def test_lengths_that_change_while_they_are_read(server: Server, http: Http) -> None:
+    """R11: a racer rewrites the lengths of BYTES; each answer is of one reading or an error."""
+    good, bad = join_bytes([b"ab", b"cd"]), (1 << 31).to_bytes(4, "little")
+    with SharedObject(4096) as made:
+        made.write(good)
+        http.register("r", made.key, 4096).ok()
+        stop = threading.Event()
+
+        def flip() -> None:
+            while not stop.is_set():
+                os.pwrite(made.fd, bad, 0)
+                os.pwrite(made.fd, good[:4], 0)
+
+        racer = threading.Thread(target=flip)
+        racer.start()
+        try:
+            request = {"inputs": [shm_input("INPUT0", "BYTES", [1, 2], "r", len(good))]}
+            for _ in range(200):
+                reply = http.infer("text", request)
+                if reply.status == 200:
+                    assert reply.tensors()["OUTPUT0"] == [b"ab", b"cd"]
+                else:
+                    assert reply.status == 400
+                    assert "incomplete string" in reply.error
+        finally:
+            stop.set()
+            racer.join()
+
+
+HOOK = """
+import os, sys
+
+def hook(event, arguments):
+    if event == "pickle.find_class":
+        with open(os.environ["PICKLED"], "a") as seen:
+            seen.write(f"{sys.argv} {arguments}\\n")
+
+sys.addaudithook(hook)
+with open(os.environ["PICKLED"], "a") as seen:
+    seen.write("hook\\n")
+"""
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    """R1: no process of a server that starts, serves and stops unpickles anything."""
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    repositories.add(tmp_path / "models", "identity")
+    seen = tmp_path / "seen"
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PICKLED": str(seen)}
+    with running(tmp_path / "models", environment=environment) as server, server.http() as http:
+        request = {"inputs": [json_input("INPUT0", VALUES)]}
+        assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
+        http.get("/v2/models/stats").ok()
+    # The supervisor and both zygotes; what they fork listens as they do.
+    lines = seen.read_text().splitlines()
+    assert lines == ["hook"] * len(lines)
+    assert len(lines) >= 3

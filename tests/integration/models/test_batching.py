@@ -1,0 +1,242 @@
+"""Which requests are executed together: the dynamic batcher seen from outside, batch by batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import repositories
+from tests.support.crowd import Crowd, crowd, values
+from tests.support.servers import Server, running
+
+DYNAMIC = "dynamic_batching { %s }"
+LONG = 30_000_000
+# Of requests that are to come before it is over, on a machine that may stand still for a moment.
+AMPLE = 1_500_000
+
+MODELS = {
+    "plain": "",
+    "eager": DYNAMIC % "",
+    "preferred": DYNAMIC % f"preferred_batch_size: [ 4, 6 ] max_queue_delay_microseconds: {LONG}",
+    "preferred_now": DYNAMIC % "preferred_batch_size: [ 4, 6 ]",
+    "patient": DYNAMIC % f"max_queue_delay_microseconds: {AMPLE}",
+    "short": DYNAMIC % "default_queue_policy { max_queue_size: 2 }",
+    "timed": DYNAMIC
+    % "default_queue_policy { default_timeout_microseconds: 1500000 allow_timeout_override: true }",
+}
+
+
+def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -> None:
+    """The model "gated" in two instances."""
+    path = repositories.add_as(repository, name, "gated", config) / "config.pbtxt"
+    text = path.read_text().replace("count: 1", "count: 2")
+    path.write_text(text.replace("max_batch_size: 8", f"max_batch_size: {max_batch_size}"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The model "gated" under several batching configurations."""
+    repository = tmp_path_factory.mktemp("batching")
+    for name, config in MODELS.items():
+        repositories.add_as(repository, name, "gated", config)
+    add_two(repository, "two", MODELS["eager"])
+    add_two(repository, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
+    with running(repository) as started:
+        yield started
+
+
+class Queue:
+    """A model whose only instance is held at the gate by request 0: what comes queues up."""
+
+    def __init__(self, server: Server, people: Crowd, model: str) -> None:
+        self.server, self.people, self.model = server, people, model
+        self.first = people.number(model, 0)
+        self.holder = server.gate.next()
+        self.waiting = 0
+
+    def add(self, value: int, rows: int = 1, columns: int = 1) -> None:
+        """One more request, and wait until it is in the queue: the order is the test's."""
+        self.people.number(self.model, value, rows, columns)
+        self.waiting += 1
+        self.server.wait_pending(self.model, self.waiting)
+
+    def batches(self, count: int) -> list[list[int]]:
+        """Let the first go, and then the next `count` executions, one after the other: what each
+        was given.
+        """
+        self.holder.release()
+        found = []
+        for _ in range(count):
+            visit = self.server.gate.next()
+            found.append(visit.batch)
+            visit.release()
+        return found
+
+
+@pytest.fixture
+def queue(server: Server) -> Iterator[Callable[[str], Queue]]:
+    """Hold a model: `queue("eager")`."""
+    with crowd(server) as people:
+        yield lambda model: Queue(server, people, model)
+
+
+def test_without_a_batching_block_one_request_is_one_execution(
+    queue: Callable[[str], Queue],
+) -> None:
+    held = queue("plain")
+    for value in (1, 2, 3):
+        held.add(value)
+    assert held.batches(3) == [[1], [2], [3]]
+
+
+def test_what_waits_is_run_together_in_order(queue: Callable[[str], Queue]) -> None:
+    held = queue("eager")
+    for value in range(1, 12):
+        held.add(value)
+    assert held.batches(2) == [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
+
+
+def test_requests_are_never_split(queue: Callable[[str], Queue]) -> None:
+    held = queue("eager")
+    for value, rows in ((1, 3), (2, 4), (3, 2), (4, 8), (5, 1)):
+        held.add(value, rows)
+    assert held.batches(4) == [[1, 2], [3], [4], [5]]
+
+
+def test_shapes_part_batches(queue: Callable[[str], Queue]) -> None:
+    held = queue("eager")
+    for value, columns in ((1, 5), (2, 5), (3, 6), (4, 5)):
+        held.add(value, 1, columns)
+    assert held.batches(3) == [[1, 2], [3], [4]]
+
+
+def test_preferred_sizes_without_delay(queue: Callable[[str], Queue]) -> None:
+    held = queue("preferred_now")
+    for value in range(1, 8):
+        held.add(value)
+    assert held.batches(2) == [[1, 2, 3, 4, 5, 6], [7]]
+
+
+def test_a_preferred_size_is_run_at_once_and_the_rest_waits(
+    server: Server, queue: Callable[[str], Queue]
+) -> None:
+    """Beside "preferred", which would wait half a minute for more than three requests."""
+    held = queue("plain")
+    people = held.people
+    answers = [people.number("preferred", value) for value in range(1, 4)]
+    server.wait_pending("preferred", 3)
+    assert server.gate.is_idle()
+    answers.append(people.number("preferred", 4))
+    visit = server.gate.next()
+    assert sorted(visit.batch) == [1, 2, 3, 4]
+    visit.release()
+    assert [values(answer.result()) for answer in answers] == [[1], [2], [3], [4]]
+    held.holder.release()
+
+
+def test_the_delay_gathers(server: Server) -> None:
+    with crowd(server) as people:
+        began = time.monotonic()
+        answers = [people.number("patient", value) for value in (1, 2, 3)]
+        visit = server.gate.next()
+        waited = time.monotonic() - began
+        assert sorted(visit.batch) == [1, 2, 3]
+        assert 1.5 <= waited < 5
+        visit.release()
+        for value, answer in enumerate(answers, 1):
+            assert values(answer.result()) == [value]
+
+
+def test_a_full_batch_does_not_wait(server: Server) -> None:
+    with crowd(server) as people:
+        answers = [people.number("patient", value, rows=4) for value in (1, 2)]
+        visit = server.gate.next(within_s=5)
+        assert sorted(visit.batch) == [1, 2]
+        visit.release()
+        for answer in answers:
+            assert answer.result().status == 200
+
+
+def test_a_full_queue_refuses(server: Server, queue: Callable[[str], Queue]) -> None:
+    held = queue("short")
+    held.add(1)
+    held.add(2)
+    refused = held.people.number("short", 3).result()
+    assert refused.status == 503
+    assert refused.error == "[request id: <id_unknown>] Exceeds maximum queue size"
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert held.batches(1) == [[1, 2]]
+    assert held.first.result().status == 200
+
+
+def test_a_request_expires_in_the_queue(server: Server, queue: Callable[[str], Queue]) -> None:
+    held = queue("timed")
+    began = time.monotonic()
+    late = held.people.number("timed", 1)
+    sooner = held.people.number("timed", 2, timeout=50_000)
+    assert (sooner.result().status, sooner.result().error) == (503, "Request timeout expired")
+    assert not late.done(), "the one before it has the queue's timeout"
+    assert (late.result().status, late.result().error) == (503, "Request timeout expired")
+    assert 1.5 <= time.monotonic() - began < 5
+    held.holder.release()
+    assert held.first.result().status == 200
+
+
+def test_delay_scheduler_gives_exact_counts(repository: Path, serve: Callable[..., Server]) -> None:
+    """The schedulers start when twelve requests are queued."""
+    preferred = f"preferred_batch_size: [ 4, 7 ] max_queue_delay_microseconds: {AMPLE}"
+    repositories.add_as(repository, "eager", "gated", MODELS["eager"])
+    repositories.add_as(repository, "preferred", "gated", DYNAMIC % preferred)
+    server = serve(repository, environment={"TRITONSERVER_DELAY_SCHEDULER": "12"})
+    server.gate.close()
+    for model, executed in (("eager", {8: 1, 4: 1}), ("preferred", {7: 1, 4: 1, 1: 1})):
+        with crowd(server) as people, server.http() as http:
+            answers = [people.number(model, value) for value in range(12)]
+            assert [values(reply.result()) for reply in answers] == [[value] for value in range(12)]
+            (stats,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+        batches = stats["batch_stats"]
+        assert {b["batch_size"]: b["compute_infer"]["count"] for b in batches} == executed
+
+
+def test_responses_keep_the_order_of_requests(server: Server) -> None:
+    with crowd(server) as people:
+        first = people.number("ordered", 1)
+        slow = server.gate.next()
+        second = people.number("ordered", 2)
+        fast = server.gate.next()
+        assert (slow.batch, fast.batch) == ([1], [2])
+        fast.release()
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.3)
+        slow.release()
+        assert values(first.result()) == [1]
+        assert values(second.result()) == [2]
+
+
+def test_two_instances_run_at_the_same_time(server: Server) -> None:
+    with crowd(server) as people:
+        answers = [people.number("two", 1)]
+        one = server.gate.next()
+        answers.append(people.number("two", 2))
+        other = server.gate.next()
+        assert one.pid != other.pid
+        for visit in (one, other):
+            visit.release()
+        assert [values(answer.result()) for answer in answers] == [[1], [2]]
+
+
+def test_server_wide_defaults(repository: Path, serve: Callable[..., Server]) -> None:
+    repositories.add_as(repository, "model", "gated")
+    server = serve(repository, "--dynamic-batching", f"--max-queue-delay-us={AMPLE}")
+    with server.http() as http:
+        config = http.get("/v2/models/model/config").ok().json()
+    assert config["dynamic_batching"]["max_queue_delay_microseconds"] == AMPLE
+    with crowd(server) as people:
+        answers = [people.number("model", value) for value in (1, 2, 3)]
+        visit = server.gate.next()
+        assert sorted(visit.batch) == [1, 2, 3]
+        visit.release()
+        assert all(answer.result().status == 200 for answer in answers)

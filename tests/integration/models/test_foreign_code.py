@@ -1,0 +1,85 @@
+"""R24: a model's code runs as the server's user, and may connect to whatever a worker may: what it
+says there changes nothing but for itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.raw_http import Http, json_input
+from tests.support.regions import SharedObject
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+ROW = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    repositories.add(tmp_path, "constant", "intruder")
+    with running(tmp_path, grpc=True) as started:
+        yield started
+
+
+def intrude(server: Server, http: Http) -> dict[str, Any]:
+    """What the intruder reports."""
+    plan = {"run_dir": str(server.run_dir), "pids": [process.pid for process in server.tree()]}
+    given = {"name": "PLAN", "datatype": "BYTES", "shape": [1], "data": [json.dumps(plan)]}
+    reply = http.infer("intruder", {"inputs": [given]}).ok()
+    report: dict[str, Any] = json.loads(reply.tensors()["REPORT"][0])
+    return report
+
+
+def constant(http: Http) -> int:
+    return int(http.infer("constant", ROW).ok().tensors()["OUTPUT0"][0])
+
+
+def state(http: Http) -> tuple[Any, ...]:
+    return tuple(
+        http.call(method, path).ok().json()
+        for method, path in (
+            ("POST", "/v2/repository/index"),
+            ("GET", "/v2/logging"),
+            ("GET", "/v2/systemsharedmemory/status"),
+        )
+    )
+
+
+def test_a_model_at_every_socket(server: Server) -> None:
+    """In its own name it is a worker of its own model, and nobody else's at all."""
+    with server.http() as http, SharedObject(4096) as made:
+        http.register("kept", made.key, 4096).ok()
+        assert constant(http) == 1
+        before = state(http), sorted(process.pid for process in server.tree())
+        own = str(server.one("worker intruder.0").pid)
+        report = intrude(server, http)
+        sockets = {key.split()[0] for key in report}
+        assert "control" in sockets and len(sockets) >= 8
+        assert report.pop("door") is False, "a guest who says such things is shown out"
+        for key, let_in in report.items():
+            if not key.endswith(f" {own}"):
+                assert not any(let_in), (key, let_in)
+        assert (state(http), sorted(process.pid for process in server.tree())) == before
+        assert server.answers("/v2/health/ready")
+        assert constant(http) == 1
+        # Its links are still there when a place is free.
+        for title in ("worker constant.0", "scheduler constant"):
+            old = server.one(title)
+            old.kill()
+            until("another takes over", lambda: _is_new(server, title, old.pid))  # noqa: B023
+            assert constant(http) == 1
+            intrude(server, http)
+            assert constant(http) == 1
+        assert state(http) == before[0]
+        assert "Traceback" not in server.log()
+
+
+def _is_new(server: Server, title: str, pid: int) -> bool:
+    return any(process.pid != pid for process in server.find(title))

@@ -1,0 +1,125 @@
+"""Metrics that Python models make with `pb_utils.MetricFamily`, on the metrics page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.raw_http import Http, json_input
+from tests.support.servers import Server, running, wait_gone
+from tests.support.waiting import until
+
+UNIT = 'a "b"\\\n'
+
+# Its gauge is set by a thread of its own, and by nothing else.
+TICKING = """
+import threading
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        family = pb_utils.MetricFamily("ticks", "by a thread", pb_utils.MetricFamily.GAUGE)
+        ticks = family.Metric(labels={"from": "thread"})
+        threading.Timer(0.2, lambda: [ticks.set(n) for n in range(1001)]).start()
+
+    def execute(self, requests):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture(scope="module")
+def metered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of "metering" (two instances), the same as "other" (one), and "ticking"."""
+    repository = tmp_path_factory.mktemp("metered") / "models"
+    repository.mkdir()
+    repositories.add(repository, "metering")
+    other = repositories.add_as(repository, "other", "metering")
+    config = other / "config.pbtxt"
+    config.write_text(config.read_text().replace("count: 2", "count: 1"))
+    repositories.write(
+        repository, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING
+    )
+    with running(repository) as server:
+        yield server
+
+
+@pytest.fixture
+def http(metered: Server) -> Iterator[Http]:
+    with metered.http() as connection:
+        yield connection
+
+
+def meter(http: Http, amount: float, model: str = "metering") -> float:
+    """Have an amount counted; how much this instance has counted."""
+    given = json_input("AMOUNT", np.array([amount], np.float64))
+    return float(http.infer(model, {"inputs": [given]}).tensors()["TOTAL"][0])
+
+
+def test_instances_and_models_are_one(metered: Server, http: Http) -> None:
+    """What each was answered is counted, and all of it is there when its answer is."""
+    totals = {meter(http, amount) for amount in (0.5, 4, 0.05, 4, 0.5, 20)}
+    assert len(totals) == 6
+    assert max(totals) < 29.05, "one instance has counted everything"
+    meter(http, 7, "other")
+    assert metered.metric("metering_amounts", by="metering", unit=UNIT) == 29.05
+    assert metered.metric("metering_amounts", by="other", unit=UNIT) == 7
+    assert metered.metric("metering_running", by="metering") == 6
+    assert metered.samples("metering_level") == [({}, 7)]
+    assert metered.metric("metering_sizes_count", by="metering") == 6
+    assert metered.metric("metering_sizes_sum", by="metering") == 29.05
+    counts = [
+        metered.metric("metering_sizes_bucket", by="metering", le=bound)
+        for bound in ("0.1", "1", "10", "+Inf")
+    ]
+    assert counts == [1, 3, 5, 6]
+
+
+def test_the_text(metered: Server) -> None:
+    """As Triton writes it: the names and kinds given, no suffix, each family once."""
+    lines = metered.metrics().splitlines()
+    assert [line for line in lines if line.startswith("# TYPE metering")] == [
+        "# TYPE metering_amounts counter",
+        "# TYPE metering_level gauge",
+        "# TYPE metering_running gauge",
+        "# TYPE metering_sizes histogram",
+    ]
+    assert "# HELP metering_amounts A amounts" in lines
+    (amount,) = [line for line in lines if 'metering_amounts{by="other"' in line]
+    assert amount.startswith('metering_amounts{by="other",unit="a \\"b\\"\\\\\\n"} ')
+
+
+def test_a_thread_of_the_model_changes_them(metered: Server) -> None:
+    until("the gauge is shown", lambda: metered.metric("ticks", **{"from": "thread"}) == 1000)
+
+
+def test_what_a_dead_instance_counted_stays(metered: Server, http: Http) -> None:
+    meter(http, 3)
+    before = metered.metric("metering_amounts", by="metering")
+    (worker,) = metered.find("worker metering.1")
+    worker.kill()
+    assert wait_gone(worker, 5)
+    until(
+        "the instance is back",
+        lambda: metered.metric("shmserve_instances", model="metering", state="idle") == 2,
+    )
+    assert metered.metric("metering_amounts", by="metering") == before
+    assert meter(http, 1) + meter(http, 1) > 0
+    assert metered.metric("metering_amounts", by="metering") == before + 2
+
+
+def test_they_go_with_their_model(explicit: tuple[Server, Path]) -> None:
+    server, repository = explicit
+    repositories.add(repository, "metering")
+    with server.http() as http:
+        http.post("/v2/repository/models/metering/load").ok()
+        meter(http, 2)
+        assert server.samples("metering_amounts") != []
+        http.post("/v2/repository/models/metering/unload").ok()
+        until("they are gone", lambda: server.samples("metering_amounts") == [])
+        http.post("/v2/repository/models/metering/load").ok()
+        assert [value for _, value in server.samples("metering_amounts")] == [0]

@@ -1,0 +1,291 @@
+"""Triton's Python models, unmodified: errors, exceptions, calls of other models, coroutines, self-
+description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.crowd import crowd
+from tests.support.raw_http import Http, Reply, json_input
+from tests.support.servers import Server
+
+Explicit = tuple[Server, Path]
+
+
+def call(target: str) -> dict:
+    """A request for the models that call others."""
+    given = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
+    first, second = np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32)
+    return {"inputs": [given, json_input("INPUT0", first), json_input("INPUT1", second)]}
+
+
+def test_a_model_calls_another(http: Http) -> None:
+    found = http.infer("caller", call("simple")).tensors()["OUTPUT0"]
+    assert (found == np.arange(16)).all()
+
+
+def test_calls_at_the_same_time(http: Http) -> None:
+    found = http.infer("async_caller", call("simple")).tensors()["OUTPUT0"]
+    assert (found == 2 * np.arange(16)).all()
+
+
+@pytest.mark.parametrize("model", ["caller", "async_caller"])
+def test_calling_what_is_not_there(http: Http, model: str) -> None:
+    reply = http.infer(model, call("nothing"))
+    assert reply.status in (404, 500)
+    assert "nothing" in reply.error
+    assert http.infer(model, call("simple")).status == 200
+
+
+def test_many_calls(server: Server) -> None:
+    with crowd(server, 8) as people:
+        answers = [
+            people.infer(model, call("simple"))
+            for model in ("caller", "async_caller")
+            for _ in range(16)
+        ]
+        assert all(answer.result().status == 200 for answer in answers)
+
+
+def test_self_description(http: Http) -> None:
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    found = http.infer("completed", {"inputs": [json_input("INPUT0", values)]}).tensors()["OUTPUT0"]
+    assert (found == 2 * values).all()
+
+
+def test_a_model_logs(server: Server, http: Http) -> None:
+    http.infer("echo_request", {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}).ok()
+    server.wait_log("described a request")
+
+
+FAILING = """
+import os
+import sys
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        {}
+
+    def execute(self, requests):
+        return []
+"""
+
+
+def test_initialize_that_fails_says_why(explicit: Explicit) -> None:
+    """Of two instances, of which one or both say so before the load is given up."""
+    server, repository = explicit
+    two = "instance_group { kind: KIND_CPU count: 2 }"
+    told = {
+        "raise ValueError('not today')": "Internal: ValueError: not today",
+        "raise pb_utils.TritonModelException('no')": "Internal: TritonModelException: no",
+        "sys.exit(3)": "Internal: SystemExit: 3",
+        "os._exit(3)": "Unavailable: the process of instance 'model_3_",
+    }
+    for number, statement in enumerate(told):
+        config = repositories.identity_config(f"model_{number}", "FP32", [1], more=two)
+        repositories.write(repository, f"model_{number}", config, FAILING.format(statement))
+    with server.http() as http:
+        for number, says in enumerate(told.values()):
+            reply = http.post(f"/v2/repository/models/model_{number}/load")
+            assert reply.status == 400
+            where = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
+            assert reply.error.startswith(where + says)
+
+
+FINALIZING = '''
+"""Says goodbye."""
+import os
+from pathlib import Path
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.told = Path(args["model_repository"]) / "told"
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([]) for _ in requests]
+
+    def finalize(self):
+        self.told.write_text("goodbye")
+'''
+
+
+def test_finalize_is_called(repository: Path, serve: Callable[..., Server]) -> None:
+    config = repositories.identity_config("model", "FP32", [1])
+    repositories.write(repository, "model", config, FINALIZING)
+    server = serve(repository)
+    server.process.terminate()
+    assert server.wait_exit(30) == 0
+    (told,) = repository.rglob("told")
+    assert told.read_text() == "goodbye"
+
+
+HELPERS = '''
+"""Imports a module that lies beside it, and finds its own folder."""
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from beside import ANSWER
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        folder = Path(args["model_repository"])
+        assert (folder / args["model_version"] / "beside.py").exists(), folder
+
+    def execute(self, requests):
+        made = pb_utils.Tensor("OUTPUT0", np.array([ANSWER], np.float32))
+        return [pb_utils.InferenceResponse([made]) for _ in requests]
+'''
+
+
+def test_modules_beside_the_model(explicit: Explicit) -> None:
+    """Two models with modules of the same name do not see each other's."""
+    server, repository = explicit
+    for name, answer in (("one", 1), ("two", 2)):
+        config = repositories.identity_config(name, "FP32", [1])
+        folder = repositories.write(repository, name, config, HELPERS)
+        (folder / "1" / "beside.py").write_text(f"ANSWER = {answer}\n")
+    with server.http() as http:
+        for name, answer in (("one", 1), ("two", 2)):
+            http.post(f"/v2/repository/models/{name}/load").ok()
+            request = {"inputs": [json_input("INPUT0", np.zeros(1, np.float32))]}
+            assert http.infer(name, request).tensors()["OUTPUT0"].tolist() == [answer]
+
+
+SETTINGS = """
+import argparse
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--answer", type=int, default=42)
+        self.settings = parser.parse_args()
+
+    def execute(self, requests):
+        made = pb_utils.Tensor("OUTPUT0", np.array([self.settings.answer], np.int32))
+        return [pb_utils.InferenceResponse([made]) for _ in requests]
+"""
+
+
+def test_a_model_that_parses_its_command_line(explicit: Explicit) -> None:
+    """Libraries that models use do so; nothing is there, so every setting has its default."""
+    server, repository = explicit
+    config = repositories.identity_config("settings", "INT32", [1])
+    repositories.write(repository, "settings", config, SETTINGS)
+    with server.http() as http:
+        http.post("/v2/repository/models/settings/load").ok()
+        request = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+        assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
+
+
+SPEAKER = """
+import os
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+ODD = os.fsdecode(b"n\\xe4me")  # of a file, by bytes that are not UTF-8
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request.request_id()) for request in requests]
+
+    def answer(self, way):
+        if way == "raise":
+            raise FileNotFoundError(ODD)
+        if way == "error":
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(ODD))
+        if way == "call":
+            pb_utils.InferenceRequest(
+                model_name=ODD, requested_output_names=["OUTPUT0"], inputs=[]
+            ).exec()
+        if way == "measure":
+            family = pb_utils.MetricFamily("odd", ODD, pb_utils.MetricFamily.GAUGE)
+            family.Metric({"file": ODD}).set(1)
+        ready = np.array([pb_utils.is_model_ready("speaker")], np.int32)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])
+"""
+
+
+def test_a_model_that_says_what_is_no_unicode(explicit: Explicit) -> None:
+    server, repository = explicit
+    config = repositories.identity_config("speaker", "INT32", [1])
+    repositories.write(repository, "speaker", config, SPEAKER)
+    with server.http() as http:
+        http.post("/v2/repository/models/speaker/load").ok()
+
+        def ask(way: str) -> Reply:
+            given = json_input("INPUT0", np.zeros(1, np.int32))
+            return http.infer("speaker", {"id": way, "inputs": [given]})
+
+        for way in ("raise", "error"):
+            assert ask(way).error.endswith("n\\udce4me")
+        for way in ("call", "measure", "nothing"):
+            assert ask(way).tensors()["OUTPUT0"].tolist() == [1]
+        assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
+
+
+COUNTDOWN = """
+import asyncio
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        number = request.inputs()[0].as_numpy()
+        if number[0] == 0:
+            return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", number)])
+        call = pb_utils.InferenceRequest(
+            model_name="countdown",
+            requested_output_names=["OUTPUT0"],
+            inputs=[pb_utils.Tensor("INPUT0", abs(number) - 1)],
+        )
+        return call.exec() if number[0] > 0 else asyncio.run(self.soon(call))
+
+    async def soon(self, call):
+        return await call.async_exec()
+"""
+
+
+def test_a_model_that_calls_itself(explicit: Explicit) -> None:
+    server, repository = explicit
+    config = repositories.identity_config("countdown", "INT32", [1])
+    repositories.write(repository, "countdown", config, COUNTDOWN)
+
+    def ask(number: int) -> Reply:
+        given = json_input("INPUT0", np.array([number], np.int32))
+        return http.infer("countdown", {"inputs": [given]})
+
+    with server.http() as http:
+        http.post("/v2/repository/models/countdown/load").ok()
+        for number in (1, -1):
+            reply = ask(number)
+            assert reply.status == 500
+            assert "it would wait for its only instance" in reply.error
+        assert ask(0).status == 200
+        two = config + "instance_group { kind: KIND_CPU count: 2 }\n"
+        repositories.write(repository, "countdown", two, COUNTDOWN)
+        http.post("/v2/repository/models/countdown/load").ok()
+        assert [ask(number).status for number in (0, 1, -1)] == [200, 200, 200]

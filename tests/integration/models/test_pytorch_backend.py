@@ -1,0 +1,179 @@
+"""TorchScript, torch.export and nn.Module files, by the backend "pytorch"."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.crowd import crowd
+from tests.support.raw_http import Http, json_input
+from tests.support.servers import Server, running
+
+CONFIG = """
+name: "{name}"
+backend: "pytorch"
+{more}
+max_batch_size: 8
+input [ {inputs} ]
+output [ {{ name: "{output}" data_type: TYPE_FP32 dims: [ 4 ] }} ]
+instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+dynamic_batching {{ max_queue_delay_microseconds: 1000 }}
+"""
+INPUT = '{{ name: "{}" data_type: TYPE_FP32 dims: [ 4 ] }}'
+
+EAGER = '''
+"""An nn.Module in a file."""
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """x -> weight * x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale."""
+        return self.weight * x
+'''
+
+
+class Weigh(nn.Module):
+    """a, b -> 2 a + b."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Weigh and add."""
+        return self.weight * a + b
+
+
+def add(
+    repository: Path, name: str, inputs: list[str], output: str = "OUTPUT__0", more: str = ""
+) -> Path:
+    """Write the configuration; returns where the model file goes."""
+    folder = repository / name / "1"
+    folder.mkdir(parents=True)
+    text = CONFIG.format(
+        name=name, inputs=", ".join(map(INPUT.format, inputs)), output=output, more=more
+    )
+    (repository / name / "config.pbtxt").write_text(textwrap.dedent(text))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same function in every form that the backend loads."""
+    repository = tmp_path_factory.mktemp("pytorch")
+    model = Weigh().eval()
+    example = (torch.zeros(2, 4), torch.zeros(2, 4))
+    batch = torch.export.Dim("batch", max=64)
+    exported = torch.export.export(
+        model, example, dynamic_shapes={"a": {0: batch}, "b": {0: batch}}
+    )
+    platform = 'platform: "pytorch_libtorch"'
+    with warnings.catch_warnings():
+        # Deprecated, and what existing repositories are full of.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(model)
+    scripted.save(
+        str(add(repository, "by_index", ["INPUT__0", "INPUT__1"], more=platform) / "model.pt")
+    )
+    scripted.save(str(add(repository, "by_name", ["b", "a"]) / "model.pt"))
+    more = 'default_model_filename: "model.pt2"'
+    torch.export.save(
+        exported, add(repository, "exported", ["INPUT__0", "INPUT__1"], more=more) / "model.pt2"
+    )
+    torch.export.save(exported, add(repository, "exported_by_name", ["b", "a"]) / "model.pt2")
+    (add(repository, "eager", ["x"]) / "model.py").write_text(EAGER)
+    with running(repository) as started:
+        yield started
+
+
+A = np.arange(8, dtype=np.float32).reshape(2, 4)
+B = np.full((2, 4), 0.5, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("by_index", ("INPUT__0", "INPUT__1")),
+        ("by_name", ("a", "b")),
+        ("exported", ("INPUT__0", "INPUT__1")),
+        ("exported_by_name", ("a", "b")),
+    ],
+)
+def test_every_form(server: Server, model: str, names: tuple[str, str]) -> None:
+    with server.http() as http:
+        for rows in (1, 2):
+            inputs = [json_input(names[0], A[:rows]), json_input(names[1], B[:rows])]
+            found = http.infer(model, {"inputs": inputs}).tensors()["OUTPUT__0"]
+            assert np.allclose(found, 2 * A[:rows] + B[:rows])
+
+
+def test_eager_module(server: Server) -> None:
+    with server.http() as http:
+        assert np.allclose(
+            http.infer("eager", {"inputs": [json_input("x", A)]}).tensors()["OUTPUT__0"], 3 * A
+        )
+
+
+@pytest.mark.parametrize("model", ["by_index", "exported"])
+def test_rows_of_a_batch_go_back_to_their_owners(server: Server, model: str) -> None:
+    with crowd(server, 16) as people:
+        answers = []
+        for number in range(48):
+            rows = 1 + number % 3
+            a = np.full((rows, 4), number, np.float32)
+            inputs = [
+                json_input("INPUT__0", a),
+                json_input("INPUT__1", np.ones((rows, 4), np.float32)),
+            ]
+            answers.append(people.infer(model, {"inputs": inputs}))
+        for number, answer in enumerate(answers):
+            assert (answer.result().tensors()["OUTPUT__0"] == 2 * number + 1).all()
+
+
+def test_several_requests_made_one_batch(server: Server) -> None:
+    with server.http() as http:
+        (stats,) = http.get("/v2/models/by_index/stats").ok().json()["model_stats"]
+    assert stats["execution_count"] < stats["inference_count"]
+
+
+def load_error(http: Http, name: str) -> str:
+    reply = http.post(f"/v2/repository/models/{name}/load")
+    assert reply.status in (400, 500)
+    return reply.error
+
+
+def test_files_that_are_no_models(explicit: tuple[Server, Path]) -> None:
+    server, repository = explicit
+    (
+        add(repository, "garbage", ["x"], more='platform: "pytorch_libtorch"') / "model.pt"
+    ).write_bytes(b"garbage")
+    add(repository, "missing", ["x"])
+    weights = add(repository, "weights", ["x"])
+    torch.save({"weights": torch.zeros(3)}, weights / "model.pt")
+    (weights / "model.py").write_text("import torch\n")
+    with server.http() as http:
+        for name in ("garbage", "missing", "weights"):
+            error = load_error(http, name)
+            assert error.startswith(
+                (
+                    f"load failed for model '{name}': version 1 is at UNAVAILABLE state: ",
+                    f"failed to load '{name}', ",
+                )
+            ), error
+        assert "'runtime' must name the file of the class" in error
+        assert server.answers("/v2/health/live")

@@ -1,0 +1,606 @@
+"""Model control: which models are served, in which mode, and how one is replaced while clients
+ask.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from tests.support import repositories
+from tests.support.crowd import crowd
+from tests.support.load import Load
+from tests.support.raw_http import Http, Reply, json_input
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+BROKEN = "raise RuntimeError('broken on purpose')\n"
+
+Serve = Callable[..., Server]
+Explicit = tuple[Server, Path]
+
+
+def source(answer: int) -> str:
+    """The code of a model that answers this."""
+    text = (repositories.MODELS / "constant" / "1" / "model.py").read_text()
+    return text.replace("ANSWER = 1", f"ANSWER = {answer}")
+
+
+def rewrite(repository: Path, text: str, version: int = 1, name: str = "constant") -> None:
+    """Replace the code of a version."""
+    folder = repository / name / str(version)
+    folder.mkdir(exist_ok=True)
+    fresh = folder / "model.py.new"
+    fresh.write_text(text)
+    fresh.rename(folder / "model.py")
+
+
+def answer(http: Http, model: str = "constant") -> int:
+    """What the model answers."""
+    return int(http.infer(model, ASK).tensors()["OUTPUT0"][0])
+
+
+def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
+    """(name, version) -> (state, reason)."""
+    listed = http.post("/v2/repository/index", body or None).ok().json()
+    return {
+        (item["name"], item.get("version", "")): (item.get("state", ""), item.get("reason", ""))
+        for item in listed
+    }
+
+
+def load(http: Http, name: str, **parameters: Any) -> Reply:
+    return http.post(
+        f"/v2/repository/models/{name}/load", {"parameters": parameters} if parameters else None
+    )
+
+
+def unload(http: Http, name: str) -> Reply:
+    return http.post(f"/v2/repository/models/{name}/unload")
+
+
+# --- mode none ---
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of all that is in two repositories, as it is without flags."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    repositories.add(one, "constant")
+    repositories.add(two, "identity")
+    for name, policy in (
+        ("all", "version_policy: { all {} }"),
+        ("some", "version_policy: { specific { versions: [ 1, 3, 9 ] } }"),
+        ("latest", ""),
+    ):
+        folder = repositories.add_as(one, name, "constant", policy)
+        for version in (2, 3, 10):
+            rewrite(one, source(version), version, name)
+        (folder / "notes").mkdir()
+        (folder / "007").mkdir()
+    with running([one, two]) as started:
+        yield started
+
+
+def test_mode_none_serves_both_repositories_and_refuses_control(everything: Server) -> None:
+    with everything.http() as http:
+        found = index(http)
+        assert set(found.values()) == {("READY", "")}
+        assert {name for name, _ in found} == {"constant", "identity", "all", "some", "latest"}
+        assert answer(http) == 1
+        for reply in (load(http, "constant"), unload(http, "constant")):
+            assert reply.status == 503
+            assert (
+                reply.error == "explicit model load / unload is not allowed if polling is enabled"
+            )
+
+
+def test_version_policies(everything: Server) -> None:
+    with everything.http() as http:
+        versions = {
+            name: http.get(f"/v2/models/{name}").json()["versions"]
+            for name in ("all", "some", "latest")
+        }
+        assert versions == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
+        assert answer(http, "all") == 10
+        assert answer(http, "all/versions/2") == 2
+        assert answer(http, "some") == 3
+    assert (
+        "version 9 is specified for model 'some', but the version directory is not present"
+        in everything.log()
+    )
+
+
+def test_a_model_in_two_repositories(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        repositories.add(folder, "constant")
+    repositories.add(one, "identity")
+    flags = ("--exit-on-error=false", "--strict-readiness=false")
+    with running([one, two], *flags) as server, server.http() as http:
+        states = index(http)
+        assert states[("identity", "1")] == ("READY", "")
+        state, reason = states[("constant", "")]
+        assert state == "UNAVAILABLE"
+        assert reason.endswith("model appears in two or more repositories")
+        assert http.infer("constant", ASK).status in (404, 503)
+
+
+def test_the_index_says_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        repositories.add(folder, "constant")
+    with running([one, two], "--model-control-mode=explicit") as server, server.http() as http:
+        listed = http.post("/v2/repository/index").json()
+        assert listed == [
+            {
+                "name": "constant",
+                "state": "UNAVAILABLE",
+                "reason": "model appears in two or more repositories",
+            }
+        ]
+        assert index(http, ready=True) == {}
+
+
+def test_a_broken_model_ends_the_server(repository: Path) -> None:
+    repositories.add(repository, "constant", "identity")
+    rewrite(repository, BROKEN)
+    server = Server([repository])
+    try:
+        assert server.wait_exit(30) not in (0, None)
+        assert "broken on purpose" in server.log()
+        server.assert_gone([])
+    finally:
+        server.discard()
+
+
+def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> None:
+    repositories.add(repository, "constant", "identity")
+    rewrite(repository, BROKEN)
+    server = Server([repository], ["--exit-on-error=false"])
+    try:
+        server.wait_ready("/v2/models/identity/ready")
+        with server.http() as http:
+            # Its own process says so in the log a moment before the index does.
+            until("it has failed", lambda: index(http)[("constant", "1")][0] != "LOADING")
+            assert "broken on purpose" in server.log()
+            assert http.get("/v2/health/live").status == 200
+            assert http.get("/v2/health/ready").status == 400
+            state, reason = index(http)[("constant", "1")]
+            assert state == "UNAVAILABLE"
+            assert "broken on purpose" in reason
+            reply = http.infer("constant", ASK)
+            assert reply.status == 404
+            assert reply.error == "Request for unknown model: 'constant' has no available versions"
+            reply = http.infer("constant/versions/1", ASK)
+            assert reply.status == 503
+            assert (
+                reply.error
+                == "Request for unknown model: 'constant' version 1 is not at ready state"
+            )
+    finally:
+        server.stop()
+
+
+# --- mode explicit ---
+
+
+def test_explicit_mode(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant", "identity", "simple")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=identity")
+    with server.http() as http:
+        assert http.get("/v2/health/ready").status == 200
+        assert index(http) == {
+            ("constant", ""): ("", ""),
+            ("identity", "1"): ("READY", ""),
+            ("simple", ""): ("", ""),
+        }
+        assert set(index(http, ready=True)) == {("identity", "1")}
+        reply = load(http, "constant")
+        assert (reply.status, reply.body) == (200, b"")
+        assert answer(http) == 1
+        reply = unload(http, "constant")
+        assert (reply.status, reply.body) == (200, b"")
+        until(
+            "it is unloaded", lambda: index(http)[("constant", "1")] == ("UNAVAILABLE", "unloaded")
+        )
+        reply = http.infer("constant", ASK)
+        assert reply.status == 404
+        assert reply.error == "Request for unknown model: 'constant' has no available versions"
+        assert http.infer("constant/versions/1", ASK).status == 503
+        assert http.get("/v2/models/constant/ready").status == 400
+        assert http.get("/v2/health/ready").status == 200
+        assert unload(http, "constant").status == 200
+        assert unload(http, "nothing").status == 200
+        assert load(http, "constant").status == 200
+        assert answer(http) == 1
+
+
+def test_explicit_mode_with_a_star_loads_all(repository: Path, serve: Serve) -> None:
+    repositories.add(repository, "constant", "identity")
+    server = serve(repository, "--model-control-mode=explicit", "--load-model=*")
+    with server.http() as http:
+        assert set(index(http, ready=True)) == {("constant", "1"), ("identity", "1")}
+
+
+def test_unloading_ends_the_processes(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add(repository, "constant")
+    before = server.titles()
+    with server.http() as http:
+        for _ in range(3):
+            load(http, "constant").ok()
+            assert len(server.find("worker constant.0")) == 1
+            assert len(server.find("scheduler constant")) == 1
+            unload(http, "constant").ok()
+            until("its processes have ended", lambda: server.titles() == before)
+
+
+@pytest.mark.parametrize("name", ["nothing", "..%2Fescape", "%2E%2E", "a%2Fb"])
+def test_loading_what_is_not_there(explicit: Explicit, name: str) -> None:
+    server, repository = explicit
+    repositories.add(repository, "constant")
+    with server.http() as http:
+        before = index(http)
+        reply = load(http, name)
+        assert reply.status in (400, 404, 500)
+        if name == "nothing":
+            assert reply.status == 500
+            assert reply.error.startswith(
+                "failed to load 'nothing', failed to poll from model repository"
+            )
+        assert index(http) == before
+        assert http.get("/v2/health/ready").status == 200
+
+
+def test_load_rules(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add(repository, "constant")
+    rewrite(repository, BROKEN)
+    with server.http() as http:
+        reply = load(http, "constant")
+        assert reply.status == 400
+        assert reply.error.startswith(
+            "load failed for model 'constant': version 1 is at UNAVAILABLE state: Internal: "
+        )
+        assert "broken on purpose" in reply.error
+        assert reply.error.endswith(";\n")
+        rewrite(repository, source(4))
+        load(http, "constant").ok()
+        assert answer(http) == 4
+        reply = load(http, "constant", unknown="x")
+        assert (reply.status, reply.error) == (500, "unexpected error on creating Triton parameter")
+        reply = http.post("/v2/repository/other/models/constant/load")
+        assert (reply.status, reply.error) == (
+            501,
+            "'repository_name' specification is not supported",
+        )
+        reply = http.post("/v2/repository/index", {"ready": "yes"})
+        assert (reply.status, reply.error) == (400, "Invalid value for 'ready': expected a boolean")
+        shutil.rmtree(repository / "constant" / "1")
+        reply = load(http, "constant")
+        assert reply.status in (400, 500)
+        assert answer(http) == 4
+
+
+def test_config_and_file_overrides(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add(repository, "constant")
+    with server.http() as http, triton.InferenceServerClient(server.url) as client:
+        client.load_model("constant")
+        config = http.get("/v2/models/constant/config").json()
+        config["instance_group"][0]["count"] = 2
+        load(http, "constant", config=json.dumps(config)).ok()
+        until("two instances are left", lambda: len(server.find("worker constant")) == 2)
+        assert http.get("/v2/models/constant/config").json()["instance_group"][0]["count"] == 2
+        files = {"file:1/model.py": source(9).encode()}
+        client.load_model("constant", config=json.dumps(config), files=files)
+        assert answer(http) == 9
+        assert (repository / "constant" / "1" / "model.py").read_text() == source(1)
+        load(http, "constant").ok()
+        assert answer(http) == 1
+        until("one instance is left", lambda: len(server.find("worker constant")) == 1)
+        with pytest.raises(InferenceServerException):
+            client.load_model("constant", files=files)
+        assert answer(http) == 1
+        encoded = base64.b64encode(source(5).encode()).decode()
+        for escape in ("file:../../x", "file:/x", "file:1/../../x"):
+            parameters = {"config": json.dumps(config), escape: encoded}
+            assert load(http, "constant", **parameters).status in (400, 500)
+        assert not (repository / "x").exists()
+        assert answer(http) == 1
+
+
+def test_a_model_that_is_only_in_the_request(explicit: Explicit) -> None:
+    server, _ = explicit
+    config = {
+        "name": "given",
+        "backend": "python",
+        "input": [{"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [1]}],
+        "output": [{"name": "OUTPUT0", "data_type": "TYPE_INT32", "dims": [1]}],
+    }
+    with server.http() as http, triton.InferenceServerClient(server.url) as client:
+        client.load_model(
+            "given", config=json.dumps(config), files={"file:1/model.py": source(6).encode()}
+        )
+        assert answer(http, "given") == 6
+
+
+@contextlib.contextmanager
+def asked(server: Server, http: Http, repository: Path) -> Iterator[Load]:
+    """Clients ask two models all the time, and are answered."""
+    repositories.add(repository, "simple", "identity")
+    for name in ("simple", "identity"):
+        load(http, name).ok()
+    with Load(server) as asking:
+        yield asking
+    assert asking.troubles() == []
+
+
+def test_a_reload_loses_no_request(explicit: Explicit) -> None:
+    server, repository = explicit
+    counted = [server.metric("nv_inference_request_success")]
+    with server.http() as http, asked(server, http, repository) as asking:
+        for _ in range(3):
+            load(http, "simple").ok()
+            load(http, "identity").ok()
+            counted.append(server.metric("nv_inference_request_success"))
+    # Nor does it lose the count of one, or go back behind what was shown.
+    assert counted == sorted(counted)
+    every = counted[0] + len(asking.answers)
+    until(
+        "every request is counted",
+        lambda: server.metric("nv_inference_request_success") == every,
+    )
+
+
+@pytest.mark.parametrize("between", [0, 2])
+def test_what_an_old_generation_finishes_is_counted(explicit: Explicit, between: int) -> None:
+    """However many have come and gone since, which had nothing left to finish themselves."""
+    server, repository = explicit
+    repositories.add(repository, "gated")
+
+    def counted() -> float:
+        return server.metric("nv_inference_request_success", model="gated")
+
+    def alone() -> bool:
+        return len(server.find("scheduler gated")) == 2
+
+    with server.http() as http, crowd(server) as people:
+        load(http, "gated").ok()
+        before = counted()
+        old = people.number("gated", 1)
+        visit = server.gate.next()
+        load(http, "gated").ok()
+        for _ in range(between):
+            later = people.number("gated", 2)
+            server.gate.next().release()
+            later.result().ok()
+            load(http, "gated").ok()
+            until("one and the first are left", alone)
+        visit.release()
+        old.result().ok()
+        until("all are counted", lambda: counted() == before + 1 + between)
+
+
+def test_a_failed_reload_keeps_the_old_one(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add(repository, "constant")
+    with server.http() as http, asked(server, http, repository):
+        load(http, "constant").ok()
+        rewrite(repository, BROKEN)
+        reply = load(http, "constant")
+        assert reply.status == 400
+        assert answer(http) == 1
+        assert http.get("/v2/health/ready").status == 200
+        assert http.get("/v2/models/constant/ready").status == 200
+        config = repository / "constant" / "config.pbtxt"
+        good = config.read_text()
+        config.write_text(good + "\nnonsense: 7\n")
+        assert load(http, "constant").status in (400, 500)
+        assert answer(http) == 1
+        config.write_text(good)
+        rewrite(repository, source(2))
+        load(http, "constant").ok()
+        assert answer(http) == 2
+
+
+def test_a_version_that_failed_is_forgotten_when_it_is_not_wanted_any_more(
+    explicit: Explicit,
+) -> None:
+    server, repository = explicit
+    repositories.add_as(repository, "versions", "constant", "version_policy: { all {} }\n")
+    rewrite(repository, BROKEN, 2, "versions")
+    with server.http() as http:
+        assert load(http, "versions").status == 400
+        assert http.get("/v2/health/ready").status == 400
+        assert ("versions", "2") in index(http)
+        shutil.rmtree(repository / "versions" / "2")
+        load(http, "versions").ok()
+        assert index(http)[("versions", "1")] == ("READY", "")
+        assert ("versions", "2") not in index(http)
+        assert http.get("/v2/health/ready").status == 200
+
+
+def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add(repository, "constant", config="instance_group { kind: KIND_GPU }\n")
+    with server.http() as http:
+        reply = load(http, "constant")
+        assert (reply.status, reply.error) == (
+            400,
+            "load failed for model 'constant': version 1 is at UNAVAILABLE state: Invalid "
+            "argument: constant/config.pbtxt:7:18: instance_group[1].kind: instance group "
+            "constant_1 of model constant has kind KIND_GPU but no GPUs are available;\n",
+        )
+        with (repository / "constant" / "config.pbtxt").open("a") as file:
+            file.write("dynamic_batching { preferred_batch_size: 99 }\n")
+        reply = load(http, "constant")
+        assert reply.status == 500
+        assert reply.error.startswith(
+            "failed to load 'constant', failed to poll from model repository: "
+            "constant/config.pbtxt:9:20: dynamic_batching.preferred_batch_size[0]: "
+            "dynamic batching preferred size must be <= max batch size for constant\n"
+        )
+        assert "has kind KIND_GPU" in reply.error
+        assert index(http)[("constant", "")] == ("UNAVAILABLE", reply.error)
+        override = '{"backend": "python",\n "max_batch_sise": 1, "output": [{"dims": [0]}]}'
+        reply = load(http, "constant", config=override)
+        assert (reply.status, reply.error) == (
+            500,
+            "failed to load 'constant', failed to poll from model repository: "
+            'config:2:2: max_batch_sise: no such field; did you mean "max_batch_size"?\n'
+            "config:2:34: output[0].name: model output must specify 'name' for constant",
+        )
+
+
+def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(repository: Path) -> None:
+    repositories.add(repository, "constant", "identity")
+    rewrite(repository, BROKEN)
+    (repository / "identity" / "config.pbtxt").write_text("nonsense: 7")
+    flags = ("--exit-on-error=false", "--model-control-mode=poll", "--repository-poll-secs=1")
+    server = Server([repository], flags)
+    try:
+        server.wait_ready("/v2/health/live")
+        failed = {("constant", "1"): "UNAVAILABLE", ("identity", ""): "UNAVAILABLE"}
+        with server.http() as http:
+            until(
+                "both have failed",
+                lambda: {key: state for key, (state, _) in index(http).items()} == failed,
+                within_s=30,
+            )
+        assert not server.answers("/v2/health/ready")
+        shutil.rmtree(repository / "constant")
+        shutil.rmtree(repository / "identity")
+        until("the server is ready", lambda: server.answers("/v2/health/ready"), within_s=30)
+    finally:
+        server.stop()
+
+
+def test_requests_in_flight_finish_on_the_model_they_began_with(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add(repository, "gated")
+    with crowd(server) as people, server.http() as http:
+        load(http, "gated").ok()
+        old = people.number("gated", 1)
+        visit = server.gate.next()
+        load(http, "gated").ok()
+        new = people.number("gated", 2)
+        other = server.gate.next()
+        assert other.pid != visit.pid
+        other.release()
+        assert new.result().status == 200
+        assert not old.done()
+        unload(http, "gated").ok()
+        visit.release()
+        assert old.result().status == 200
+
+
+def test_unload_lets_what_runs_finish(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add(repository, "gated")
+    with crowd(server) as people, server.http() as http:
+        load(http, "gated").ok()
+        running = people.number("gated", 1)
+        visit = server.gate.next()
+        unload(http, "gated").ok()
+        assert http.infer("gated", ASK).status in (404, 503)
+        visit.release()
+        assert running.result().status == 200
+        until("it is unloaded", lambda: index(http)[("gated", "1")] == ("UNAVAILABLE", "unloaded"))
+
+
+def test_unload_while_a_worker_starts_again(explicit: Explicit) -> None:
+    server, repository = explicit
+    before = len(server.log())
+    repositories.add(repository, "constant")
+    waiting = (
+        "import os, socket\ngate = socket.socket(socket.AF_UNIX)\n"
+        "gate.connect(os.environ['GATE'])\n"
+        'gate.sendall(b\'{"batch": [], "rows": [], "pid": 0}\\n\')\ngate.recv(1)\n'
+    )
+    with server.http() as http:
+        load(http, "constant").ok()
+        rewrite(repository, waiting + source(2))
+        (worker,) = server.find("worker constant.0")
+        worker.kill()
+        visit = server.gate.next()
+        unload(http, "constant").ok()
+        visit.release()
+        until("it is unloaded", lambda: index(http)[("constant", "1")][1] == "unloaded")
+        until("its processes have ended", lambda: not server.find("worker constant"))
+        rewrite(repository, source(3))
+        load(http, "constant").ok()
+        assert answer(http) == 3
+    assert "Traceback" not in server.log()[before:]
+
+
+def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add(repository, "constant")
+    fails = """\
+    def initialize(self, args):
+        raise ValueError('no weights')
+
+    def execute("""
+    repositories.insert(repository / "constant", fails)
+    with server.http() as http:
+        assert load(http, "constant").error == (
+            "load failed for model 'constant': version 1 is at UNAVAILABLE state: "
+            "Internal: ValueError: no weights;\n"
+        )
+        assert index(http)[("constant", "1")] == ("UNAVAILABLE", "Internal: ValueError: no weights")
+    assert "ExceptionGroup" not in server.log()
+
+
+# --- mode poll ---
+
+
+def test_poll_mode(tmp_path: Path, repository: Path, serve: Serve) -> None:
+    """Folders come and go as wholes: a poll in the middle would find a model that is broken."""
+    repositories.add(repository, "constant", "simple", "identity")
+    server = serve(repository, "--model-control-mode=poll", "--repository-poll-secs=1")
+    with server.http() as http:
+        with Load(server) as asking:
+            assert answer(http) == 1
+            rewrite(repository, source(2))
+            until("the new code answers", lambda: answer(http) == 2, 10)
+            rewrite(repository, BROKEN)
+            server.wait_log("broken on purpose")
+            assert answer(http) == 2
+            rewrite(repository, source(3), version=2)
+            until("the new version answers", lambda: answer(http) == 3, 10)
+            repositories.add_as(tmp_path, "added", "constant").rename(repository / "added")
+            until("the new model is served", lambda: http.infer("added", ASK).status == 200, 10)
+            (repository / "added").rename(tmp_path / "removed")
+            until("the removed model is not", lambda: http.infer("added", ASK).status != 200, 10)
+            assert http.get("/v2/health/ready").status == 200
+        assert asking.troubles() == []
+        assert load(http, "constant").status == 503
+
+
+def test_poll_mode_waits_for_no_model(tmp_path: Path, repository: Path, serve: Serve) -> None:
+    """One that takes its time to load, or hangs, does not keep the others from being followed."""
+    repositories.add(repository, "constant")
+    server = serve(repository, "--model-control-mode=poll", "--repository-poll-secs=1")
+    repositories.add_slow(tmp_path, "a").rename(repository / "a")
+    loading = server.gate.next()
+    with server.http() as http:
+        rewrite(repository, source(2))
+        until("the new code answers", lambda: answer(http) == 2, 10)
+        assert http.get("/v2/health/ready").status == 400
+        loading.release()
+        until("it is loaded at last", lambda: http.get("/v2/health/ready").status == 200, 10)

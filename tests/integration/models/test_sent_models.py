@@ -1,0 +1,164 @@
+"""R18: what a client sends with a load request is run as code; who may send it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from tests.support import repositories
+from tests.support.grpc_calls import stub
+from tests.support.raw_http import Http, UnixHttp, json_input
+from tests.support.servers import Server, running
+from tests.support.users import ALICE, FRIENDS, as_user, needs_users, tunnel
+
+TOKEN, OTHER = "0123456789abcdef-models", "0123456789abcdef-inference"
+CODE = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
+ASK = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
+TEXT = (
+    "a configuration or files for a model may come only from the user who runs the server, "
+    "or with a token"
+)
+ROW = {"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [1]}
+CONFIG = json.dumps({"backend": "python", "input": [ROW], "output": [{**ROW, "name": "OUTPUT0"}]})
+
+
+def sent(config: str) -> dict[str, str]:
+    changed = CODE.replace(b"ANSWER = 1", b"ANSWER = 2")
+    return {"config": config, "file:1/model.py": base64.b64encode(changed).decode()}
+
+
+def over_grpc(config: str) -> pb.RepositoryModelLoadRequest:
+    request = pb.RepositoryModelLoadRequest(model_name="constant")
+    request.parameters["config"].string_param = config
+    request.parameters["file:1/model.py"].bytes_param = CODE.replace(b"= 1", b"= 2")
+    return request
+
+
+@pytest.mark.parametrize("guarded", [False, True], ids=["insecure", "tokens"])
+def test_who_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
+    """Where other hosts come in without a token: nobody; with tokens: who has the scope."""
+    repositories.add(tmp_path / "models", "constant")
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN} model-repository,inference\n{OTHER} inference,metadata\n")
+    tokens.chmod(0o600)
+    flags = ["--http-address=0.0.0.0", "--grpc-address=0.0.0.0", "--model-control-mode=explicit"]
+    flags += ["--load-model=constant"]
+    flags += [f"--auth-token-file={tokens}"] if guarded else ["--insecure"]
+    with (
+        running(tmp_path / "models", *flags, grpc=True) as server,
+        server.http() as http,
+        stub(server) as call,
+    ):
+        config = json.dumps({"backend": "python", "input": [], "output": []})
+        mine, wrong = ({"Authorization": f"Bearer {token}"} for token in (TOKEN, OTHER))
+        path, load = "/v2/repository/models/constant/load", call.RepositoryModelLoad
+        for headers in (wrong, {}):
+            metadata = tuple((key.lower(), value) for key, value in headers.items())
+            for parameters in (sent(config), {"config": config}):
+                refused = http.post(path, {"parameters": parameters}, headers)
+                assert refused.status == (403 if headers or not guarded else 401)
+                assert guarded or refused.error == TEXT
+            with pytest.raises(grpc.RpcError) as failed:
+                load(over_grpc(config), metadata=metadata, timeout=20)
+            assert failed.value.code() in (
+                grpc.StatusCode.PERMISSION_DENIED,
+                grpc.StatusCode.UNAUTHENTICATED,
+            )
+            assert guarded or failed.value.details() == TEXT
+        if not guarded:
+            # What the repository has may be loaded by everybody, as --insecure says.
+            http.post(path).ok()
+            assert http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0] == 1
+            return
+        assert http.infer("constant", ASK, mine).ok().tensors()["OUTPUT0"][0] == 1
+        http.post(path, {"parameters": sent(CONFIG)}, mine).ok()
+        assert http.infer("constant", ASK, mine).ok().tensors()["OUTPUT0"][0] == 2
+
+
+def load_over_http(http: Http, parameters: dict[str, str]) -> str:
+    """What is wrong with it; "" when nothing is."""
+    body = {"parameters": parameters} if parameters else None
+    reply = http.post("/v2/repository/models/constant/load", body)
+    if reply.status == 403:
+        return reply.error
+    reply.ok()
+    return ""
+
+
+def load_over_grpc(call: Any, parameters: dict[str, str]) -> str:
+    """The same."""
+    request = pb.RepositoryModelLoadRequest(model_name="constant")
+    try:
+        call.RepositoryModelLoad(over_grpc(CONFIG) if parameters else request, timeout=20)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.PERMISSION_DENIED:
+            raise
+        return str(error.details())
+    return ""
+
+
+@contextlib.contextmanager
+def loads_of(
+    server: Server, socket: Path, door: str, uid: int
+) -> Iterator[Callable[[dict[str, str]], str]]:
+    """Sends a load through a door as user `uid`, a member of the server's group."""
+    with contextlib.ExitStack() as stack:
+        if door == "unix":
+            http: Http = stack.enter_context(contextlib.closing(UnixHttp(socket)))
+            as_user(uid, lambda: http.get("/v2/health/live").ok(), (FRIENDS,))
+            yield partial(load_over_http, http)
+        elif door == "http":
+            port = stack.enter_context(tunnel(server.http_port, uid))
+            http = stack.enter_context(contextlib.closing(Http(port)))
+            yield partial(load_over_http, http)
+        else:
+            port = stack.enter_context(tunnel(server.grpc_port, uid))
+            call = stack.enter_context(stub(server, f"127.0.0.1:{port}"))
+            yield partial(load_over_grpc, call)
+
+
+@pytest.fixture(scope="module")
+def friendly() -> Iterator[tuple[Server, Path]]:
+    """A server that other users may reach, and its unix socket."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        folder.chmod(0o711)
+        repositories.add(folder / "models", "constant")
+        socket = folder / "socket"
+        flags = ["--model-control-mode=explicit", "--load-model=constant"]
+        flags += [f"--http-unix-socket={socket}", f"--shm-group={FRIENDS}"]
+        with running(folder / "models", *flags, grpc=True) as started:
+            yield started, socket
+
+
+@needs_users
+@pytest.mark.parametrize("door", ["http", "unix", "grpc"])
+def test_which_users_may_send_a_model(friendly: tuple[Server, Path], door: str) -> None:
+    """On this host: who runs the server. Others may load what the repository has, and no more."""
+    server, socket = friendly
+    with server.http() as http:
+
+        def answer() -> int:
+            return int(http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0])
+
+        with loads_of(server, socket, door, ALICE) as load:
+            assert load(sent(CONFIG)) == TEXT
+            if door != "grpc":
+                assert load({"config": CONFIG}) == TEXT
+            assert load({}) == ""
+            assert answer() == 1
+        with loads_of(server, socket, door, os.geteuid()) as load:
+            assert load(sent(CONFIG)) == ""
+            assert answer() == 2

@@ -1,0 +1,192 @@
+"""The command line: help, errors in one line, the flags of a `tritonserver` command, and the other
+verbs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.servers import Server, hold_ports, port_of, run_command
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--no-such-flag=1",), "--no-such-flag"),
+        (("--http-port=x",), "--http-port"),
+        (("--load-model=x",), "--load-model"),
+    ],
+)
+def test_bad_flags(repository: Path, flags: tuple[str, ...], named: str) -> None:
+    """Of each kind of error one; tests/unit/test_flags.py has them all."""
+    refused = run_command("serve", f"--model-repository={repository}", *flags)
+    assert refused.returncode == 2
+    assert named in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+    assert refused.stdout == ""
+
+
+def test_no_repository_and_a_missing_one(tmp_path: Path) -> None:
+    refused = run_command("serve")
+    assert refused.returncode == 2
+    assert "--model-repository" in refused.stderr
+    refused = run_command("serve", f"--model-repository={tmp_path / 'nowhere'}")
+    assert refused.returncode not in (0, None)
+    assert "nowhere" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_an_existing_triton_command_line_starts(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    """The log tells models and addresses, and lists once what has no effect."""
+    repositories.add(
+        repository,
+        "constant",
+        config='optimization { graph { level: 1 } } metric_tags { key: "a" value: "b" }',
+    )
+    flags = [
+        "--backend-directory=/opt/tritonserver/backends",
+        "--allow-client-shm=true",
+        "--metrics-config=summary_latencies=true",
+        "--cache-config=local,size=1048576",
+        "--rate-limit=off",
+        "--pinned-memory-pool-byte-size=268435456",
+        "--cuda-memory-pool-byte-size=0:67108864",
+        "--backend-config=python,shm-default-byte-size=1048576",
+        "--min-supported-compute-capability=6.0",
+        "--model-load-thread-count=2",
+        "--grpc-infer-allocation-pool-size=8",
+        "--log-verbose=1",
+        "--log-info=true",
+        "--trace-config",
+        "level=OFF",
+        "--http-thread-count",
+        "4",
+        "--allow-gpu-metrics",
+        "false",
+    ]
+    server = serve(repository, *flags)
+    log = server.log()
+    lines = log.splitlines()
+    (warning,) = [line for line in lines if "--backend-directory" in line]
+    assert "--rate-limit" in warning
+    assert f"127.0.0.1:{server.http_port}" in log
+    assert f"127.0.0.1:{server.metrics_port}" in log
+    assert [line for line in lines if "constant" in line and "READY" in line]
+    assert len([line for line in lines if "optimization" in line]) == 1
+
+
+def test_check(repository: Path) -> None:
+    repositories.add(repository, "constant", "simple")
+    fine = run_command("check", str(repository))
+    assert fine.returncode == 0, fine.stderr
+    assert "constant" in fine.stdout
+    assert "simple" in fine.stdout
+    config = repository / "simple" / "config.pbtxt"
+    config.write_text(config.read_text() + "nonsense: 1\n")
+    (repository / "constant" / "1" / "model.py").write_text(
+        "raise RuntimeError('broken on purpose\\nand twice')\n"
+    )
+    (repository / "config.pbtxt").touch()
+    bad = run_command("check", str(repository))
+    assert bad.returncode == 2
+    assert f"'{repository}' is a model's folder" in bad.stderr
+    told = bad.stdout + bad.stderr
+    assert "nonsense" in told
+    assert "broken on purpose" in told
+    assert "config.pbtxt" in told
+    assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice"]
+
+
+def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
+    repositories.write(
+        repository,
+        "wrong",
+        'backend: "python"\ninput {\n  name: "A"\n  dims: [ 1, 0 ]\n}\noutput [\n  { dims: 1 }\n]\n'
+        "max_batch: 1\n",
+        "",
+    )
+    told = run_command("check", str(repository))
+    assert told.returncode == 2
+    first, *others = told.stdout.splitlines()
+    assert first.split(maxsplit=1) == [
+        "wrong",
+        "FAILED  failed to load 'wrong', failed to poll from model repository: wrong/config.pbtxt:"
+        '9:1: max_batch: no such field; did you mean "max_batch_size"?',
+    ]
+    assert [line.strip() for line in others] == [
+        "wrong/config.pbtxt:4:14: input[0].dims[1]: model input 'A' dimension must be integer >= "
+        "1, or -1 to indicate a variable-size dimension for wrong",
+        "wrong/config.pbtxt:7:3: output[0].name: model output must specify 'name' for wrong",
+    ]
+
+
+def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:
+    repositories.add(repository, "simple")
+    repositories.add_identity(repository, "huge", "FP64", [1 << 40])
+    told = run_command("check", str(repository))
+    assert told.returncode == 2
+    huge, simple = told.stdout.splitlines()
+    assert huge.split(maxsplit=1) == [
+        "huge:1",
+        "FAILED  not tried: a batch of zeros is too large to be sent",
+    ]
+    assert simple.split()[:2] == ["simple:1", "ok"]
+
+
+def infer(server: Server, *arguments: str) -> Any:
+    """What `shmserve client infer` prints."""
+    url = f"http://127.0.0.1:{server.http_port}"
+    done = run_command("client", "infer", *arguments, "--url", url)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_client_infer(server: Server, tmp_path: Path) -> None:
+    answer = infer(server, "completed", "--input", "INPUT0=[1, 2, 3, 4]", "--request-id", "shell")
+    assert answer["id"] == "shell"
+    assert answer["outputs"][0]["shape"] == [1, 4]
+    assert answer["outputs"][0]["data"] == [[2, 4, 6, 8]]
+    np.save(tmp_path / "rows.npy", np.ones((3, 4), np.float32))
+    answer = infer(server, "completed", "--input", f"INPUT0=@{tmp_path / 'rows.npy'}")
+    assert answer["outputs"][0]["data"] == [[2, 2, 2, 2]] * 3
+    answer = infer(server, "text", "--input", 'INPUT0=["a", "ü"]', "--output", "OUTPUT0")
+    assert answer["outputs"][0]["data"] == [["a", "ü"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (("nothing", "--input", "INPUT0=1"), 1, "'nothing' is not found"),
+        (("completed", "--input", "X=1"), 2, "no input 'X'"),
+        (("completed", "--input", "INPUT0=[1"), 2, "not JSON"),
+        (("completed", "--input", "INPUT0=[1, 2]"), 1, "unexpected shape"),
+        (("completed", "--input", "INPUT0"), 2, "NAME=VALUE"),
+        (("completed",), 2, "--input"),
+    ],
+)
+def test_client_infer_that_fails(
+    server: Server, arguments: tuple[str, ...], status: int, told: str
+) -> None:
+    url = f"http://127.0.0.1:{server.http_port}"
+    done = run_command("client", "infer", *arguments, "--url", url)
+    assert done.returncode == status
+    assert told in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_client_infer_without_a_server() -> None:
+    (held,) = hold_ports(1)  # nobody listens there
+    with held:
+        url = f"http://127.0.0.1:{port_of(held)}"
+        done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1

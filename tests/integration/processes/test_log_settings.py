@@ -1,0 +1,379 @@
+"""The logging extension over both doors, and that every process of a server logs as it says."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.grpc import service_pb2 as pb
+
+from tests.support import repositories
+from tests.support.grpc_calls import stub
+from tests.support.raw_http import Http
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+TALKER = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        say = pb_utils.Logger
+        for level in (say.VERBOSE, say.INFO, say.WARNING, say.ERROR):
+            say.log(f"I am {level.name}", level)
+        tensor = pb_utils.get_input_tensor_by_name(requests[0], "INPUT0")
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", tensor.as_numpy())])]
+"""
+ROW = {"inputs": [{"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}]}
+DEFAULTS = {
+    "log_file": "",
+    "log_info": True,
+    "log_warning": True,
+    "log_error": True,
+    "log_verbose_level": 0,
+    "log_format": "default",
+}
+ROLES = ("supervisor", "gateway 0", "gateway 1", "gateway grpc", "scheduler", "worker")
+PATH = "/v2/logging"
+NO_FILE = "log file location can not be updated through network protocol"
+
+
+def add_talker(repository: Path, name: str = "talker") -> None:
+    config = repositories.identity_config(name, "INT32", [1])
+    repositories.write(repository, name, config, TALKER)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two HTTP gateways, one for gRPC, a scheduler and a worker."""
+    repository = tmp_path_factory.mktemp("logs") / "models"
+    add_talker(repository)
+    add_talker(repository, "late")
+    flags = ("--gateways=2", "--model-control-mode=explicit", "--load-model=talker")
+    with running(repository, *flags, grpc=True) as started:
+        yield started
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[Http]:
+    """A connection; the settings are afterwards what they were."""
+    with server.http() as connection:
+        yield connection
+    with server.http() as connection:  # the gateway at the other end of that one may be gone
+        connection.post(PATH, {**DEFAULTS, "log_file": None}).ok()
+
+
+def settings(http: Http) -> dict[str, Any]:
+    found = http.get(PATH).ok()
+    assert found.headers["Content-Type"] == "application/json"
+    assert list(found.json()) == list(DEFAULTS)
+    return dict(found.json())
+
+
+def over_grpc(call: Any, **wanted: Any) -> dict[str, Any]:
+    """LogSettings: a bool, int or str sets the member of that type, None none."""
+    request = pb.LogSettingsRequest()
+    for name, value in wanted.items():
+        setting = request.settings[name]
+        if value is not None:
+            kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
+            setattr(setting, kind, value)
+    found = call.LogSettings(request, timeout=20).settings
+    return {
+        name: getattr(found[name], found[name].WhichOneof("parameter_choice")) for name in found
+    }
+
+
+# --- what Triton 2.51 answers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "changed"),
+    [
+        ("{}", {}),
+        *((text, {}) for text in ("null", "[]", "1", '"x"')),
+        ('{"unknown": 1, "": 2, "Log_info": false}', {}),
+        ('{"unknown": 1, "log_info": false}', {"log_info": False}),
+        ('{"log_warning": false, "log_error": false}', {"log_warning": False, "log_error": False}),
+        ('{"log_verbose_level": 3}', {"log_verbose_level": 3}),
+        ('{"log_verbose_level": 4294967295}', {"log_verbose_level": 2**32 - 1}),
+        ('{"log_format": "ISO8601"}', {"log_format": "ISO8601"}),
+        (
+            '{"log_file": null, "log_info": null, "log_verbose_level": null, "log_format": null}',
+            {},
+        ),
+    ],
+)
+def test_changes_over_http(http: Http, body: str, changed: dict[str, Any]) -> None:
+    answer = http.post(PATH, body).ok()
+    assert answer.json() == {**DEFAULTS, **changed} == settings(http)
+    assert list(answer.json()) == list(DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (None, 500, "failed to parse the request JSON buffer: The document is empty. at 0"),
+        ("{", 500, "failed to parse the request JSON buffer: "),
+        ("nonsense", 500, "failed to parse the request JSON buffer: "),
+        ('{"log_info": false} x', 500, "failed to parse the request JSON buffer: "),
+        *(
+            (f'{{"{name}": {value}}}', 500, "attempt to access JSON non-boolean as boolean")
+            for name in ("log_info", "log_warning", "log_error")
+            for value in ("1", '"true"', "[]")
+        ),
+        *(
+            (
+                f'{{"log_verbose_level": {value}}}',
+                500,
+                "attempt to access JSON non-unsigned-integer as unsigned-integer",
+            )
+            for value in ("-1", "1.5", "2.0", "true", '"1"', "18446744073709551616", "4294967296")
+        ),
+        ('{"log_format": 1}', 500, "attempt to access JSON non-string as string"),
+        ('{"log_format": ""}', 503, "invalid argument for --log_format, got: "),
+        ('{"log_format": "iso8601"}', 503, "invalid argument for --log_format, got: iso8601"),
+        ('{"log_format": "x\\n\\"y"}', 503, 'invalid argument for --log_format, got: x\n"y'),
+        ('{"log_file": "/tmp/x"}', 501, NO_FILE),
+        ('{"log_info": false, "log_file": ""}', 501, NO_FILE),
+        # All or nothing, unlike Triton's.
+        ('{"log_info": false, "log_format": "bad"}', 503, "invalid argument for --log_format"),
+    ],
+)
+def test_refusals_over_http(http: Http, body: str | None, status: int, text: str) -> None:
+    refused = http.post(PATH, body)
+    assert (refused.status, refused.error[: len(text)]) == (status, text)
+    assert settings(http) == DEFAULTS
+
+
+def test_other_methods_and_paths(http: Http) -> None:
+    for method in ("PUT", "DELETE", "PATCH"):
+        refused = http.call(method, PATH)
+        assert (refused.status, refused.error) == (405, "Method Not Allowed")
+    refused = http.get(PATH + "/")
+    assert (refused.status, refused.error) == (404, "Not Found")
+    assert http.call("GET", PATH + "?x=1", {"log_info": False}).ok().json() == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changed"),
+    [
+        ({}, {}),
+        ({"unknown": 1}, {}),
+        ({"log_info": False, "unknown": None}, {"log_info": False}),
+        ({"log_verbose_level": 2**32 - 1}, {"log_verbose_level": 2**32 - 1}),
+        (
+            {"log_format": "ISO8601", "log_error": False},
+            {"log_format": "ISO8601", "log_error": False},
+        ),
+    ],
+)
+def test_changes_over_grpc(
+    server: Server, http: Http, wanted: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    with stub(server) as call:
+        assert over_grpc(call, **wanted) == {**DEFAULTS, **changed} == settings(http)
+
+
+INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "text"),
+    [
+        *(
+            ({name: value}, INVALID, f"expect boolean for '{name}'")
+            for name in ("log_info", "log_warning", "log_error")
+            for value in (1, "true", None)
+        ),
+        *(
+            ({"log_verbose_level": value}, INVALID, "expect int32 for 'log_verbose_level'")
+            for value in (True, "1", None)
+        ),
+        *(
+            ({"log_format": value}, INVALID, "expect string for 'log_format'")
+            for value in (True, 1, None)
+        ),
+        ({"log_format": "bad"}, INVALID, "invalid argument for log_format, got: bad"),
+        *(({"log_file": value}, UNSUPPORTED, NO_FILE) for value in ("/tmp/x", "", 1, None)),
+        ({"log_warning": False, "log_error": 1}, INVALID, "expect boolean for 'log_error'"),
+    ],
+)
+def test_refusals_over_grpc(
+    server: Server, http: Http, wanted: dict[str, Any], status: Any, text: str
+) -> None:
+    with stub(server) as call, pytest.raises(grpc.RpcError) as refused:
+        over_grpc(call, **wanted)
+    assert (refused.value.code(), refused.value.details()) == (status, text)
+    assert settings(http) == DEFAULTS
+
+
+def test_tritons_clients(server: Server, http: Http) -> None:
+    with contextlib.closing(tritonclient.http.InferenceServerClient(server.url)) as client:
+        assert client.update_log_settings({"log_verbose_level": 7})["log_verbose_level"] == 7
+        assert "logging" in client.get_server_metadata()["extensions"]
+    with contextlib.closing(tritonclient.grpc.InferenceServerClient(server.grpc_url)) as client:
+        assert client.get_log_settings().settings["log_verbose_level"].uint32_param == 7
+        client.update_log_settings({"log_verbose_level": 0, "log_info": True})
+        assert "logging" in client.get_server_metadata().extensions
+    assert settings(http) == DEFAULTS
+
+
+# --- what it does ---------------------------------------------------------------------------------
+
+
+def lines(server: Server, role: str, pid: int | None = None) -> list[str]:
+    """What the processes with a role that starts so have written in the default format, without
+    the role."""
+    number = r"\d+" if pid is None else str(pid)
+    start = rf"(?m)^([DIWE]) \S+ {re.escape(role)}[^\[\n]*\[{number}\] (.*)$"
+    return [" ".join(found) for found in re.findall(start, server.log())]
+
+
+def told(server: Server, level: int) -> Callable[[], bool]:
+    """Whether every process has said that it logs at this level, which it does at that level."""
+
+    def holds() -> bool:
+        text = f"log_verbose_level={level},"
+        return all(
+            any(line.startswith("D LogSettings") and text in line for line in lines(server, role))
+            for role in ROLES
+        )
+
+    return holds
+
+
+def gateway_of(server: Server, http: Http) -> int:
+    """The pid of the gateway at the other end of a connection."""
+    http.get("/v2/health/live")
+    port = http.local_port
+    for gateway in server.find("gateway http"):
+        if any(c.raddr and c.raddr.port == port for c in gateway.net_connections("tcp")):
+            return gateway.pid
+    raise AssertionError("nobody has this connection")
+
+
+def test_a_change_over_any_door_holds_in_every_process(server: Server, http: Http) -> None:
+    with contextlib.ExitStack() as stack:
+        doors: dict[int, Http] = {}
+
+        def both() -> bool:
+            connection = stack.enter_context(server.http())
+            doors.setdefault(gateway_of(server, connection), connection)
+            return len(doors) == 2
+
+        until("there is a connection to each gateway", both)
+        call = stack.enter_context(stub(server))
+        change: list[Callable[[int], object]] = [
+            *(
+                lambda level, http=door: http.post(PATH, {"log_verbose_level": level}).ok()
+                for door in doors.values()
+            ),
+            lambda level: over_grpc(call, log_verbose_level=level),
+        ]
+        for level, over_this_door in enumerate(change, 101):
+            over_this_door(level)
+            until(f"every process has heard of level {level}", told(server, level))
+            for door in doors.values():
+                assert settings(door)["log_verbose_level"] == level
+            assert over_grpc(call)["log_verbose_level"] == level
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({}, "IWE"),
+        ({"log_verbose_level": 1}, "DIWE"),
+        ({"log_info": False}, "WE"),
+        ({"log_info": False, "log_verbose_level": 1}, "DWE"),
+        ({"log_warning": False}, "IE"),
+        ({"log_error": False}, "IW"),
+        ({"log_info": False, "log_warning": False, "log_error": False}, ""),
+    ],
+)
+def test_a_model_is_heard_as_far_as_the_settings_say(
+    server: Server, http: Http, changes: dict[str, Any], shown: str
+) -> None:
+    http.post(PATH, changes).ok()
+    # The worker hears of the change and of the request from two processes, in any order.
+    until("it is heard so", lambda: spoken(server, http) == shown)
+
+
+def spoken(server: Server, http: Http) -> str:
+    """The levels of what the model is heard to say about one request."""
+    before = len(lines(server, "worker talker"))
+    http.infer("talker", ROW).ok()  # what it says is written before it answers
+    said = lines(server, "worker talker")[before:]
+    return "".join(line[0] for line in said if " I am " in line)
+
+
+def in_iso(server: Server, pid: int) -> bool:
+    """Whether this process has written a debug line in the format ISO8601."""
+    return re.search(rf"(?m)^\d\S+Z D {pid} [^\]]+\] ", server.log()) is not None
+
+
+@pytest.mark.parametrize(
+    "title", ["worker talker.0", "scheduler talker", "gateway http 1", "gateway grpc"]
+)
+def test_a_process_that_starts_again_logs_as_the_others(
+    server: Server, http: Http, title: str
+) -> None:
+    http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
+    dead = server.one(title)
+    dead.kill()
+
+    def successor() -> psutil.Process | None:
+        return next((found for found in server.find(title) if found.pid != dead.pid), None)
+
+    until("another takes its place", successor)
+    found = successor()
+    assert found is not None
+    until("it logs as the others", lambda: in_iso(server, found.pid))
+    server.wait_ready()
+    with server.http() as again:
+        again.infer("talker", ROW).ok()
+
+
+def test_a_model_that_is_loaded_later_logs_as_the_others(server: Server, http: Http) -> None:
+    http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
+    http.post("/v2/repository/models/late/load").ok()
+    for title in ("worker late.0", "scheduler late"):
+        assert in_iso(server, server.one(title).pid)
+    http.post("/v2/repository/models/late/unload").ok()
+
+
+def test_flags_are_the_first_settings(tmp_path: Path) -> None:
+    """Also for what is written before there is a door, and by each process."""
+    add_talker(tmp_path / "models")
+    path = tmp_path / "file"
+    flags = ("--log-info=false", "--log-verbose=true", "--log-format", "ISO8601")
+    with (
+        running(tmp_path / "models", *flags, f"--log-file={path}") as server,
+        server.http() as http,
+    ):
+        assert http.get(PATH).ok().json() == {
+            **DEFAULTS,
+            "log_file": str(path),
+            "log_info": False,
+            "log_verbose_level": 1,
+            "log_format": "ISO8601",
+        }
+        http.infer("talker", ROW).ok()
+        text = path.read_text()
+        assert "I am VERBOSE" in text
+        assert not re.search(r"(?m)^\S+ I ", text)
+        http.post(PATH, {"log_info": True}).ok()
+        until(
+            "it is heard",
+            lambda: http.infer("talker", ROW) and " I am INFO" in path.read_text(),
+        )
+        assert server.log() == ""

@@ -1,0 +1,189 @@
+"""Statistics and metrics: after a known set of requests, every counter has a known value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.crowd import crowd
+from tests.support.load import ask_simple
+from tests.support.raw_http import Http, json_input
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+COUNTERS = (
+    "nv_inference_request_success",
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "nv_inference_request_duration_us",
+    "nv_inference_queue_duration_us",
+    "nv_inference_compute_input_duration_us",
+    "nv_inference_compute_infer_duration_us",
+    "nv_inference_compute_output_duration_us",
+)
+REASONS = {"REJECTED", "CANCELED", "BACKEND", "OTHER"}
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of models of which each test asks its own."""
+    repository = tmp_path_factory.mktemp("counted")
+    repositories.add(repository, "simple", "crimes")
+    for name in ("untouched", "closing"):
+        repositories.add_as(repository, name, "simple")
+    with running(repository) as started:
+        yield started
+
+
+def rows(count: int) -> dict[str, Any]:
+    """A request of so many rows for the model "simple"."""
+    zeros = np.zeros((count, 16), np.int32)
+    return {"inputs": [json_input("INPUT0", zeros), json_input("INPUT1", zeros)]}
+
+
+def stats(http: Http, model: str) -> dict:
+    (found,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+    return dict(found)
+
+
+def test_everything_exists_at_zero(counted: Server) -> None:
+    for name in COUNTERS:
+        samples = counted.samples(name)
+        assert all(labels["version"] == "1" for labels, _ in samples), name
+        assert [n for labels, n in samples if labels["model"] == "untouched"] == [0], name
+    failures = counted.samples("nv_inference_request_failure")
+    reasons = {labels["reason"]: n for labels, n in failures if labels["model"] == "untouched"}
+    assert reasons == dict.fromkeys(REASONS, 0)
+    assert counted.metric("nv_inference_pending_request_count", model="untouched") == 0
+    assert counted.metric("nv_model_load_duration_secs", model="untouched") > 0
+    for name in ("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"):
+        assert len(counted.samples(name)) == 1, name
+    for name in ("nv_pinned_memory_pool_total_bytes", "nv_pinned_memory_pool_used_bytes"):
+        assert counted.samples(name) == [({}, 0)], name
+
+
+def test_counts(counted: Server) -> None:
+    with counted.http() as http:
+        for number in range(5):
+            assert ask_simple(http, number) == ""
+        http.infer("simple", rows(2)).ok()
+        http.infer("simple", {"inputs": []})
+        until("all is counted", lambda: stats(http, "simple")["inference_count"] == 7)
+        found = stats(http, "simple")
+        assert found["name"] == "simple"
+        assert found["version"] == "1"
+        assert found["execution_count"] == 6
+        assert found["last_inference"] > 1_600_000_000_000
+        inference = found["inference_stats"]
+        for part in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
+            assert inference[part]["count"] == 6, part
+            assert inference[part]["ns"] > 0, part
+        assert inference["fail"] == {"count": 0, "ns": 0}
+        parts = sum(
+            inference[part]["ns"]
+            for part in ("queue", "compute_input", "compute_infer", "compute_output")
+        )
+        assert parts <= inference["success"]["ns"]
+        assert [
+            (batch["batch_size"], batch["compute_infer"]["count"]) for batch in found["batch_stats"]
+        ] == [
+            (1, 5),
+            (2, 1),
+        ]
+        everything = http.get("/v2/models/stats").ok().json()["model_stats"]
+        names = ["closing", "crimes", "simple", "untouched"]
+        assert sorted(item["name"] for item in everything) == names
+    assert counted.metric("nv_inference_request_success", model="simple") == 6
+    assert counted.metric("nv_inference_count", model="simple") == 7
+    assert counted.metric("nv_inference_exec_count", model="simple") == 6
+    assert counted.metric("nv_inference_request_duration_us", model="simple") > 0
+    assert counted.metric("nv_inference_count", model="untouched") == 0
+
+
+def test_failures_are_counted_by_reason(counted: Server) -> None:
+    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": ["error"]}
+    with counted.http() as http:
+        reply = http.infer(
+            "crimes", {"inputs": [given, json_input("INPUT0", np.zeros((1, 4), np.int32))]}
+        )
+        assert reply.status == 500
+        until(
+            "the failure is counted",
+            lambda: stats(http, "crimes")["inference_stats"]["fail"]["count"] == 1,
+        )
+    assert counted.metric("nv_inference_request_failure", model="crimes", reason="BACKEND") == 1
+    assert counted.metric("nv_inference_request_failure", model="crimes") == 1
+
+
+def test_histograms_and_why_batches_closed(counted: Server) -> None:
+    with counted.http() as http:
+        for _ in range(4):
+            http.infer("closing", rows(1)).ok()
+    page = counted.metrics()
+    families = {
+        line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")
+    }
+    histograms = [name for name, kind in families.items() if kind == "histogram"]
+    for word in ("request", "queue", "compute", "batch_size"):
+        assert any(word in name for name in histograms), (word, histograms)
+    closed = [
+        (labels, value)
+        for name in families
+        if "batch" in name and "clos" in name
+        for labels, value in counted.samples(name)
+        if labels.get("model") == "closing"
+    ]
+    assert {labels["reason"].lower() for labels, _ in closed} >= {
+        "full",
+        "preferred",
+        "delay",
+        "shape",
+        "deadline",
+    }
+    assert sum(value for _, value in closed) == 4
+
+
+def test_unloading_removes_a_models_metrics(explicit: tuple[Server, Path]) -> None:
+    server, repository = explicit
+    repositories.add(repository, "simple", "constant")
+    with server.http() as http:
+        for name in ("simple", "constant"):
+            http.post(f"/v2/repository/models/{name}/load").ok()
+        assert len(server.samples("nv_inference_count")) == 2
+        http.post("/v2/repository/models/constant/unload").ok()
+
+        def models() -> set[str]:
+            return {labels["model"] for labels, _ in server.samples("nv_inference_count")}
+
+        until("only one is left", lambda: models() == {"simple"})
+
+
+def test_counters_survive_gateways_and_workers(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    repositories.add(repository, "simple")
+    server = serve(repository, "--gateways=2")
+    with crowd(server, 8) as people:
+        asked = [people.do(lambda http: http.get("/v2/health/live")) for _ in range(8)]
+        assert all(answer.result().status == 200 for answer in asked)
+        for _ in range(40):
+            people.infer("simple", rows(1))
+    until("all is counted", lambda: server.metric("nv_inference_count", model="simple") == 40)
+    for process in (server.one("worker simple.0"), server.find("gateway")[0]):
+        process.kill()
+        process.wait(5)
+        until("it is ready again", lambda: server.answers("/v2/health/ready"))
+        assert server.metric("nv_inference_count", model="simple") == 40
+
+
+def test_no_metrics(repository: Path, serve: Callable[..., Server]) -> None:
+    repositories.add(repository, "constant")
+    server = serve(repository, "--allow-metrics=false")
+    with pytest.raises(ConnectionRefusedError), closing(Http(server.metrics_port)) as metrics:
+        metrics.get("/metrics")

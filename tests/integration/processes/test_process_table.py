@@ -1,0 +1,105 @@
+"""What the supervisor's process table makes of what the kernel says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.support.servers import ROOT
+
+# In a process of its own: the process table adopts orphans, and kills what it does not know.
+_LATE = """
+import asyncio, logging, os, signal, time
+from shmserve.supervisor.processes.table import STOPPED_LIMIT_S, Children
+
+async def main():
+    children = Children(lambda child: None)
+    child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
+    child.kill(signal.SIGSTOP)
+    while child.stop_timer is None:
+        await asyncio.sleep(0.001)
+    child.kill(signal.SIGCONT)
+    time.sleep(STOPPED_LIMIT_S)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    child.kill(signal.SIGTERM)
+    print(await child.exited)
+
+logging.disable()
+asyncio.run(main())
+"""
+
+_TROUBLE = """
+import asyncio, logging, os, sys, time
+from shmserve.supervisor.processes.table import Children
+
+async def main():
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    logging.Formatter.formatException = lambda self, error: repr(error[1])
+    def on_exit(child):
+        raise RuntimeError(child.title)
+    children = Children(on_exit)
+    both = [children.adopt(os.posix_spawn("/bin/true", ["true"], {}), t) for t in ("one", "other")]
+    for child in both:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    for child in both:
+        await child.exited
+
+asyncio.run(main())
+"""
+
+# The shell is what stands between a zygote that died and what it was to start; one is known.
+_BETWEEN = """
+import asyncio, os, select, signal
+from shmserve.supervisor.processes.table import Children
+
+async def main():
+    children = Children(lambda child: None)
+    read, write = os.pipe()
+    command = ["sh", "-c", "sleep 60 & echo $!; sleep 61 & echo $!; wait"]
+    with children.spawning():
+        between = os.posix_spawn(
+            "/bin/sh", command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 1)]
+        )
+        with open(read) as told:
+            child = children.adopt(int(told.readline()), "one")
+            stray = int(told.readline())
+        ends = [os.pidfd_open(pid) for pid in (between, stray)]
+    for end in ends:
+        select.select([end], [], [])
+    child.kill(signal.SIGTERM)
+    print(await child.exited)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_is_continued_while_nobody_looks() -> None:
+    """The supervisor stood still, too: what it sees first is that the time is over."""
+    assert output(_LATE) == "signal 15\n"
+
+
+def test_an_end_that_cannot_be_dealt_with() -> None:
+    """It is logged, and the next one is seen."""
+    told = sorted(output(_TROUBLE).splitlines())
+    assert told == [
+        "RuntimeError('one')",
+        "RuntimeError('other')",
+        "the end of one could not be dealt with",
+        "the end of other could not be dealt with",
+    ]
+
+
+def test_a_process_whose_maker_is_a_stray() -> None:
+    """The stray is killed, with what else it started; the process is not."""
+    assert output(_BETWEEN) == "signal 15\n"
+
+
+def output(script: str) -> str:
+    """What a script prints; nothing else may be said."""
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert found.stderr == ""
+    return found.stdout

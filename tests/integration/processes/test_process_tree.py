@@ -1,0 +1,257 @@
+"""The server as a tree of processes: titles, gateways, ports, draining, and the exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import repositories
+from tests.support.crowd import crowd, values
+from tests.support.load import Load
+from tests.support.servers import ROOT, Server, run_command, running
+from tests.support.waiting import until
+
+# It is to end as soon as it has its folder, and once more when it has ended but for that.
+_IMPATIENT = """
+import os, signal, sys
+from shmserve import cli
+from shmserve.supervisor.host.run_directory import RunDirectory
+
+lock, remove = RunDirectory._lock, RunDirectory.remove
+
+def locked(self, patience_s):
+    fd = lock(self, patience_s)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return fd
+
+def removed(self):
+    os.kill(os.getpid(), signal.SIGTERM)
+    remove(self)
+
+RunDirectory._lock, RunDirectory.remove = locked, removed
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server to look at."""
+    folder = tmp_path_factory.mktemp("tree")
+    repositories.add(folder, "simple", "identity")
+    with running(folder, "--gateways=2") as started:
+        yield started
+
+
+def test_every_process_says_what_it_is(server: Server) -> None:
+    titles = server.titles()
+    for title in ("worker simple.0 cpu", "scheduler simple", "gateway http 0"):
+        assert titles[title] == 1, titles
+    listed = subprocess.run(
+        ["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True, text=True, check=True
+    )
+    assert listed.stdout.startswith("shmserve")
+    for process in server.tree():
+        assert " ".join(process.cmdline()).startswith("shmserve"), process.cmdline()
+        assert process.pid == server.pid or process.ppid() == server.pid
+
+
+def test_nothing_of_the_server_has_a_name_in_shared_memory(server: Server) -> None:
+    """R7: internal memory cannot be registered, for it has no name."""
+    with Load(server, simple=1, memory=0):
+        mapped = {m.path for process in server.tree() for m in process.memory_maps()}
+        assert not [path for path in mapped if path.startswith("/dev/shm/")]
+
+
+def test_two_gateways_share_the_port(server: Server) -> None:
+    """The kernel draws lots for each connection: there are more until both have won some."""
+    gateways = server.find("gateway http")
+    assert len(gateways) == 2
+    with contextlib.ExitStack() as more, Load(server, simple=6, memory=3) as asking:
+
+        def both_have_some() -> bool:
+            more.enter_context(socket.create_connection(("127.0.0.1", server.http_port)))
+            return all(
+                any(
+                    c.status == "ESTABLISHED" and c.laddr.port == server.http_port
+                    for c in g.net_connections()
+                )
+                for g in gateways
+            )
+
+        until("both have connections", both_have_some)
+    assert asking.troubles() == []
+
+
+def test_models_see_no_sockets_of_clients(server: Server) -> None:
+    """A worker runs foreign code: it holds no listening socket, and none of a client."""
+    with server.http() as http:
+        http.get("/v2/health/live").ok()
+        assert server.one("worker simple.0").net_connections("tcp") == []
+        assert server.one("scheduler simple").net_connections("tcp") == []
+
+
+def test_no_process_can_gain_privileges(server: Server) -> None:
+    """R24: what models run (setuid programs) has no more rights than the server."""
+    for process in server.tree()[1:]:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        assert "NoNewPrivs:\t1\n" in status, process.cmdline()
+
+
+def errors(server: Server) -> list[str]:
+    """What the log says went wrong."""
+    return [line for line in server.log().splitlines() if line.startswith("E ")]
+
+
+def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
+    repositories.add(repository, "gated")
+    server = Server([repository])
+    try:
+        server.wait_ready()
+        members = server.tree()
+        with crowd(server) as people:
+            taken = [people.number("gated", value) for value in range(3)]
+            visit = server.gate.next()
+            server.wait_pending("gated", 2)
+            server.process.terminate()
+            until("it is not ready any more", lambda: not server.answers("/v2/health/ready"))
+            assert server.wait_exit(0.2) is None
+            visit.release()
+            for _ in range(2):
+                server.gate.next().release()
+            assert [values(answer.result()) for answer in taken] == [[0], [1], [2]]
+        assert server.wait_exit(10) == 0
+        server.assert_gone(members)
+    finally:
+        server.discard()
+
+
+def test_sigterm_under_load(repository: Path) -> None:
+    repositories.add(repository, "simple", "identity")
+    server = Server([repository])
+    try:
+        server.wait_ready()
+        members = server.tree()
+        with Load(server) as asking:
+            server.process.terminate()
+            assert server.wait_exit(15) == 0
+        for trouble in asking.troubles():
+            # After it stopped listening there is nobody to answer; whoever was heard was answered.
+            assert trouble.lost or trouble.trouble.startswith("503"), trouble
+        assert not [trouble for trouble in asking.troubles() if "wrong" in trouble.trouble]
+        server.assert_gone(members)
+    finally:
+        server.discard()
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> None:
+    repositories.add(repository, "gated")
+    server = Server([repository])
+    try:
+        server.wait_ready()
+        members = server.tree()
+        with crowd(server) as people:
+            stuck = people.number("gated", 1)
+            server.gate.next()
+            server.process.terminate()
+            server.wait_log("stopping")  # one that it has not heard yet would be the same signal
+            assert server.wait_exit(0.5) is None
+            os.kill(server.pid, second)
+            began = time.monotonic()
+            assert server.wait_exit(5) is not None
+            assert time.monotonic() - began < 2
+            assert stuck.result().status == 503
+        server.assert_gone(members)
+        assert not errors(server)
+    finally:
+        server.discard()
+
+
+def test_the_exit_timeout_ends_what_does_not_end(repository: Path) -> None:
+    repositories.add(repository, "gated")
+    server = Server([repository], ["--exit-timeout-secs=2"])
+    try:
+        server.wait_ready()
+        members = server.tree()
+        with crowd(server) as people:
+            stuck = people.number("gated", 1)
+            server.gate.next()
+            began = time.monotonic()
+            server.process.terminate()
+            assert server.wait_exit(10) == 0
+            assert 0.8 < time.monotonic() - began < 3
+            assert stuck.result().status == 503
+        server.assert_gone(members)
+        assert not errors(server)
+    finally:
+        server.discard()
+
+
+def test_sigint_ends_it_too(repository: Path) -> None:
+    repositories.add(repository, "constant")
+    server = Server([repository])
+    try:
+        server.wait_ready()
+        members = server.tree()
+        os.kill(server.pid, signal.SIGINT)
+        assert server.wait_exit(10) == 0
+        server.assert_gone(members)
+    finally:
+        server.discard()
+
+
+def test_sigterm_while_loading(repository: Path) -> None:
+    repositories.add_slow(repository, "slow")
+    server = Server([repository])
+    try:
+        server.gate.next()
+        assert not server.answers("/v2/health/ready")
+        members = server.tree()
+        server.process.terminate()
+        assert server.wait_exit(10) is not None
+        server.assert_gone(members)
+    finally:
+        server.discard()
+
+
+@pytest.mark.parametrize("verb", ["serve", "check"])
+def test_signals_at_the_first_and_at_the_last_moment(tmp_path: Path, verb: str) -> None:
+    """There is something to clear away already, and still."""
+    (tmp_path / "models").mkdir()
+    given = [f"--model-repository={tmp_path}/models"]
+    flags = [*given, "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]
+    flags = flags if verb == "serve" else [f"{tmp_path}/models"]
+    command = [sys.executable, "-c", _IMPATIENT, verb, f"--run-dir={tmp_path}/run", *flags]
+    found = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode in ((0,) if verb == "serve" else (2, 143)), found.stderr
+    assert os.listdir(tmp_path) == ["models"]
+
+
+def test_a_taken_port_is_a_clear_error(repository: Path, server: Server) -> None:
+    flags = (f"--http-port={server.http_port}", "--metrics-port=0", "--allow-grpc=false")
+    other = run_command("serve", f"--model-repository={repository}", *flags)
+    assert other.returncode not in (0, -9)
+    assert str(server.http_port) in other.stderr
+    assert "Traceback" not in other.stderr
+
+
+def test_a_run_directory_in_use_is_a_clear_error(repository: Path, server: Server) -> None:
+    other = Server([repository], run_dir=server.run_dir)
+    try:
+        assert other.wait_exit(20) not in (0, None)
+        assert "in use by another server" in other.log()
+        assert "Traceback" not in other.log()
+    finally:
+        other.discard()
+    assert server.answers("/v2/health/ready")

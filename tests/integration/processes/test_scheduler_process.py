@@ -1,0 +1,292 @@
+"""The scheduler as a process, between a client, a worker and a supervisor that the test plays."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.capabilities import KEY_SIZE
+from shmserve.ipc.transport import frames, zmtp
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.router import Router
+from tests.rigs.arrivals import arrived, send_raw
+from tests.support.waiting import until
+
+PATIENCE_MS = 10_000
+NUMBER = 3
+BOOT = (
+    "import ast, sys; from shmserve.scheduler.main import run; run(ast.literal_eval(sys.argv[1]))"
+)
+MODEL = {
+    "name": "m",
+    "max_batch_size": 8,
+    "dynamic_batching": {"max_queue_delay_microseconds": 100},
+    "input": [],
+    "output": [],
+}
+
+FLOOD = """
+import os, sys
+from shmserve.ipc import messages as m
+from shmserve.ipc.transport.dealer import Dealer
+
+link = Dealer(sys.argv[1], f"{os.getpid()}.flood")
+for number in range(20_000):
+    link.post(m.Submit(number, 1, b"", 0, 0, 0, 0, b""))
+    if number % 100 == 0:
+        link.flush()
+link.flush()
+sys.stdin.read()
+"""
+
+
+class Stage:
+    """A scheduler process with one instance of a model, which the test plays, as all its peers."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.links: list[Dealer] = []
+        self.control = Router(endpoints.control(run_dir))
+        endpoints.guest_folder(run_dir).mkdir()
+        args = {
+            "number": NUMBER,
+            "version": "1",
+            "config": MODEL,
+            "run_dir": str(run_dir),
+            "settings": {"max_queue_size": 4},
+            "log": {},
+            "kept": [],
+            "alive": [],
+            "guests": {"key": bytes(KEY_SIZE), "group": -1},
+        }
+        # Else numpy's threads spin for a moment after they start.
+        env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([sys.executable, "-c", BOOT, repr(args)], env=env)
+        self.numbers = itertools.count(1)
+        self.address, ready = self.next(self.control)
+        assert ready == m.SchedulerReady(self.process.pid)
+        self.client = self.join(endpoints.scheduler(run_dir, NUMBER), f"{os.getpid()}.ab")
+        self.worker = self.join(endpoints.instances(run_dir, NUMBER), f"0.{os.getpid()}")
+        self.tell(m.InstanceExpected(0, os.getpid()))
+        self.worker.send(m.InstanceReady(0, os.getpid()))
+
+    def join(self, endpoint: str, identity: str) -> Dealer:
+        """One more peer of the scheduler."""
+        link = Dealer(endpoint, identity)
+        self.links.append(link)
+        return link
+
+    def tell(self, message: Any) -> None:
+        """Speak as the supervisor."""
+        self.control.post(self.address, message)
+        self.control.flush()
+
+    def all(self, link: Dealer | Router) -> list[Any]:
+        """What is here for a peer, once there is something."""
+        messages = arrived(link, PATIENCE_MS / 1000)
+        assert messages, "the scheduler says nothing"
+        return messages
+
+    def next(self, link: Dealer | Router) -> Any:
+        """The only message for a peer."""
+        (message,) = self.all(link)
+        return message
+
+    def until_drained(self) -> None:
+        """Return when it is; its counts come before."""
+        told: list[Any] = []
+        while m.Drained() not in told:
+            told += [message for _, message in self.all(self.control)]
+        assert [type(message) for message in told[:-1]] == [m.StatisticsKept] * 2
+
+    def submit(self, timeout_ns: int = 0) -> int:
+        """A client's request."""
+        number, now = next(self.numbers), time.monotonic_ns()
+        deadline = now + timeout_ns if timeout_ns else 0
+        self.client.send(m.Submit(number, 1, b"", now, deadline, 0, 0, b"work"))
+        return number
+
+    def finish(self, batch: m.Execute, body: bytes = b"done") -> None:
+        """The worker's return of a batch."""
+        now = time.monotonic_ns()
+        replies = [[key, "", "", body] for key, _, _ in batch.requests]
+        self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
+
+    def statistics(self) -> dict[str, Any]:
+        """What the scheduler counted."""
+        self.client.send(m.ReportStatistics(0))
+        statistics: dict[str, Any] = self.next(self.client).statistics
+        return statistics
+
+    def close(self) -> None:
+        """End everything."""
+        self.process.kill()
+        self.process.wait()
+        self.control.close()
+        for link in self.links:
+            link.close()
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    """A scheduler that is ready."""
+    with tempfile.TemporaryDirectory(prefix="shmserve-") as run_dir:
+        made = Stage(Path(run_dir))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def test_a_request_goes_through_and_is_counted_when_it_is_answered(stage: Stage) -> None:
+    number = stage.submit()
+    batch = stage.next(stage.worker)
+    assert [work for _, _, work in batch.requests] == [b"work"]
+    stage.finish(batch)
+    assert stage.next(stage.client) == m.Finished(number, b"done")
+    report = stage.statistics()
+    assert report["inference_stats"]["success"]["count"] == 1
+    assert abs(report["last_inference"] / 1000 - time.time()) < 60
+
+
+def test_it_has_a_name_and_ends_only_when_it_is_told(stage: Stage) -> None:
+    assert "shmserve: scheduler m" in " ".join(psutil.Process(stage.process.pid).cmdline())
+    stage.process.send_signal(signal.SIGTERM)
+    stage.process.send_signal(signal.SIGINT)
+    stage.submit()
+    stage.finish(stage.next(stage.worker))
+    assert isinstance(stage.next(stage.client), m.Finished)
+    stage.tell(m.Drain())
+    stage.until_drained()
+    stage.tell(m.Stop())
+    assert stage.process.wait(5) == 0
+
+
+def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
+    """A gateway says that it knows the successor after its last request, which may be unread yet
+    when the drain is asked for: a process may sleep for long where there is much to do.
+    """
+    stage.submit()
+    stage.next(stage.worker)
+    stage.process.send_signal(signal.SIGSTOP)
+    late = [stage.submit() for _ in range(3)]
+    stage.tell(m.Drain())
+    stage.process.send_signal(signal.SIGCONT)
+    until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late))
+    stage.submit()
+    refused = stage.next(stage.client)
+    assert (refused.code, "Server is stopping" in refused.message) == ("UNAVAILABLE", True)
+
+
+def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
+    executing, queued = stage.submit(), stage.submit()
+    stage.next(stage.worker)
+    stage.statistics()  # answered behind both of them
+    stage.tell(m.Stop())
+    assert stage.process.wait(5) == 0
+    answers = stage.all(stage.client)
+    assert {answer.id for answer in answers} == {executing, queued}
+    assert {answer.code for answer in answers} == {"UNAVAILABLE"}
+
+
+def test_a_deadline_holds_while_the_worker_says_nothing(stage: Stage) -> None:
+    began = time.monotonic()
+    number = stage.submit(timeout_ns=1_000_000_000)  # it is dispatched within that
+    batch = stage.next(stage.worker)
+    answer = stage.next(stage.client)
+    took = time.monotonic() - began
+    assert answer == m.Failed(number, "UNAVAILABLE", "Request timeout expired", 0, True)
+    assert 1 <= took < 3
+    assert stage.next(stage.worker) == m.CancelExecution(batch.requests[0][0])
+    stage.finish(batch)
+    assert stage.next(stage.client) == m.Settled(number)
+
+
+def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
+    """Never shorter than 100 us, and not rounded up to a millisecond, of which one delay that was
+    shorter is proof enough: how long they are is measured in bench.
+    """
+    for _ in range(300):
+        stage.submit()
+        batch = stage.next(stage.worker)
+        # A start that cannot be true is taken for the moment of the dispatch: what is then counted
+        # as time in the queue is the scheduler's own doing alone.
+        replies = [[batch.requests[0][0], "", "", b""]]
+        stage.worker.send(m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
+        stage.next(stage.client)
+    histogram = stage.statistics()["shmserve"]["histograms"]["queue_seconds"]
+    upto = dict(zip(histogram["buckets"], itertools.accumulate(histogram["counts"]), strict=False))
+    assert upto[0.0001] <= 3, "batches left before their delay was over"
+    assert upto[0.001] >= 1, f"a delay of 100 us takes milliseconds: {upto}"
+
+
+def test_an_idle_scheduler_uses_no_processor(stage: Stage) -> None:
+    stage.submit()
+    stage.finish(stage.next(stage.worker))
+    stage.next(stage.client)
+    process = psutil.Process(stage.process.pid)
+    before = process.cpu_times()
+    switches = process.num_ctx_switches().voluntary
+    time.sleep(1.0)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system <= 0.01
+    assert process.num_ctx_switches().voluntary - switches <= 2
+
+
+def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
+    strangers = [
+        stage.join(endpoints.scheduler(stage.run_dir, NUMBER), f"{os.getpid()}.x"),
+        stage.join(endpoints.instances(stage.run_dir, NUMBER), f"1.{os.getpid()}"),
+    ]
+    garbage = [
+        b"",
+        os.urandom(100),
+        frames.pack([m.Finished(1, b"")]),
+        frames.pack([m.HealthChanged(True, True, True)]),
+        frames.pack([m.BatchFinished(1, 0, 0, 0, 0, [[], [1], ["a", 2]])]),
+        frames.pack([m.Execute(1, [])]),
+        b"\x92\x02\x91\xa5Drain",
+        b"\x92\x01\x91\xa5Nope.",
+        b"\xdd\xff\xff\xff\xff",
+    ]
+    for frame in garbage:
+        send_raw(stage.control, stage.address, zmtp.frame(frame))
+        for stranger in strangers:
+            send_raw(stranger, b"", zmtp.frame(frame))
+            send_raw(stranger, b"", b"\1\4some\0\4more")
+    number = stage.submit()
+    stage.finish(stage.next(stage.worker))
+    assert stage.next(stage.client) == m.Finished(number, b"done")
+    assert stage.statistics()["shmserve"]["malformed"] > len(garbage)
+    assert stage.process.poll() is None
+
+
+def test_a_deadline_may_be_any_number(stage: Stage) -> None:
+    for deadline in (-1, 2**63 - 1, 2**64 - 1):
+        stage.client.send(m.Submit(7, 1, b"", 0, deadline, 0, 0, b"work"))
+        batch = stage.next(stage.worker)
+        stage.finish(batch)
+        assert stage.next(stage.client) == m.Finished(7, b"done")
+
+
+def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None:
+    endpoint = endpoints.scheduler(stage.run_dir, NUMBER)
+    with subprocess.Popen([sys.executable, "-c", FLOOD, endpoint], stdin=subprocess.PIPE) as flood:
+        batch = stage.next(stage.worker)
+        stage.tell(m.ProcessExited(flood.pid))
+        assert 1 <= len(batch.requests) <= 8
+        stage.tell(m.Stop())
+        assert stage.process.wait(5) == 0

@@ -1,0 +1,390 @@
+"""One worker process, with this test as its supervisor and as its scheduler."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+import numpy as np
+import psutil
+import pytest
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_inferred
+from shmserve.ipc.transport import zmtp
+from shmserve.ipc.transport.router import Router
+from tests.rigs.arrivals import arrived, send_raw
+from tests.rigs.worker_rig import Region, inference, model_config, tensor
+from tests.support.waiting import until
+
+T = TypeVar("T")
+_PATIENCE_MS = 20_000
+_START = """
+import sys, msgpack
+from shmserve.workers.main import run
+run(msgpack.unpackb(sys.stdin.buffer.read()))
+"""
+MODEL = """
+import os, sys, time
+import torch
+from numpy import ndarray
+from torch import Tensor
+from shmserve.model import FP32
+
+class Model:
+    max_batch_size = 8
+    def load(self, context):
+        self.log = context.directory / "log"
+    def predict(self, x: FP32[ndarray, -1]) -> FP32[ndarray, -1]:
+        match x[0, 0]:
+            case -1: raise ValueError("no")
+            case -2: sys.exit(1)
+            case -3: os._exit(7)
+            case -4: time.sleep(60)
+        return x * 2
+    def unload(self):
+        self.log.write_text("unloaded")
+"""
+
+
+class Worker:
+    """The process, and both ends it talks to."""
+
+    def __init__(self, folder: Path, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.version_dir = folder / "m" / "1"
+        self.version_dir.mkdir(parents=True)
+        (self.version_dir / "model.py").write_text(textwrap.dedent(MODEL))
+        self.control = Router(f"ipc://{run_dir}/control")
+        self.schedulers: dict[str, Router] = {}
+        self.log = folder / "stderr"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.batches = 0
+
+    def start(self, **changes: Any) -> None:
+        """Start it, as the zygote would."""
+        args = {
+            "number": 5,
+            "index": 0,
+            "model_name": "m",
+            "version": "1",
+            "model_dir": str(self.version_dir.parent),
+            "repository": str(self.version_dir.parent.parent),
+            "run_dir": str(self.run_dir),
+            "device": "cpu",
+            "kind": "CPU",
+            "device_id": 0,
+            "instance_name": "m_0_0",
+            "backend_config": {},
+            "arena_byte_size": 64 << 20,
+            "log": {},
+            "threads": 1,
+            "fds": [],
+            **changes,
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _START], stdin=subprocess.PIPE, stderr=log
+            )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgpack.packb(args))
+        self.process.stdin.close()
+        self.pid = self.process.pid
+        assert self.expect(m.WorkerStarted).pid == self.pid
+
+    def expect(self, kind: type[T], router: Router | None = None) -> T:
+        """The next message, which must be of this kind."""
+        router = router or self.control
+        messages = arrived(router, _PATIENCE_MS / 1000)
+        assert messages, f"no {kind.__name__}: {self.log.read_text()}"
+        ((self.peer, message),) = messages
+        assert isinstance(message, kind), message
+        return message
+
+    def tell(self, message: Any) -> None:
+        """As the supervisor."""
+        self.control.post(b"worker.5.0.%d" % self.pid, message)
+        self.control.flush()
+
+    def load(self, **changes: Any) -> None:
+        """Complete the configuration, load, and take the instance's offer."""
+        self.tell(m.CompleteConfig(model_config([], [], backend="native", **changes)))
+        self.config = self.expect(m.ConfigCompleted).config
+        self.tell(m.LoadInstance(self.config, self.scheduler("w1")))
+        self.expect(m.InstanceLoaded)
+        self.expect_offer("w1")
+
+    def scheduler(self, name: str) -> str:
+        """Open a scheduler's end; returns its endpoint."""
+        endpoint = f"ipc://{self.run_dir}/{name}"
+        self.schedulers[name] = Router(endpoint)
+        return endpoint
+
+    def expect_offer(self, name: str) -> None:
+        """The instance is ready at this scheduler."""
+        assert self.expect(m.InstanceReady, self.schedulers[name]) == m.InstanceReady(0, self.pid)
+        assert self.peer == b"0.%d" % self.pid
+
+    def execute(self, *values: float, name: str = "w1", size: int = 1, place: Any = None) -> None:
+        """Send a batch, a request for each value."""
+        self.batches += 1
+        work = [
+            [
+                key,
+                os.getpid(),
+                pack_inference(inference(tensor("x", np.full((1, size), value, "f4"), place))),
+            ]
+            for key, value in enumerate(values, 1)
+        ]
+        router = self.schedulers[name]
+        router.post(b"0.%d" % self.pid, m.Execute(self.batches, work))
+        router.flush()
+
+    def finished(self, name: str = "w1") -> list[list[Any]]:
+        """The replies to the last batch, by key."""
+        done = self.expect(m.BatchFinished, self.schedulers[name])
+        assert done.batch == self.batches
+        return sorted(done.replies)
+
+    def answer(self, reply: list[Any]) -> Inferred:
+        """A reply that must be a success."""
+        _, code, message, body = reply
+        assert code == "", message
+        return unpack_inferred(body)
+
+    def wait(self) -> int:
+        """The exit status of the process."""
+        assert self.process is not None
+        return self.process.wait(_PATIENCE_MS / 1000)
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for router in (self.control, *self.schedulers.values()):
+            router.close()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    # A socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="w-", dir="/tmp") as run_dir:
+        made = Worker(tmp_path, Path(run_dir))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def value(answer: Inferred) -> float:
+    (output,) = answer.outputs
+    assert isinstance(output.data, bytes)
+    return float(np.frombuffer(output.data, "f4")[0])
+
+
+def test_from_start_to_stop(worker: Worker) -> None:
+    worker.start()
+    worker.load()
+    assert worker.config["max_batch_size"] == 8
+    assert psutil.Process(worker.pid).cmdline()[0].startswith("shmserve: worker m.0 cpu")
+    worker.execute(1, 2, 3)
+    assert [value(worker.answer(reply)) for reply in worker.finished()] == [2, 4, 6]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(worker.pid, number)
+    worker.execute(4)
+    assert [value(worker.answer(reply)) for reply in worker.finished()] == [8]
+    worker.tell(m.Stop())
+    assert worker.wait() == 0
+    assert (worker.version_dir / "log").read_text() == "unloaded"
+
+
+def test_a_failing_request_leaves_its_neighbours_and_the_worker(worker: Worker) -> None:
+    worker.start()
+    worker.load()
+    for bad, text in ((-1, "ValueError: no"), (-2, "SystemExit: 1")):
+        worker.execute(bad, 2)
+        first, second = worker.finished()
+        prefix = "Failed to process the request(s) for model 'm_0_0', message: "
+        assert first[1:3] == ["INTERNAL", prefix + text]
+        assert value(worker.answer(second)) == 4
+
+
+def test_malformed_work_and_messages(worker: Worker) -> None:
+    worker.start()
+    worker.load()
+    router = worker.schedulers["w1"]
+    peer = b"0.%d" % worker.pid
+    send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
+    router.post(peer, m.ProcessExited(1))
+    router.post(peer, m.Execute(1, [[1, 1, b"garbage"]]))
+    router.flush()
+    worker.batches = 1
+    assert worker.finished() == [[1, "INTERNAL", "internal error", b""]]
+
+
+def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Worker) -> None:
+    worker.start()
+    worker.load()
+    size = 12 << 20 >> 2
+    mappings = Mappings()
+    peer, router = b"0.%d" % worker.pid, worker.schedulers["w1"]
+    dead = m.ProcessExited(os.getpid())
+    # Two of 48 MiB do not fit into 64 MiB: each must come back before the next.
+    for give_back in (
+        lambda offset: router.post(peer, m.ReleaseOutputs(os.getpid(), [offset])),
+        lambda offset: worker.tell(dead),
+        lambda offset: None,
+    ):
+        worker.execute(1, size=4 * size)
+        (output,) = worker.answer(worker.finished()[0]).outputs
+        assert not isinstance(output.data, bytes)
+        view = np.frombuffer(mappings.view(output.data), "f4")
+        assert (view == 2).all()
+        give_back(output.data.offset)
+        router.flush()
+    worker.execute(1, size=4 * size)
+    assert worker.finished()[0][1] == "UNAVAILABLE"
+    mappings.drop_process(worker.pid)
+
+
+def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
+    worker.start()
+    worker.load()
+    region = Region(1 << 20)
+    place = region.write(4096, np.full((1, 1), 3, "f4"))
+
+    def mapped() -> int:
+        maps = Path(f"/proc/{worker.pid}/maps").read_text()
+        return maps.count("memfd:test-region")
+
+    for _ in range(3):
+        worker.execute(0, place=place)
+        assert value(worker.answer(worker.finished()[0])) == 6
+        assert mapped() == 1
+    worker.tell(m.MemoryDropped(region.memory.id))
+    until("the region is unmapped", lambda: mapped() == 0)
+    region.close()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_another_scheduler_takes_over(worker: Worker, late: bool) -> None:
+    """It gives keys anew: what was cancelled under its predecessor was another request."""
+    worker.start()
+    worker.load()
+    worker.execute(1)
+    if late:
+        worker.finished()
+    worker.schedulers["w1"].post(b"0.%d" % worker.pid, m.CancelExecution(1))
+    worker.schedulers["w1"].flush()
+    if not late:
+        worker.finished()
+    worker.schedulers["w1"].close()
+    worker.tell(m.Attach(worker.scheduler("w2")))
+    worker.expect_offer("w2")
+    worker.execute(5, name="w2")
+    assert value(worker.answer(worker.finished("w2")[0])) == 10
+
+
+def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
+    gate = worker.version_dir / "gate"
+    os.mkfifo(gate)
+    blocked = f"(self.log.write_text('x'), open({str(gate)!r}).read())"
+    (worker.version_dir / "model.py").write_text(MODEL.replace("time.sleep(60)", blocked))
+    worker.start()
+    worker.load()
+    worker.execute(-4)
+    until("it runs", lambda: (worker.version_dir / "log").exists())
+    worker.schedulers["w1"].close()
+    worker.tell(m.Attach(worker.scheduler("w2")))
+    gate.write_text("")  # only now the batch may end
+    worker.expect_offer("w2")
+    worker.execute(5, name="w2")
+    assert value(worker.answer(worker.finished("w2")[0])) == 10
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "shown"),
+    [
+        ("raise KeyError('gone')", "INTERNAL", "KeyError: 'gone'"),
+        ("import sys; sys.exit(4)", "INTERNAL", "SystemExit: 4"),
+        ("raise type('Speechless', (Exception,), {'__str__': None})", "INTERNAL", "Speechless"),
+        ("Model = 1", "INVALID_ARG", "'model.py' does not define a class 'Model'"),
+    ],
+)
+def test_a_model_that_does_not_load(worker: Worker, spoil: str, code: str, shown: str) -> None:
+    (worker.version_dir / "model.py").write_text(spoil)
+    worker.start()
+    worker.tell(m.CompleteConfig(model_config([], [], backend="native")))
+    failed = worker.expect(m.LoadFailed)
+    assert (failed.code, failed.message) == (code, shown)
+    assert worker.wait() == 0
+    assert (spoil in worker.log.read_text()) == (code == "INTERNAL"), "the traceback is in the log"
+
+
+def test_a_model_that_fails_in_load(worker: Worker) -> None:
+    model = MODEL.replace(
+        "self.log = context", "raise RuntimeError('boom')\n        self.log = context"
+    )
+    (worker.version_dir / "model.py").write_text(model)
+    worker.start()
+    worker.tell(m.CompleteConfig(model_config([], [], backend="native")))
+    config = worker.expect(m.ConfigCompleted).config
+    worker.tell(m.LoadInstance(config, worker.scheduler("w1")))
+    assert worker.expect(m.LoadFailed) == m.LoadFailed("INTERNAL", "RuntimeError: boom")
+    assert worker.wait() == 0
+
+
+def test_a_device_that_is_not_there(worker: Worker) -> None:
+    worker.start(device="npu:0", kind="GPU")
+    worker.tell(m.CompleteConfig(model_config([], [], backend="native")))
+    failed = worker.expect(m.LoadFailed)
+    assert failed.code == "UNAVAILABLE"
+    assert "torch_npu" in failed.message
+
+
+def test_stop_before_anything_is_loaded(worker: Worker) -> None:
+    worker.start()
+    worker.tell(m.Stop())
+    assert worker.wait() == 0
+
+
+def test_an_idle_worker_does_nothing(worker: Worker) -> None:
+    worker.start()
+    worker.load()
+    worker.execute(1)
+    worker.finished()
+    process = psutil.Process(worker.pid)
+    switches: Callable[[], int] = lambda: sum(  # noqa: E731
+        int(line.split()[1])
+        for task in Path(f"/proc/{worker.pid}/task").iterdir()
+        for line in (task / "status").read_text().splitlines()
+        if "ctxt_switches" in line
+    )
+    until("it has settled", lambda: process.status() == psutil.STATUS_SLEEPING)
+    before = switches()
+    time.sleep(0.5)
+    assert switches() - before < 5
+
+
+def test_a_hanging_worker_tells_where(worker: Worker) -> None:
+    worker.start()
+    worker.load()
+    worker.execute(-4)
+    until("it hangs", lambda: psutil.Process(worker.pid).status() == psutil.STATUS_SLEEPING)
+
+    def dumped() -> bool:
+        os.kill(worker.pid, signal.SIGUSR2)
+        return "in predict" in worker.log.read_text()
+
+    until("its stack is in the log", dumped)

@@ -1,0 +1,177 @@
+"""Processes that are forked on request: very many at once, and none when the host has no room."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.processes import zygote
+from shmserve.supervisor.processes.table import Zygote
+from tests.support.servers import ROOT
+
+# In a process of its own: the process table adopts orphans, and kills what it does not know.
+_CROWD = """
+import asyncio, logging, os, signal, sys
+from pathlib import Path
+from shmserve.supervisor.processes.table import Children, Zygote
+from shmserve.ipc import processes
+from shmserve.supervisor.host.run_directory import RunDirectory
+
+async def main():
+    logging.basicConfig(level=logging.ERROR)  # that it is stopped may be seen, and said
+    folder = RunDirectory(Path(sys.argv[1]))
+    children = Children(lambda child: None)
+    zygote = Zygote(children, folder, "zygote", (), os.environ)
+    zygote.start()
+    for process in children.all():  # Ctrl-C is for the supervisor, also this early
+        os.kill(process.pid, signal.SIGINT)
+    first = await zygote.spawn("one", "builtins:len", {})
+    process, = [child for child in children.all() if child.title == "zygote"]
+    os.kill(process.pid, signal.SIGSTOP)
+    spawned = [asyncio.ensure_future(zygote.spawn("one", "builtins:len", {})) for _ in range(500)]
+    await asyncio.sleep(0)  # every request that is sent at once is sent
+    os.kill(process.pid, signal.SIGCONT)
+    ends = [await child.exited for child in await asyncio.gather(*spawned)]
+    print(len(ends), set(ends))
+    os.kill(process.pid, signal.SIGSTOP)
+    stay = "tests.integration.processes.test_zygote:stay"
+    unwanted = asyncio.ensure_future(zygote.spawn("it", stay, {}))
+    while not zygote._waiting:
+        await asyncio.sleep(0)
+    unwanted.cancel()
+    os.kill(process.pid, signal.SIGCONT)
+    while zygote._waiting or set(processes.children(os.getpid())) != {process.pid}:
+        await asyncio.sleep(0.01)
+    zygote.stop()
+    await process.exited
+
+asyncio.run(main())
+"""
+
+# Its parent hears of its end before it hears of its start, as when both come at once.
+_SHORT_LIVED = """
+import asyncio, os
+from shmserve.supervisor.processes.table import Children
+
+async def main():
+    entered = []
+    children = Children(lambda child: print(child in entered, child.exited.result()))
+    with children.spawning():
+        pid = os.posix_spawn("/bin/true", ["true"], {})
+        while pid not in children._early:
+            await asyncio.sleep(0.01)
+        child = children.adopt(pid, "one")
+    entered.append(child)
+    await child.exited
+
+asyncio.run(main())
+"""
+
+# A terminal is closed just when a process is being forked: it has another parent for a moment.
+_HUNG_UP = """
+import os, signal, sys
+from shmserve.supervisor.processes import zygote
+
+fork = os.fork
+
+def forked():
+    child = fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGHUP)
+    return child
+
+os.fork = forked
+sys.exit(zygote.main(sys.argv[1:]))
+"""
+
+
+def stay(args: dict[str, Any]) -> None:
+    """What a process may do that ends by a signal only."""
+    signal.pause()
+
+
+def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
+    """A host with some hundred instances asks for them all at once; and what nobody waits for any
+    more when it comes, since another instance could not be loaded, does not stay."""
+    assert output(_CROWD, f"{tmp_path}/run") == "500 {'exit status 0'}\n"
+
+
+def test_a_process_that_ends_at_once() -> None:
+    """Who started it has it by the time of its end, and can start another one."""
+    assert output(_SHORT_LIVED) == "True exit status 0\n"
+
+
+def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> None:
+    """`nohup` has the server live on, and its run directory stays."""
+    folder = RunDirectory(tmp_path / "run")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(10)
+    fds = (theirs.fileno(), folder.lock_fd)
+    command = [sys.executable, "-c", _HUNG_UP, *map(str, (*fds, os.getpid(), folder.path)), "it"]
+    with subprocess.Popen(command, cwd=ROOT, pass_fds=fds) as process:
+        theirs.close()
+        with ours:
+            assert msgpack.unpackb(ours.recv(64)) == [0, process.pid]
+            request = zygote.encode_request(1, "builtins:len", {})
+            socket.send_fds(ours, [b"fork"], [request])
+            os.close(request)
+            assert msgpack.unpackb(ours.recv(64))[0] == 1
+            assert (folder.path / "lock").exists()
+        assert process.wait(10) == 0
+    assert not folder.path.exists()
+    os.close(folder.lock_fd)
+
+
+def output(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", script, *arguments]
+    found = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.stderr == ""
+    return found.stdout
+
+
+@pytest.mark.parametrize("at", ["the first fork", "the second fork"])
+def test_no_room_for_one_process_more(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """The zygote says so and lives; who asked for the process hears of it."""
+    kernels, forks = os.fork, [at == "the first fork"]
+
+    def fork() -> int:
+        if forks.pop():
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        forks.append(True)
+        return kernels()
+
+    monkeypatch.setattr(os, "fork", fork)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        zygote._fork(theirs, os.getpid(), [zygote.encode_request(7, "builtins:len", {})])
+        assert msgpack.unpackb(ours.recv(64)) == [7, -errno.EAGAIN]
+
+
+def test_no_room_for_the_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where few processes are allowed, the server says so and does not start."""
+
+    def refused(*_: object, **__: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    async def start() -> None:
+        Zygote(None, folder, "zygote", (), {}).start()  # type: ignore[arg-type]
+
+    folder = RunDirectory(tmp_path / "run")
+    monkeypatch.setattr(os, "posix_spawn", refused)
+    with pytest.raises(Unavailable, match="no process can be started: Resource temporarily"):
+        asyncio.run(start())
+    os.close(folder.lock_fd)

@@ -1,0 +1,112 @@
+"""The other side of a model's calls: a supervisor and schedulers that say what the test says."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
+from shmserve.ipc.transport.router import Router
+from tests.rigs.arrivals import arrived
+from tests.rigs.worker_rig import model_config, tensor_config
+
+T = TypeVar("T", bound=m.Submit | m.Cancel | m.Release | m.FindModel | m.LoadModel)
+
+CONFIG = model_config(
+    [tensor_config("X", "FP32", [-1])],
+    [tensor_config("Y", "FP32", [-1])],
+    max_batch_size=4,
+    name="other",
+)
+
+
+class Peer:
+    """One end of messages: what comes is taken in order, what is said goes to who spoke last."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._waiting: list[Any] = []
+        self._peer = b""
+
+    def next(self, kind: type[T]) -> T:
+        """The next message, which must be of this kind."""
+        self._listen(10.0)
+        assert self._waiting, f"no {kind.__name__} came"
+        message = self._waiting.pop(0)
+        assert isinstance(message, kind), message
+        return message
+
+    def silent(self) -> bool:
+        """Whether nothing comes for a moment."""
+        self._listen(0.05)
+        return not self._waiting
+
+    def _listen(self, patience_s: float) -> None:
+        if not self._waiting:
+            for peer, message in arrived(self._router, patience_s):
+                self._peer = peer
+                self._waiting.append(message)
+
+    def say(self, *messages: Any) -> None:
+        """Send messages, as one frame."""
+        for message in messages:
+            self._router.post(self._peer, message)
+        self._router.flush()
+
+
+class Others:
+    """Models that a model under test calls, in this thread; what is tested runs in another."""
+
+    def __init__(self, folder: Path, control: Router):
+        self._folder = folder
+        self.supervisor = Peer(control)
+        self._routers: list[Router] = []
+
+    def run(self, function: Any, *args: Any) -> Future[Any]:
+        """Run what is tested in a thread of its own."""
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        # A daemon: one that a failed test leaves waiting must not keep the process.
+        threading.Thread(target=work, daemon=True).start()
+        return future
+
+    def endpoint(self, name: str) -> str:
+        """Where a scheduler with that name is, or would be."""
+        return f"ipc://{self._folder}/{name}"
+
+    def scheduler(self, name: str) -> Peer:
+        """Open a scheduler."""
+        self._routers.append(Router(self.endpoint(name)))
+        return Peer(self._routers[-1])
+
+    def found(self, name: str, config: dict[str, Any] = CONFIG, **more: Any) -> m.FindModel:
+        """Answer the next question for a model: it is at the scheduler `name`."""
+        question = self.supervisor.next(m.FindModel)
+        answer = {"endpoint": self.endpoint(name), "config": config, "version": "1", "ready": True}
+        self.supervisor.say(m.Answered(question.id, {**answer, **more}))
+        return question
+
+    def close(self) -> None:
+        """Close the schedulers."""
+        for router in self._routers:
+            router.close()
+
+
+def work(submit: m.Submit) -> Inference:
+    """What a submission carries."""
+    return unpack_inference(submit.work)
+
+
+def finished(submit: m.Submit, *outputs: TensorRef, **parameters: Any) -> m.Finished:
+    """A successful answer."""
+    return m.Finished(submit.id, pack_inferred(Inferred(outputs, parameters)))

@@ -1,0 +1,200 @@
+"""A stand-in for CUDA over host memory: what is exported here is opened, bounded, used and closed
+by the worker's own code, on a machine without a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from shmserve.ipc.memory.cuda_ipc import CudaError
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
+from shmserve.workers.device import Device
+from shmserve.workers.memory.device import Allocation, DeviceMemory
+
+_numbers = itertools.count(1)
+
+
+class Exported:
+    """An allocation of another process: its bytes, and the handle to them."""
+
+    def __init__(self, byte_size: int, device: int, inside: int) -> None:
+        self.device = device
+        self.inside = inside  # what the handle opens begins so far into the allocation
+        self.raw = next(_numbers).to_bytes(64, "big")
+        self.buffer = (ctypes.c_ubyte * (inside + byte_size))()
+
+    @property
+    def content(self) -> np.ndarray[Any, Any]:
+        """All of it from where the handle opens, as the exporter sees it."""
+        return np.frombuffer(memoryview(self.buffer), np.uint8)[self.inside :]
+
+    def memory(self, byte_size: int | None = None, uuid: bytes = b"") -> Memory:
+        """As a region of it is described to workers."""
+        size = len(self.content) if byte_size is None else byte_size
+        return Memory.on_device(next(_numbers), size, CudaHandle(self.raw, self.device, uuid))
+
+    def write(self, offset: int, array: np.ndarray[Any, Any]) -> None:
+        """Put an array in, as a client does."""
+        self.content[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+
+    def read(self, offset: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """What is at `offset`, of the type and shape of `like`."""
+        return (
+            self.content[offset : offset + like.nbytes].copy().view(like.dtype).reshape(like.shape)
+        )
+
+
+class FakeCuda:
+    """Implements `shmserve.ipc.memory.cuda_ipc.Cuda`; two devices. `asked` lists what was done."""
+
+    def __init__(self) -> None:
+        self._exported: dict[bytes, Exported] = {}
+        self._open: Counter[int] = Counter()
+        self.asked: list[tuple[str, int]] = []
+        self.broken = False
+        self.pinned: dict[int, int] = {}  # address -> byte size
+
+    def export(self, byte_size: int, device: int = 0, inside: int = 0) -> Exported:
+        """Allocate in another process, and export."""
+        made = Exported(byte_size, device, inside)
+        self._exported[made.raw] = made
+        return made
+
+    def forget(self, exported: Exported) -> None:
+        """The exporter dies: nobody can open the handle any more."""
+        self._exported.pop(exported.raw, None)
+
+    @property
+    def opened(self) -> int:
+        """How many mappings there are."""
+        return self._open.total()
+
+    def open(self, handle: bytes, device: int) -> int:
+        """As in `Cuda`; a handle that is open already is opened no second time."""
+        found = self._exported.get(handle)
+        if found is None or found.device != device:
+            raise CudaError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
+        pointer = ctypes.addressof(found.buffer) + found.inside
+        assert not self._open[pointer], "the handle is open already"
+        self._open[pointer] += 1
+        self.asked.append(("open", device))
+        return pointer
+
+    def close(self, pointer: int, device: int) -> None:
+        """As in `Cuda`."""
+        assert self._open[pointer] == 1
+        self._open[pointer] -= 1
+        self.asked.append(("close", device))
+
+    def extent(self, pointer: int, device: int) -> tuple[int, int]:
+        """As in `Cuda`."""
+        for found in self._exported.values():
+            base = ctypes.addressof(found.buffer)
+            if base <= pointer < base + len(found.buffer):
+                return base, len(found.buffer)
+        raise CudaError("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
+
+    def uuid(self, device: int) -> bytes:
+        """As in `Cuda`."""
+        if device not in (0, 1):
+            raise CudaError("cuDeviceGet: CUDA_ERROR_INVALID_DEVICE")
+        return bytes([device]) * 16
+
+    def synchronize(self, device: int) -> None:
+        """As in `Cuda`."""
+        self.asked.append(("synchronize", device))
+        if self.broken:
+            raise CudaError("cuCtxSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def pin(self, address: int, byte_size: int, device: int) -> None:
+        """As in `Cuda`; nothing of no size, which poisons the driver's next call."""
+        assert byte_size and address not in self.pinned
+        if self.broken:
+            raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
+        self.pinned[address] = byte_size
+        self.asked.append(("pin", device))
+
+    def unpin(self, address: int, device: int) -> None:
+        """As in `Cuda`; the pages are still there."""
+        ctypes.string_at(address, self.pinned.pop(address))
+        self.asked.append(("unpin", device))
+
+    def exporting(self) -> FakeExporting:
+        """CUDA as another process has it, which allocates."""
+        return FakeExporting(self)
+
+    def device_memory(self) -> DeviceMemory:
+        """A worker's device memory on this."""
+        return DeviceMemory(lambda: self, _as_tensor)
+
+
+class FakeExporting:
+    """Implements `shmserve.ipc.memory.cuda_ipc.Exporting`: what it allocates, `cuda` opens."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self.allocated: dict[int, Exported] = {}
+        self.most = 1 << 30
+
+    def allocate(self, byte_size: int, device: int) -> int:
+        """As in `Exporting`."""
+        if byte_size > self.most:
+            raise CudaError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+        made = self._cuda.export(byte_size, device)
+        pointer = ctypes.addressof(made.buffer)
+        self.allocated[pointer] = made
+        return pointer
+
+    def free(self, pointer: int, device: int) -> None:
+        """As in `Exporting`."""
+        self._cuda.forget(self.allocated.pop(pointer))
+
+    def export(self, pointer: int, device: int) -> bytes:
+        """As in `Exporting`."""
+        return self.allocated[pointer].raw
+
+    def uuid(self, device: int) -> bytes:
+        """As in `Exporting`."""
+        return self._cuda.uuid(device)
+
+    def read(self, pointer: int, target: memoryview, device: int) -> None:
+        """As in `Exporting`."""
+        target[:] = ctypes.string_at(pointer, target.nbytes)
+
+    def write(self, pointer: int, source: memoryview, device: int) -> None:
+        """As in `Exporting`."""
+        ctypes.memmove(pointer, bytes(source), source.nbytes)
+
+
+def _as_tensor(allocation: Allocation) -> torch.Tensor:
+    kind: Any = type("_View", (ctypes.c_ubyte * allocation.room,), {})
+    view = kind.from_address(allocation.pointer)
+    view.owner = allocation  # the tensor keeps it, as torch keeps what a CUDA array came from
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+class FakeDevice(Device):
+    """A device with memory of its own, as far as a worker can tell; counts what passes by host."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.put_bytes = 0
+        self.fetched_bytes = 0
+
+    @property
+    def remote(self) -> bool:
+        return True
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.put_bytes += tensor.nbytes
+        return tensor.clone()
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.fetched_bytes += tensor.nbytes
+        return tensor.clone()

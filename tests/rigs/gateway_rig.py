@@ -1,0 +1,369 @@
+"""A real gateway process between a supervisor and schedulers that are played by the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
+from shmserve.ipc.transport.router import Router
+from tests.support.raw_http import Http
+from tests.support.waiting import until
+
+_BOOT = (
+    "import os, sys, msgpack; from shmserve.gateway.http.main import run; "
+    "run(msgpack.unpackb(sys.stdin.buffer.read()))"
+)
+Compute = Callable[[Inference], Inferred]
+
+
+class Puppet(threading.Thread):
+    """One bound socket in a thread; `on_message(peer, message)` runs there for each message."""
+
+    def __init__(self, endpoint: str, on_message: Callable[[bytes, Any], None]) -> None:
+        super().__init__(daemon=True)
+        self.endpoint = endpoint
+        self.router = Router(endpoint)
+        self._on_message = on_message
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._calls: list[Callable[[], None]] = []
+        self._ended = False
+        self.start()
+
+    def run(self) -> None:
+        """Handle messages and calls until `close`."""
+        poll = select.epoll()
+        poll.register(self.router.fd, select.EPOLLIN)
+        poll.register(self._wake, select.EPOLLIN)
+        while not self._ended:
+            for fd, _ in poll.poll():
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+            while self._calls:
+                self._calls.pop(0)()
+            for peer, message in self.router.receive():
+                self._on_message(peer, message)
+            self.router.flush()
+        poll.close()
+        self.router.close()
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run `action` in the thread, and wait for it."""
+        done = threading.Event()
+
+        def act() -> None:
+            action()
+            self.router.flush()
+            done.set()
+
+        self._calls.append(act)
+        os.eventfd_write(self._wake, 1)
+        assert done.wait(10)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self.is_alive():
+            self._calls.append(lambda: setattr(self, "_ended", True))
+            os.eventfd_write(self._wake, 1)
+            self.join(10)
+            os.close(self._wake)
+
+
+class Scheduler:
+    """Answers with `compute` at once, or keeps what comes while `held` is True."""
+
+    def __init__(self, run_dir: Path, number: int, compute: Compute) -> None:
+        self.endpoint = endpoints.scheduler(run_dir, number)
+        self.compute = compute
+        self.held = False
+        self.statistics: dict[str, Any] | None = None
+        self.submits: list[m.Submit] = []
+        self.others: list[Any] = []  # Cancel, Release
+        self.peers: set[bytes] = set()
+        self.waiting: list[tuple[bytes, m.Submit]] = []
+        self.puppet = Puppet(self.endpoint, self._take)
+
+    def _take(self, peer: bytes, message: Any) -> None:
+        self.peers.add(peer)
+        match message:
+            case m.Submit():
+                self.submits.append(message)
+                if self.held:
+                    self.waiting.append((peer, message))
+                else:
+                    self._answer(peer, message)
+            case m.ReportStatistics(number):
+                if self.statistics is not None:
+                    self.puppet.router.post(peer, m.StatisticsReported(number, self.statistics))
+            case _:
+                self.others.append(message)
+
+    def _answer(self, peer: bytes, submit: m.Submit) -> None:
+        body = pack_inferred(self.compute(unpack_inference(submit.work)))
+        self.puppet.router.post(peer, m.Finished(submit.id, body))
+
+    def answer_all(self) -> None:
+        """Answer what was kept."""
+
+        def act() -> None:
+            for peer, submit in self.waiting:
+                self._answer(peer, submit)
+            self.waiting.clear()
+
+        self.puppet.call(act)
+
+    def say(self, peer: bytes, message: Any) -> None:
+        """Send a message."""
+        self.puppet.call(lambda: self.puppet.router.post(peer, message))
+
+    def close(self) -> None:
+        """Die."""
+        self.puppet.close()
+
+
+class Rig:
+    """A gateway on free ports, its supervisor (`tell`, `heard`) and its schedulers.
+
+    `door` is a listening socket, if not one on 127.0.0.1.
+    """
+
+    def __init__(self, run_dir: Path, door: socket.socket | None = None, **settings: Any) -> None:
+        self.run_dir = run_dir
+        self.heard: list[Any] = []
+        self.refusals: dict[type, tuple[str, str]] = {}
+        self.payloads: dict[type, dict[str, Any]] = {}
+        self.schedulers: list[Scheduler] = []
+        self._peer = b""
+        self._puppet = Puppet(endpoints.control(run_dir), self._take)
+        self._http = door or socket.create_server(("127.0.0.1", 0))
+        self._scrapes = socket.create_server(("127.0.0.1", 0))
+        self.port = 0 if self._http.family == socket.AF_UNIX else self._http.getsockname()[1]
+        self.http = Http(self.port)
+        self.metrics_port = self._scrapes.getsockname()[1]
+        fds = [self._http.fileno(), self._scrapes.fileno()]
+        args = {
+            "index": 0,
+            "run_dir": str(run_dir),
+            "http_count": 1,
+            "fds": fds,
+            "settings": {"arena_byte_size": 256 * 1024 * 1024, **settings},
+            "log": {},
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", _BOOT],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=fds,
+            cwd=Path(__file__).parents[2],
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgpack.packb(args))
+        self.process.stdin.close()
+        self._log = b""
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+        until("the gateway says that it is there", lambda: self._peer, 20)
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            for line in lines:
+                self._log += line
+
+    @property
+    def log(self) -> str:
+        """What the gateway has logged so far."""
+        return self._log.decode()
+
+    def _take(self, peer: bytes, message: Any) -> None:
+        self._peer = peer
+        self.heard.append(message)
+        number = getattr(message, "id", None)
+        if number is None:
+            return
+        refusal = self.refusals.get(type(message))
+        if refusal is not None:
+            self._puppet.router.post(peer, m.Refused(number, *refusal))
+        elif type(message) in self.payloads:
+            self._puppet.router.post(peer, m.Answered(number, self.payloads[type(message)]))
+
+    def tell(self, *messages: Any) -> None:
+        """Have the supervisor say something; returns when it is sent."""
+
+        def act() -> None:
+            for message in messages:
+                self._puppet.router.post(self._peer, message)
+
+        self._puppet.call(act)
+
+    def apply(self, make: Callable[[int], Any]) -> None:
+        """Have the supervisor say something that is acknowledged, and wait until it is."""
+        number = 1000 + len(self.heard)
+        self.tell(make(number))
+        until("it is acknowledged", lambda: m.Acknowledged(number) in self.heard)
+
+    def heard_of(self, kind: type) -> list[Any]:
+        """The messages of one kind that the supervisor got."""
+        return [message for message in self.heard if type(message) is kind]
+
+    def open(self, *, ready: bool = True) -> None:
+        """Have the supervisor say that this is all; connections are accepted from then on."""
+        self.tell(m.HealthChanged(live=True, ready=ready, exiting=False))
+
+    def scheduler(self, compute: Compute) -> Scheduler:
+        """A scheduler."""
+        made = Scheduler(self.run_dir, len(self.schedulers) + 1, compute)
+        self.schedulers.append(made)
+        return made
+
+    def publish(
+        self,
+        config: dict[str, Any],
+        scheduler: Scheduler,
+        version: str = "1",
+        *,
+        ready: bool = True,
+        latest: bool = True,
+    ) -> None:
+        """Publish a model version, and wait until the gateway has it."""
+        self.apply(lambda number: publication(config, scheduler, version, ready, latest, number))
+
+    def close(self) -> None:
+        """End everything."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.http.close()
+        for scheduler in self.schedulers:
+            scheduler.close()
+        self._puppet.close()
+        self._http.close()
+        self._scrapes.close()
+
+
+@contextlib.contextmanager
+def rig(run_dir: Path, door: socket.socket | None = None, **settings: Any) -> Iterator[Rig]:
+    """A rig for the with block."""
+    made = Rig(run_dir, door, **settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def tensor_config(name: str, datatype: str, dims: list[int]) -> dict[str, Any]:
+    """An input or output as the configuration shows it."""
+    spelled = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
+    return {"name": name, "data_type": spelled, "dims": dims, "optional": False}
+
+
+def model_config(
+    name: str, batch: int, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """As much of a model's configuration as a gateway looks at."""
+    return {
+        "name": name,
+        "platform": "",
+        "backend": "python",
+        "max_batch_size": batch,
+        "input": inputs,
+        "output": outputs,
+    }
+
+
+def metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """GET /v2/models/NAME, as the supervisor would derive it."""
+    batch = [-1] if config["max_batch_size"] else []
+
+    def shown(tensor: dict[str, Any]) -> dict[str, Any]:
+        datatype = tensor["data_type"].removeprefix("TYPE_")
+        datatype = "BYTES" if datatype == "STRING" else datatype
+        return {"name": tensor["name"], "datatype": datatype, "shape": [*batch, *tensor["dims"]]}
+
+    return {
+        "name": config["name"],
+        "platform": config["backend"],
+        "inputs": [shown(tensor) for tensor in config["input"]],
+        "outputs": [shown(tensor) for tensor in config["output"]],
+    }
+
+
+SIMPLE = model_config(
+    "simple",
+    8,
+    [tensor_config(name, "INT32", [16]) for name in ("INPUT0", "INPUT1")],
+    [tensor_config(name, "INT32", [16]) for name in ("OUTPUT0", "OUTPUT1")],
+)
+
+
+def publication(
+    config: dict[str, Any],
+    scheduler: Scheduler,
+    version: str = "1",
+    ready: bool = True,
+    latest: bool = True,
+    acknowledge: int = 0,
+) -> m.ModelPublished:
+    """What the supervisor says of a model version."""
+    return m.ModelPublished(
+        name=config["name"],
+        version=version,
+        config=config,
+        metadata=metadata(config),
+        endpoint=scheduler.endpoint,
+        ready=ready,
+        latest=latest,
+        load_seconds=0.25,
+        acknowledge=acknowledge,
+    )
+
+
+def identity_config(name: str, datatype: str, dims: list[int], batch: int = 0) -> dict[str, Any]:
+    """A model that returns its input IN as OUT."""
+    inputs = [tensor_config("IN", datatype, dims)]
+    return model_config(name, batch, inputs, [tensor_config("OUT", datatype, dims)])
+
+
+def _inline(tensor: TensorRef) -> bytes:
+    assert isinstance(tensor.data, bytes)
+    return tensor.data
+
+
+def add_sub(request: Inference) -> Inferred:
+    """The sum and the difference of INPUT0 and INPUT1, as far as they were asked for."""
+    by_name = {tensor.name: tensor for tensor in request.inputs}
+    shape = by_name["INPUT0"].shape
+    a, b = (np.frombuffer(_inline(by_name[n]), np.int32) for n in ("INPUT0", "INPUT1"))
+    wanted = {output.name for output in request.outputs} or {"OUTPUT0", "OUTPUT1"}
+    results = (("OUTPUT0", a + b), ("OUTPUT1", a - b))
+    return Inferred(
+        tuple(TensorRef(n, "INT32", shape, r.tobytes()) for n, r in results if n in wanted)
+    )
+
+
+def echo(request: Inference) -> Inferred:
+    """IN comes back as OUT, through numpy as in a model (a BOOL is 0 or 1 then)."""
+    outputs = []
+    for tensor in request.inputs:
+        data = _inline(tensor)
+        if tensor.datatype == "BOOL":
+            data = np.frombuffer(data, NUMPY["BOOL"]).astype(np.uint8).clip(0, 1).tobytes()
+        outputs.append(
+            TensorRef(tensor.name.replace("IN", "OUT"), tensor.datatype, tensor.shape, data)
+        )
+    return Inferred(tuple(outputs))

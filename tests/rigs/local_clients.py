@@ -1,0 +1,97 @@
+"""A program that speaks the native protocol by hand, and says what a test wants it to say."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
+from shmserve.ipc.transport import frames
+from shmserve.ipc.transport.dealer import Dealer
+from tests.support.servers import Server
+
+
+class Guest:
+    """A program that says what the test wants it to say."""
+
+    def __init__(self, server: Server) -> None:
+        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # With a timeout it would be told at once that the backlog is full, where it is.
+        self.door.connect(str(endpoints.door(server.run_dir)))
+        self.door.settimeout(10)
+        self.models: dict[str, str] = {}
+        self.number, self.token = 0, ""
+        self.links: list[Dealer] = []
+
+    def hello(self) -> Guest:
+        """Become a guest."""
+        self.tell(m.Hello(frames.VERSION))
+        while True:
+            match self.next():
+                case m.Welcome(number, token):
+                    self.number, self.token = number, token
+                case m.ModelPublished(name=name, endpoint=endpoint):
+                    self.models[name] = endpoint
+                case m.HealthChanged():
+                    return self
+
+    def tell(self, message: Any, *fds: int) -> None:
+        socket.send_fds(self.door, [frames.pack([message])], fds)
+
+    def next(self) -> Any:
+        (message,) = frames.unpack(self.door.recv(1 << 20))
+        return message
+
+    def ask(self, message: Any, *fds: int) -> Any:
+        self.tell(message, *fds)
+        return self.next()
+
+    def link(self, model: str, identity: str = "") -> Dealer:
+        made = Dealer(self.models[model], identity or f"{self.number}.{self.token}.1")
+        self.links.append(made)
+        return made
+
+    def close(self) -> None:
+        self.door.close()
+        for link in self.links:
+            link.close()
+
+
+@contextlib.contextmanager
+def memfd(
+    size: int = 4096, reserve: bool = True, seals: int = fcntl.F_SEAL_SHRINK
+) -> Iterator[int]:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        if reserve:
+            os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def submit(
+    inputs: tuple[TensorRef, ...], number: int = 1, outputs: tuple[RequestedOutput, ...] = ()
+) -> m.Submit:
+    work = pack_inference(Inference("", inputs, outputs))
+    return m.Submit(number, 0, b"", 0, 0, 0, 0, work, "")
+
+
+def answer(link: Dealer) -> Any:
+    while link.wait(10):
+        for message in link.receive():
+            return message
+    raise AssertionError("no answer")
+
+
+def small() -> TensorRef:
+    return TensorRef("INPUT0", "FP32", (4,), bytes(16))

@@ -1,0 +1,108 @@
+"""Processes that a test makes up: what the supervisor hears of them comes in the order that the
+test wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shmserve.config.options import parse
+from shmserve.config.server import from_flags
+from shmserve.ipc import messages as m
+from shmserve.ipc.capabilities import Seals
+from shmserve.logs import LogSettings
+from shmserve.supervisor.context import Host
+from shmserve.supervisor.models.version_spec import Plan
+from shmserve.supervisor.processes.table import Child
+
+CONFIG = {
+    "name": "m",
+    "backend": "python",
+    "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
+}
+# The kernel gives no process a higher number: none that there is can be meant.
+_HIGHEST_PID = 1 << 22
+
+
+def plan(version: str = "1") -> Plan:
+    """A version of the model "m"."""
+    folder = Path("/tmp")
+    return Plan("m", version, folder, folder, CONFIG, lambda completed: completed)
+
+
+class Made(Child):
+    """A process that dies when it is killed."""
+
+    on_end: Callable[[Child], None]
+
+    def kill(self, signal_number: int = signal.SIGKILL) -> None:
+        """It ends, and that is known at once."""
+        if self.alive:
+            self.exited.set_result(f"signal {int(signal_number)}")
+            self.on_end(self)
+
+
+class Processes:
+    """A zygote, its processes and the supervisor's socket to them: each says what is expected of
+    it, unless `at_start` has something else happen to it, or `hanging`: then it loads for ever.
+    """
+
+    def __init__(self) -> None:
+        self._pids = itertools.count(_HIGHEST_PID + 1)
+        self.started: list[Made] = []
+        self.at_start: Callable[[Made], None] = lambda child: None
+        self.hanging = False
+        self.on_end: Callable[[Child], None] = lambda child: None
+        config = from_flags(parse(["--model-repository=/tmp"]), {})
+        fake: Any = self
+        folder, seals = Path("/tmp"), Seals(bytes(32))
+        self.host = Host(config, folder, fake, fake, fake, fake, seals, LogSettings())
+
+    async def spawn(self, title: str, entry: str, args: Any, fds: Any = ()) -> Child:
+        """As a zygote does."""
+        loop = asyncio.get_running_loop()
+        child = Made(next(self._pids), title, loop.create_future())
+        child.on_end = lambda child: self.on_end(child)
+        self.started.append(child)
+        first = m.SchedulerReady if "scheduler" in entry else m.WorkerStarted
+        loop.call_soon(self.host.dispatch, child.pid, first(child.pid))
+        loop.call_soon(self.at_start, child)
+        return child
+
+    def send(self, pid: int, message: Any) -> None:
+        """As the supervisor's socket does."""
+        answer: Any = None
+        if isinstance(message, m.CompleteConfig):
+            answer = m.ConfigCompleted(message.config)
+        elif isinstance(message, m.LoadInstance) and not self.hanging:
+            answer = m.InstanceLoaded(0.0)
+        elif isinstance(message, m.Drain):
+            answer = m.Drained()
+        if answer is not None:
+            asyncio.get_running_loop().call_soon(self.host.dispatch, pid, answer)
+        if isinstance(message, m.Stop):
+            for child in self.started:
+                if child.pid == pid:
+                    child.kill(signal.SIGTERM)
+
+    def admit(self, pid: int) -> None:
+        """It has said nothing yet."""
+
+    connected = admit
+
+    async def end(self) -> None:
+        """Nothing goes on."""
+        for task in list(self.host.tasks):
+            task.cancel()
+        await asyncio.sleep(0)
+
+
+async def turns(count: int = 20) -> None:
+    """Let whoever can go on do so."""
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -1,0 +1,176 @@
+"""A scheduler without process, socket or clock: messages in, messages out, time by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    Inferred,
+    RequestedOutput,
+    pack_inference,
+    pack_inferred,
+)
+from shmserve.ipc.transport import frames
+from shmserve.scheduler.core import Scheduler
+from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.settings import Settings
+
+MS = 1_000_000
+GATEWAY = b"7000.ab"
+WALL_NS = 1_700_000_000_000_000_000
+
+
+class Outbox:
+    """What was posted, by peer (b"" for the supervisor)."""
+
+    def __init__(self) -> None:
+        self.malformed = 0
+        self.posted: list[tuple[bytes, Any]] = []
+
+    def post(self, peer: bytes, message: Any) -> None:
+        """Keep a message; it must survive the wire."""
+        (received,) = frames.unpack(frames.pack([message]))
+        self.posted.append((peer, received))
+
+    def take(self) -> list[tuple[bytes, Any]]:
+        """What was posted since the last time."""
+        taken, self.posted = self.posted, []
+        return taken
+
+
+class ControlOutbox(Outbox):
+    """The same for the one supervisor."""
+
+    def post(self, message: Any) -> None:  # type: ignore[override]
+        """Keep a message."""
+        super().post(b"", message)
+
+
+class Rig:
+    """A model "m" with batches up to `max_batch_size`; `dynamic` None: the default scheduler."""
+
+    def __init__(
+        self,
+        dynamic: dict[str, Any] | None = None,
+        max_batch_size: int = 8,
+        parameters: dict[str, str] | None = None,
+        **server: Any,
+    ) -> None:
+        config: dict[str, Any] = {"name": "m", "max_batch_size": max_batch_size}
+        config["parameters"] = {k: {"string_value": v} for k, v in (parameters or {}).items()}
+        if dynamic is not None:
+            config["dynamic_batching"] = dynamic
+        self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
+        self.scheduler = Scheduler(
+            Settings.read(config, "1", server),
+            self.clients,
+            self.workers,
+            self.control,
+            lambda: WALL_NS,
+        )
+        self.now = 1_000 * MS
+        self.wake_ns = NEVER
+        self._ids = 0
+
+    # --- in ---------------------------------------------------------------------------------------
+
+    def pass_time(self, ns: int) -> None:
+        """Let time pass, and the scheduler notice."""
+        self.now += ns
+        self.wake_ns = self.scheduler.plan(self.now)
+
+    def submit(self, count: int = 1, peer: bytes = GATEWAY, **fields: Any) -> list[int]:
+        """Submit requests in one turn; their numbers. A `timeout_ns` sets the deadline."""
+        timeout_ns = fields.pop("timeout_ns", 0)
+        numbers = []
+        for _ in range(count):
+            self._ids += 1
+            given = {
+                "id": self._ids,
+                "batch_size": 1,
+                "shape_key": b"",
+                "arrived_ns": self.now,
+                "deadline_ns": self.now + timeout_ns if timeout_ns else 0,
+                "timeout_us": 0,
+                "priority": 0,
+                "work": b"w%d" % self._ids,
+                "request_id": "",
+            }
+            self.scheduler.from_client(peer, m.Submit(**{**given, **fields}), self.now)
+            numbers.append(self._ids)
+        self.pass_time(0)
+        return numbers
+
+    def client(self, message: Any, peer: bytes = GATEWAY) -> None:
+        """A client's message."""
+        self.scheduler.from_client(peer, message, self.now)
+        self.pass_time(0)
+
+    def supervisor(self, *messages: Any) -> None:
+        """The supervisor's messages."""
+        for message in messages:
+            self.scheduler.from_control(message, self.now)
+        self.pass_time(0)
+
+    def worker(self, peer: bytes, message: Any) -> None:
+        """A worker's message."""
+        self.scheduler.from_worker(peer, message, self.now)
+        self.pass_time(0)
+
+    def start(self, index: int = 0, pid: int = 100) -> bytes:
+        """An instance that is announced and ready; its address."""
+        peer = b"%d.%d" % (index, pid)
+        self.supervisor(m.InstanceExpected(index, pid))
+        self.worker(peer, m.InstanceReady(index, pid))
+        return peer
+
+    # --- out --------------------------------------------------------------------------------------
+
+    def executes(self) -> list[tuple[bytes, m.Execute]]:
+        """The batches sent since the last time; other messages to workers are dropped."""
+        return [(p, msg) for p, msg in self.workers.take() if isinstance(msg, m.Execute)]
+
+    def execute(self) -> tuple[bytes, m.Execute]:
+        """The one batch sent since the last time."""
+        (one,) = self.executes()
+        return one
+
+    def answers(self) -> list[Any]:
+        """What clients were told since the last time."""
+        return [message for _, message in self.clients.take()]
+
+    def finish(self, peer: bytes, batch: m.Execute, *replies: list[Any]) -> None:
+        """The worker returns a batch, with success unless `replies` are given."""
+        made = list(replies) or [ok(key) for key, _, _ in batch.requests]
+        times = (self.now - 4, self.now - 3, self.now - 1, self.now)
+        self.worker(peer, m.BatchFinished(batch.batch, *times, made, copied_in=5, copied_out=6))
+
+    def report(self) -> dict[str, Any]:
+        """The statistics, as a client gets them."""
+        self.clients.take()
+        self.client(m.ReportStatistics(5))
+        (answer,) = self.answers()
+        assert isinstance(answer, m.StatisticsReported) and answer.id == 5
+        return answer.statistics
+
+
+def ok(key: int, body: bytes = b"done") -> list[Any]:
+    """A successful reply."""
+    return [key, "", "", body]
+
+
+def body_in_arena(pid: int, *offsets: int) -> bytes:
+    """An answer whose outputs lie in the arena of worker `pid`, and one that is inline."""
+    memory = Memory(5, pid, 9, 11, 1 << 20, True)
+    tensors = [TensorRef(f"O{at}", "UINT8", (8,), Place(memory, at, 8)) for at in offsets]
+    return pack_inferred(Inferred((*tensors, TensorRef("I", "UINT8", (1,), b"x"))))
+
+
+def work_in_place() -> bytes:
+    """A request whose output goes over its input."""
+    place = Place(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
+    tensor = TensorRef("INPUT0", "INT8", (64,), place)
+    return pack_inference(Inference("", (tensor,), (RequestedOutput("OUTPUT0", place),)))

@@ -1,0 +1,239 @@
+"""A worker's parts in one process: a backend in its loop, fed with batches; clients' regions."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import CancelExecution, Execute, ReleaseOutputs
+from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    Inferred,
+    RequestedOutput,
+    pack_inference,
+    unpack_inferred,
+)
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.router import Router
+from shmserve.workers.backends import Answer, Backend, ModelContext, Request
+from shmserve.workers.control import Control
+from shmserve.workers.instance import Instance
+from tests.rigs.arrivals import arrived
+
+MIB = 1024 * 1024
+CLIENT_PID = 4242
+
+
+def tensor_config(name: str, data_type: str, dims: Sequence[int], **more: Any) -> dict[str, Any]:
+    """One entry of a configuration's `input` or `output`."""
+    return {"name": name, "data_type": f"TYPE_{data_type}", "dims": list(dims), **more}
+
+
+def model_config(
+    inputs: Sequence[dict[str, Any]],
+    outputs: Sequence[dict[str, Any]],
+    max_batch_size: int = 0,
+    **more: Any,
+) -> dict[str, Any]:
+    """A configuration with what a worker looks at."""
+    return {
+        "name": "m",
+        "backend": "",
+        "max_batch_size": max_batch_size,
+        "input": list(inputs),
+        "output": list(outputs),
+        "default_model_filename": "",
+        "parameters": {},
+        **more,
+    }
+
+
+class Region:
+    """Memory like a client's: another object than ours, not sealed, of any size."""
+
+    def __init__(self, byte_size: int) -> None:
+        self.fd = os.memfd_create("test-region")
+        os.ftruncate(self.fd, byte_size)
+        inode = os.fstat(self.fd).st_ino
+        self.memory = Memory(secrets.randbits(62), os.getpid(), self.fd, inode, byte_size, False)
+
+    def place(self, offset: int, byte_size: int) -> Place:
+        """A part of it."""
+        return Place(self.memory, offset, byte_size)
+
+    def write(self, offset: int, array: np.ndarray[Any, Any]) -> Place:
+        """Put an array in, as a client does."""
+        raw = array.tobytes()
+        os.pwrite(self.fd, raw, offset)
+        return self.place(offset, len(raw))
+
+    def read(self, offset: int, byte_size: int) -> bytes:
+        """What is in it now."""
+        return os.pread(self.fd, byte_size, offset)
+
+    def close(self) -> None:
+        """Let it go."""
+        os.close(self.fd)
+
+
+def tensor(
+    name: str, array: Any, place: Place | None = None, datatype: str | None = None
+) -> TensorRef:
+    """An input: inline, or at a place where its bytes already are."""
+    array = np.asarray(array)
+    if datatype is None:
+        kinds = {kind: name for name, kind in NUMPY.items()}
+        datatype = kinds.get(array.dtype, "BYTES")
+    raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
+    return TensorRef(name, datatype, array.shape, raw if place is None else place)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How one request ended."""
+
+    code: str
+    message: str
+    answer: Inferred | None
+
+    def array(self, name: str, rig: Rig | None = None) -> np.ndarray[Any, Any]:
+        """An output as an array; one in the worker's arena is read through `rig`."""
+        assert self.answer is not None, self.message
+        ref = next(ref for ref in self.answer.outputs if ref.name == name)
+        if isinstance(ref.data, bytes):
+            raw: Any = ref.data
+        else:
+            assert rig is not None
+            raw = rig.context.arena.view(ref.data)
+        kind = np.dtype(np.uint16) if ref.datatype == "BF16" else NUMPY[ref.datatype]
+        return np.frombuffer(raw, kind).reshape(ref.shape)
+
+
+class Rig:
+    """An instance with a scheduler's end of its socket; one in-process batch at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._dealers: list[Dealer] = []
+        self.supervisor = Router(f"ipc://{folder}/control")
+        control = Control(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
+        self.context = ModelContext(
+            model_name="m",
+            version="1",
+            repository=folder,
+            model_dir=folder / "m",
+            version_dir=folder / "m" / "1",
+            instance_name="m_0_0",
+            kind="CPU",
+            device="cpu",
+            device_id=0,
+            backend_config={},
+            threads=1,
+            run_dir=folder,
+            control=control,
+            arena=Arena(64 * MIB),
+            mappings=Mappings(),
+        )
+        self.context.version_dir.mkdir(parents=True, exist_ok=True)
+        self._batches = self._served = 0
+        self._schedulers: list[Router] = []
+
+    def serve(self, backend: Backend, config: dict[str, Any]) -> Rig:
+        """Load a model into the instance."""
+        backend.load(config)
+        self.instance = Instance(self.context, backend, config, 0, os.getpid())
+        self._served += 1
+        endpoint = f"ipc://{self.context.run_dir}/w{self._served}"
+        self.scheduler = Router(endpoint)
+        self._schedulers.append(self.scheduler)
+        dealer = self.instance.attach(endpoint)
+        ((self._peer, _),) = arrived(self.scheduler)
+        self._dealer = dealer
+        # Kept: a socket that is collected unclosed is a warning, at any later moment.
+        self._dealers.append(dealer)
+        return self
+
+    def batch(self, *requests: Inference, pid: int = CLIENT_PID) -> list[Reply]:
+        """Run a batch; the replies in the order of the requests."""
+        return self.raw_batch([pack_inference(request) for request in requests], pid)
+
+    def raw_batch(self, works: Sequence[bytes], pid: int = CLIENT_PID) -> list[Reply]:
+        """Run a batch of packed requests, whose keys are 1, 2, ..."""
+        self._batches += 1
+        batch = [[key, pid, work] for key, work in enumerate(works, 1)]
+        self.finished = self.instance.finish(Execute(self._batches, batch))
+        assert self.finished.batch == self._batches
+        replies = {key: rest for key, *rest in self.finished.replies}
+        assert sorted(replies) == list(range(1, len(works) + 1))
+        return [
+            Reply(code, message, unpack_inferred(body) if code == "" else None)
+            for _, (code, message, body) in sorted(replies.items())
+        ]
+
+    def cancel(self, key: int) -> None:
+        """Have the scheduler cancel a request, and wait until the worker could know."""
+        self._tell(CancelExecution(key))
+
+    def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:
+        """Have the scheduler pass on a release."""
+        self._tell(ReleaseOutputs(pid, offsets))
+
+    def _tell(self, message: Any) -> None:
+        self.scheduler.post(self._peer, message)
+        self.scheduler.flush()
+        assert self._dealer.wait(5.0)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        links: list[Dealer | Router] = [*self._dealers, *self._schedulers]
+        for link in links:
+            link.close()
+        self.context.control.close(0)
+        self.supervisor.close()
+
+
+@contextmanager
+def rig(folder: Path) -> Iterator[Rig]:
+    """A rig for one test. What its models import is forgotten at the end: all are named alike."""
+    path, modules = list(sys.path), set(sys.modules)
+    made = Rig(folder)
+    try:
+        yield made
+    finally:
+        made.close()
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            if name == "1" or name.startswith(("1.", "helper", "triton_python", "c_python")):
+                del sys.modules[name]
+
+
+class Calls(Backend):
+    """A backend whose `execute` is a function given by the test."""
+
+    def __init__(self, context: ModelContext, execute: Any) -> None:
+        super().__init__(context)
+        self._call = execute
+
+    def load(self, config: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+    def execute(self, requests: list[Request]) -> list[Answer]:
+        """What the test says."""
+        result: list[Answer] = self._call(requests)
+        return result
+
+
+def inference(*inputs: TensorRef, outputs: Sequence[RequestedOutput] = ()) -> Inference:
+    """A request."""
+    return Inference("id-1", tuple(inputs), tuple(outputs))

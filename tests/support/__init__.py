@@ -1,0 +1,1 @@
+"""What tests of whole servers share: servers, clients, loads, the leak guard."""

@@ -1,0 +1,116 @@
+"""A gate that models wait at: a test sees what is being executed, and says when it goes on.
+
+The model "gated" connects to the gate on every execution, tells the batch it was given, and waits
+for a byte. A model that most tests have run freely is held by `holding`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.waiting import until
+
+_PATIENCE_S = 20.0
+
+# The beginning of a model's file: where it calls `wait`, it waits for the end of `holding`.
+WAITING = """
+import os
+
+def wait():
+    path = os.environ["GATE"] + ".held"
+    if os.path.exists(path):
+        with open(path) as held:
+            open(path + ".seen", "w").close()
+            held.read()  # until nobody has it open for writing
+"""
+
+
+@contextlib.contextmanager
+def holding(gate: Gate) -> Iterator[Callable[[], None]]:
+    """Executions that come to WAITING's `wait` stay there while the block runs; yields what
+    returns once one has come.
+    """
+    path = gate.path.with_name(gate.path.name + ".held")
+    seen = path.with_name(path.name + ".seen")
+    os.mkfifo(path)
+    held = os.open(path, os.O_RDWR)
+    try:
+        yield lambda: until("the model runs", seen.exists)
+    finally:
+        path.unlink()
+        os.close(held)
+        seen.unlink(missing_ok=True)
+
+
+class Visit:
+    """One execution that waits; `batch` has the first value of each request's INPUT0, `rows` each
+    one's batch size.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._connection.settimeout(_PATIENCE_S)
+        with connection.makefile("rb") as stream:
+            self.told: dict[str, Any] = json.loads(stream.readline())
+        self.batch: list[Any] = self.told["batch"]
+        self.rows: list[int] = self.told["rows"]
+        self.pid: int = self.told["pid"]
+
+    def release(self, word: bytes = b"\n") -> None:
+        """Let it go on."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(word)
+        self._connection.close()
+
+
+class Gate:
+    """Closed while it is listening: executions queue up before it; open for good once it is closed
+    as an object.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self._visits: list[Visit] = []
+
+    def next(self, within_s: float = _PATIENCE_S) -> Visit:
+        """The next execution that comes to the gate; raises TimeoutError if none does."""
+        self._listener.settimeout(within_s)
+        connection, _ = self._listener.accept()
+        visit = Visit(connection)
+        self._visits.append(visit)
+        return visit
+
+    def is_idle(self, for_s: float = 0.05) -> bool:
+        """Whether nothing comes for a while."""
+        try:
+            self.next(for_s)
+        except TimeoutError:
+            return True
+        return False
+
+    def release_all(self) -> None:
+        """Let all go on who are here."""
+        for visit in self._visits:
+            visit.release()
+        self._visits.clear()
+
+    def let_through(self, for_s: float) -> None:
+        """Let all go on who are here, or come within a while."""
+        self.release_all()
+        with contextlib.suppress(OSError):
+            self.next(for_s).release()
+
+    def close(self) -> None:
+        """Let everyone through, now and later."""
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        self.release_all()

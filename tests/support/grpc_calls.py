@@ -1,0 +1,68 @@
+"""Requests over gRPC as a client library would not send them, and what is answered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from tests.support.servers import Server
+
+A = np.arange(16, dtype=np.int32).reshape(1, 16)
+B = np.full((1, 16), 3, np.int32)
+
+
+@contextlib.contextmanager
+def stub(server: Server, url: str = "") -> Iterator[Any]:
+    """Triton's own generated stub, on a channel of its own; `url`: the way there."""
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(url or server.grpc_url, options) as channel:
+        made = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        made.ServerLive(pb.ServerLiveRequest(), timeout=20, wait_for_ready=True)  # now it connects
+        yield made
+
+
+def simple_request(request_id: str = "", *, raw: bool = True, **members: Any) -> Any:
+    """A + B and A - B, please."""
+    request = pb.ModelInferRequest(model_name="simple", id=request_id, **members)
+    for name, array in (("INPUT0", A), ("INPUT1", B)):
+        request.inputs.add(name=name, datatype="INT32", shape=array.shape)
+        if raw:
+            request.raw_input_contents.append(array.tobytes())
+    return request
+
+
+def request_of(model: str, array: np.ndarray, datatype: str, request_id: str = "") -> Any:
+    """One input, INPUT0."""
+    request = pb.ModelInferRequest(model_name=model, id=request_id)
+    request.inputs.add(name="INPUT0", datatype=datatype, shape=array.shape)
+    request.raw_input_contents.append(array.tobytes())
+    return request
+
+
+def place(tensor: Any, region: str, byte_size: int, offset: int = 0) -> None:
+    """Say that a tensor is in a region."""
+    tensor.parameters["shared_memory_region"].string_param = region
+    tensor.parameters["shared_memory_byte_size"].int64_param = byte_size
+    if offset:
+        tensor.parameters["shared_memory_offset"].int64_param = offset
+
+
+def is_right(response: Any) -> bool:
+    """Whether this is the answer to `simple_request`."""
+    total, difference = (np.frombuffer(raw, np.int32) for raw in response.raw_output_contents)
+    return bool((total == (A + B)[0]).all() and (difference == (A - B)[0]).all())
+
+
+def refusal(call: Any, request: Any, **options: Any) -> tuple[str, str]:
+    """The status and the text that a call is refused with."""
+    try:
+        answer = call(request, timeout=20, **options)
+    except grpc.RpcError as error:
+        return error.code().name, error.details()
+    raise AssertionError(f"answered: {answer}")

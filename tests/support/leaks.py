@@ -1,0 +1,166 @@
+"""The leak guard: what a test found is what it leaves, in /dev/shm, processes, descriptors and
+sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.support import servers
+from tests.support.waiting import until
+
+_SHM = Path("/dev/shm")
+_SETTLE_S = 3.0
+# What tests/regions.py makes; several runs of the tests may go on at once.
+_TEST_OBJECT = re.compile(r"test-(\d+)-")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a test could leak, at one moment.
+
+    `children` are the test process's own, without the servers that live on, whose processes are
+    counted by title.
+    """
+
+    shm: frozenset[str]
+    children: frozenset[tuple[int, float]]
+    titles: dict[int, Counter[str]]
+    descriptors: Counter[str]
+
+    @staticmethod
+    def take() -> Snapshot:
+        """Look around."""
+        return Snapshot(
+            frozenset(os.listdir(_SHM)), _children(), _titles(), descriptors(os.getpid())
+        )
+
+    def assert_restored(self) -> None:
+        """Asserts that soon everything is as it was."""
+        leaks: list[str] = []
+
+        def nothing_left() -> bool:
+            leaks[:] = self._leaks(Snapshot.take())
+            return not leaks
+
+        try:
+            until("nothing is left behind", nothing_left, _SETTLE_S)
+        except AssertionError:
+            raise AssertionError("left behind: " + "; ".join(leaks)) from None
+
+    def _leaks(self, now: Snapshot) -> list[str]:
+        found = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _in_foreign_use(name)]
+        found += [f"process {pid} ({_describe(pid)})" for pid, _ in now.children - self.children]
+        for pid, titles in now.titles.items():
+            before = self.titles.get(pid)
+            if before is not None and servers.lasting(before) != titles:
+                found.append(f"server {pid} had {dict(before)}, has {dict(titles)}")
+        if now.descriptors - self.descriptors:
+            gc.collect()
+            found += [f"descriptor {what}" for what in descriptors(os.getpid()) - self.descriptors]
+        return found
+
+
+def _children() -> frozenset[tuple[int, float]]:
+    inside = {process.pid for server in servers.RUNNING for process in server.tree()}
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # The standard library's own, started at the first use of a shared memory object and
+            # kept for good.
+            if process.pid not in inside and "resource_tracker" not in " ".join(process.cmdline()):
+                found.add((process.pid, process.create_time()))
+    return frozenset(found)
+
+
+def _titles() -> dict[int, Counter[str]]:
+    return {server.pid: server.titles() for server in servers.RUNNING}
+
+
+def _describe(pid: int) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return servers.title(psutil.Process(pid))
+    return "gone"
+
+
+def descriptors(pid: int) -> Counter[str]:
+    """How many descriptors of each kind a process has: files by path, the rest by what they are."""
+    found: Counter[str] = Counter()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            if f"/proc/{pid}/fd" not in target:
+                found[target.split(":[")[0]] += 1
+    return found
+
+
+def made_since(before: set[str]) -> set[str]:
+    """The objects in /dev/shm that were not there before, but for those of tests: several runs of
+    these may go on at once."""
+    return {name for name in set(os.listdir(_SHM)) - before if not name.startswith("test-")}
+
+
+def _in_foreign_use(name: str) -> bool:
+    """Whether a process that is not ours has this object: then it is not our leak."""
+    if (other := _TEST_OBJECT.match(name)) and int(other[1]) != os.getpid():
+        return True
+    path = f"{_SHM / name}\n"
+    ours = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in ours:
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/maps") as maps:
+                if any(line.endswith(path) for line in maps):
+                    return True
+    return not (_SHM / name).exists()
+
+
+def server_descriptors(server: servers.Server) -> dict[str, int]:
+    """How many descriptors each process of a server has, by title; of several with one title, all
+    together.
+    """
+    found: Counter[str] = Counter()
+    for process in server.tree():
+        with contextlib.suppress(OSError):
+            found[servers.title(process)] += len(os.listdir(f"/proc/{process.pid}/fd"))
+    return dict(found)
+
+
+def unix_sockets(folder: Path) -> int:
+    """How many unix sockets (listening and accepted) are bound to names under a folder."""
+    with open("/proc/net/unix") as table:
+        return sum(f"{folder}/" in line for line in table)
+
+
+def resident_bytes(server: servers.Server) -> dict[str, int]:
+    """The proportional memory of a server's processes, in bytes, by title: shared pages count
+    once; of several with one title, all together.
+
+    Without pages of files: those of libraries count for less while other programs on the machine
+    have them too, and for more when one of those ends.
+    """
+    found: Counter[str] = Counter()
+    for process in server.tree():
+        with contextlib.suppress(OSError), open(f"/proc/{process.pid}/smaps_rollup") as rollup:
+            kilobytes = [
+                int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shm"))
+            ]
+            found[servers.title(process)] += 1024 * sum(kilobytes)
+    return dict(found)
+
+
+def cpu_seconds(server: servers.Server) -> dict[str, float]:
+    """How long each process of a server has computed so far, by title."""
+    found = {}
+    for process in server.tree():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found[servers.title(process)] = times.user + times.system
+    return found

@@ -1,0 +1,176 @@
+"""Clients that keep asking while a test does something else, and check every answer they get."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.support.raw_http import Http, in_region, json_input, shm_input
+from tests.support.regions import SharedObject
+
+if TYPE_CHECKING:
+    from tests.support.servers import Server
+
+# A breath between two requests: the load is there to notice, not to saturate.
+_BREATH_S = 0.002
+_PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request: when it began and ended (monotonic seconds), and "" or what was wrong with the
+    answer.
+    """
+
+    client: int
+    began: float
+    ended: float
+    trouble: str
+
+    @property
+    def lost(self) -> bool:
+        """The connection broke, so there was no answer."""
+        return self.trouble.startswith("connection")
+
+
+# Sends the request numbered so on a connection, and returns "" or what is wrong with the answer.
+Ask = Callable[[Http, int], str]
+
+
+def ask_simple(http: Http, number: int) -> str:
+    """The model "simple", JSON both ways, other values each time."""
+    first = np.arange(16, dtype=np.int32).reshape(1, 16) + number
+    second = np.full((1, 16), number % 97, np.int32)
+    reply = http.infer(
+        "simple", {"inputs": [json_input("INPUT0", first), json_input("INPUT1", second)]}
+    )
+    if reply.status != 200:
+        return f"{reply.status}: {reply.error}"
+    outputs = reply.tensors()
+    right = (outputs["OUTPUT0"] == first + second).all() and (
+        outputs["OUTPUT1"] == first - second
+    ).all()
+    return "" if right else f"wrong: {outputs}"
+
+
+class AskThroughMemory:
+    """The model "identity" (FP32), in and out through one region of `count` numbers each."""
+
+    def __init__(self, http: Http, count: int = 4096) -> None:
+        self.count = count
+        self.size = 4 * count
+        self.shared = SharedObject(2 * self.size)
+        self.shared.create()
+        try:
+            http.register(self.shared.name, self.shared.key, 2 * self.size).ok()
+        except BaseException:
+            self.shared.unlink()
+            raise
+
+    def __call__(self, http: Http, number: int) -> str:
+        """Write, ask, read."""
+        values = np.arange(self.count, dtype=np.float32) + number
+        self.shared.write(values)
+        given = shm_input("INPUT0", "FP32", [self.count], self.shared.name, self.size)
+        wanted = {
+            "name": "OUTPUT0",
+            "parameters": in_region(self.shared.name, self.size, self.size),
+        }
+        reply = http.infer("identity", {"inputs": [given], "outputs": [wanted]})
+        if reply.status != 200:
+            return f"{reply.status}: {reply.error}"
+        right = (self.shared.read(np.float32, self.count, self.size) == values).all()
+        return "" if right else "wrong: the region does not hold what was sent"
+
+    def close(self, http: Http) -> None:
+        """Unregister and remove the region."""
+        with contextlib.suppress(OSError, http_error):
+            http.unregister(self.shared.name)
+        self.shared.unlink()
+
+
+http_error = http.client.HTTPException
+
+
+class Load:
+    """Threads that ask again and again within a with block; each has a connection of its own."""
+
+    def __init__(self, server: Server, simple: int = 2, memory: int = 1) -> None:
+        self._server = server
+        self._kinds = ["simple"] * simple + ["memory"] * memory
+        self._stop = threading.Event()
+        self._news = threading.Condition()
+        self.answers: list[Answer] = []
+
+    def __enter__(self) -> Load:
+        self._threads = [
+            threading.Thread(target=self._run, args=(client, kind), name=f"load-{client}")
+            for client, kind in enumerate(self._kinds)
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self.wait_answered(time.monotonic())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, client: int, kind: str) -> None:
+        with self._server.http(_PATIENCE_S) as connection, contextlib.ExitStack() as stack:
+            ask: Ask = ask_simple
+            if kind == "memory":
+                ask = through = AskThroughMemory(connection)
+                stack.callback(through.close, connection)
+            number = 1000 * client
+            while not self._stop.is_set():
+                number += 1
+                began = time.monotonic()
+                try:
+                    trouble = ask(connection, number)
+                except (OSError, http_error) as error:
+                    trouble = f"connection: {error!r}"
+                with self._news:
+                    self.answers.append(Answer(client, began, time.monotonic(), trouble))
+                    self._news.notify_all()
+                self._stop.wait(_BREATH_S)
+
+    def wait_answered(self, since: float, within_s: float = 10.0) -> float:
+        """Wait until every client has a right answer to a request that began after `since`;
+        returns the seconds it took.
+
+        Raises AssertionError when that takes longer than `within_s` from now.
+        """
+        waiting = set(range(len(self._kinds)))
+        seen = 0
+
+        def all_answered() -> bool:
+            nonlocal seen
+            for answer in self.answers[seen:]:
+                if answer.began >= since and not answer.trouble:
+                    waiting.discard(answer.client)
+            seen = len(self.answers)
+            return not waiting
+
+        with self._news:
+            answered = self._news.wait_for(all_answered, within_s)
+        assert answered, (
+            f"clients {waiting} were not answered within {within_s} s; last: {self.answers[-3:]}"
+        )
+        return time.monotonic() - since
+
+    def troubles(self) -> list[Answer]:
+        """All that were not answered right."""
+        return [answer for answer in self.answers if answer.trouble]

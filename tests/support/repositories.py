@@ -1,0 +1,122 @@
+"""Model repositories for tests: copies of the folders in tests/models, and models written on the
+spot.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+MODELS = Path(__file__).resolve().parents[1] / "models"
+
+DATATYPES = {
+    "BOOL": "TYPE_BOOL",
+    "UINT8": "TYPE_UINT8",
+    "UINT16": "TYPE_UINT16",
+    "UINT32": "TYPE_UINT32",
+    "UINT64": "TYPE_UINT64",
+    "INT8": "TYPE_INT8",
+    "INT16": "TYPE_INT16",
+    "INT32": "TYPE_INT32",
+    "INT64": "TYPE_INT64",
+    "FP16": "TYPE_FP16",
+    "FP32": "TYPE_FP32",
+    "FP64": "TYPE_FP64",
+    "BYTES": "TYPE_STRING",
+    "BF16": "TYPE_BF16",
+}
+
+
+def add(repository: Path, *names: str, config: str = "") -> None:
+    """Copy models of tests/models into `repository`; `config` is appended to each config.pbtxt."""
+    for name in names:
+        add_as(repository, name, name, config)
+
+
+def add_as(repository: Path, name: str, source: str, config: str = "") -> Path:
+    """Copy the model `source` as `name`; returns its folder. `config` is appended to its
+    config.pbtxt.
+    """
+    folder = repository / name
+    shutil.copytree(MODELS / source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "config.pbtxt"
+    if path.exists():
+        path.write_text(
+            path.read_text().replace(f'name: "{source}"', f'name: "{name}"') + config + "\n"
+        )
+    return folder
+
+
+_LOADS_AT_THE_GATE = """\
+    def initialize(self, args):
+        self.wait({"batch": ["load"], "rows": [], "pid": os.getpid()})
+
+    def execute("""
+
+
+def add_slow(repository: Path, name: str) -> Path:
+    """Add the model "gated", whose loading waits at the gate, too; returns its folder."""
+    folder = add_as(repository, name, "gated")
+    insert(folder, _LOADS_AT_THE_GATE)
+    return folder
+
+
+def insert(folder: Path, before_execute: str) -> None:
+    """Have the model in `folder` begin with this; it ends with what `execute` begins with."""
+    code = folder / "1" / "model.py"
+    code.write_text(code.read_text().replace("    def execute(", before_execute, 1))
+
+
+def identity_config(
+    name: str,
+    datatype: str,
+    dims: Sequence[int],
+    max_batch_size: int = 0,
+    inputs: int = 1,
+    more: str = "",
+) -> str:
+    """The config.pbtxt of a Python model whose OUTPUTn has the datatype and dims of its INPUTn."""
+    kind = DATATYPES[datatype]
+    shape = ", ".join(map(str, dims))
+
+    def tensors(what: str) -> str:
+        rows = (
+            f'{{ name: "{what.upper()}{n}" data_type: {kind} dims: [ {shape} ] }}'
+            for n in range(inputs)
+        )
+        return f"{what} [ {', '.join(rows)} ]"
+
+    return (
+        f'name: "{name}"\nbackend: "python"\nmax_batch_size: {max_batch_size}\n'
+        f"{tensors('input')}\n{tensors('output')}\n{more}\n"
+    )
+
+
+def add_identity(
+    repository: Path,
+    name: str,
+    datatype: str,
+    dims: Sequence[int],
+    max_batch_size: int = 0,
+    inputs: int = 1,
+    more: str = "",
+    source: str = "identity",
+) -> None:
+    """Add a model with that interface and the code of tests/models/`source`."""
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    shutil.copy(MODELS / source / "1" / "model.py", folder / "1" / "model.py")
+    (folder / "config.pbtxt").write_text(
+        identity_config(name, datatype, dims, max_batch_size, inputs, more)
+    )
+
+
+def write(repository: Path, name: str, config: str, source: str, version: int = 1) -> Path:
+    """Write a model from text; returns its folder. No config.pbtxt when `config` is empty."""
+    folder = repository / name
+    (folder / str(version)).mkdir(parents=True, exist_ok=True)
+    (folder / str(version) / "model.py").write_text(source)
+    if config:
+        (folder / "config.pbtxt").write_text(config)
+    return folder

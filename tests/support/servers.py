@@ -1,0 +1,387 @@
+"""A real server for a test: started on ports and in a run directory of its own, watched, and
+stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.gates import Gate
+from tests.support.raw_http import Http
+from tests.support.waiting import until
+
+ROOT = Path(__file__).resolve().parents[2]
+_READY_S = 60.0
+_STOP_S = 40.0
+_TITLE = "shmserve: "
+_GONE = "(gone)"
+
+# Servers that live now, for the leak guard and for the log in a failed test's report.
+RUNNING: list[Server] = []
+
+
+class Server:
+    """A server of a repository; `folder` is a short, private one that holds its run directory, log
+    and gate. Without `grpc` it serves HTTP alone, which starts faster; without `gpu` it sees none
+    of the host's, so that a test finds the same everywhere.
+    """
+
+    def __init__(
+        self,
+        repositories: Sequence[Path | str],
+        flags: Sequence[str] = (),
+        *,
+        environment: Mapping[str, str] | None = None,
+        run_dir: Path | None = None,
+        ports: tuple[int, int] | None = None,
+        prefix: Sequence[str] = (),
+        grpc: bool = False,
+        gpu: bool = False,
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="st-"))
+        self.run_dir = run_dir or self.folder / "run"
+        self.log_path = self.folder / "log"
+        self._held = hold_ports(3)
+        found = [port_of(sock) for sock in self._held]
+        self.http_port, self.metrics_port = ports or found[:2]
+        self.grpc_port = found[2] if grpc else 0
+        self.gate = Gate(self.folder / "gate")
+        # The gate and the temporary files are this server's; nothing of it is in a folder others
+        # use.
+        self.environment = {
+            **os.environ,
+            "GATE": str(self.gate.path),
+            "TMPDIR": str(self.folder),
+            **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}),
+            **(environment or {}),
+        }
+        self.command = [
+            *prefix,
+            *(sys.executable, "-m", "shmserve", "serve"),
+            *(f"--model-repository={repository}" for repository in repositories),
+            *("--http-address=127.0.0.1", f"--http-port={self.http_port}"),
+            *("--metrics-address=127.0.0.1", f"--metrics-port={self.metrics_port}"),
+            # One process less where a test does not ask for it.
+            *(
+                ("--grpc-address=127.0.0.1", f"--grpc-port={self.grpc_port}")
+                if grpc
+                else ("--allow-grpc=false",)
+            ),
+            f"--run-dir={self.run_dir}",
+            *flags,
+        ]
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        RUNNING.append(self)
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's."""
+        return self.process.pid
+
+    @property
+    def url(self) -> str:
+        """What tritonclient takes."""
+        return f"127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """What tritonclient.grpc takes."""
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def log(self) -> str:
+        """All that it has written so far."""
+        return self.log_path.read_text(errors="replace")
+
+    @contextlib.contextmanager
+    def http(self, timeout_s: float = 30.0) -> Iterator[Http]:
+        """A connection of its own."""
+        with contextlib.closing(Http(self.http_port, timeout_s)) as http:
+            yield http
+
+    # --- waiting ---
+
+    def wait_ready(self, path: str = "/v2/health/ready", within_s: float = _READY_S) -> Server:
+        """Ask until `path` answers 200; raises AssertionError with the log when it ends or takes
+        too long.
+        """
+        deadline = time.monotonic() + within_s
+        while not self.answers(path):
+            if self.wait_exit(0.02) is not None:
+                raise AssertionError(
+                    f"the server ended with {self.process.returncode}:\n{self.log()}"
+                )
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the server was not ready within {within_s} s:\n{self.log()}")
+        return self
+
+    def answers(self, path: str, status: int = 200) -> bool:
+        """Whether a GET on a new connection answers with this status."""
+        try:
+            with self.http(timeout_s=5) as http:
+                return http.get(path).status == status
+        except (OSError, http_client_error):
+            return False
+
+    def wait_listening(self, within_s: float = 10.0) -> None:
+        """Return once somebody accepts connections on gRPC's port."""
+
+        def accepts() -> bool:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self.grpc_port)).close()
+                return True
+            return False
+
+        until(f"gRPC listens:\n{self.log()}", accepts, within_s)
+
+    def wait_named(self) -> None:
+        """Return once each of its processes has its own title, which the leak guard tells them by:
+        it may be ready before all gateways are, and before its models' zygote is.
+        """
+        own = ("front zygote", "worker zygote")  # what they fork is called so, too, for a moment
+
+        def named() -> bool:
+            titles = self.titles()
+            return all(titles[title] == 1 for title in own)
+
+        until(f"its processes are named:\n{self.log()}", named, _READY_S)
+
+    def wait_exit(self, within_s: float) -> int | None:
+        """The exit status, or None if it lives on."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(within_s)
+        return None
+
+    def wait_log(self, text: str, within_s: float = 10.0) -> None:
+        """Return once the log has this text."""
+        until(f"the log says {text!r}:\n{self.log()}", lambda: text in self.log(), within_s)
+
+    # --- looking inside ---
+
+    def tree(self) -> list[psutil.Process]:
+        """The supervisor and all its descendants."""
+        return tree(self.pid)
+
+    def titles(self) -> Counter[str]:
+        """How many processes of each title (without its prefix) there are."""
+        return Counter(map(title, self.tree()))
+
+    def find(self, start: str) -> list[psutil.Process]:
+        """The processes whose title, without its prefix, starts with this."""
+        return [process for process in self.tree() if title(process).startswith(start)]
+
+    def one(self, start: str) -> psutil.Process:
+        """The only process whose title starts with this."""
+        (process,) = self.find(start)
+        return process
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the samples of this name that have these labels."""
+        return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
+
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each sample of this name."""
+        return [
+            (sample.labels, sample.value)
+            for family in text_string_to_metric_families(self.metrics())
+            for sample in family.samples
+            if sample.name in (name, f"{name}_total")
+        ]
+
+    def metrics(self) -> str:
+        """The metrics page."""
+        with contextlib.closing(Http(self.metrics_port)) as http:
+            return http.get("/metrics").ok().body.decode()
+
+    def wait_pending(self, model: str, count: int) -> None:
+        """Return once that many requests of the model wait in its queue."""
+        until(
+            f"{count} requests of {model} are pending",
+            lambda: self.metric("nv_inference_pending_request_count", model=model) == count,
+            within_s=10,
+        )
+
+    # --- ending ---
+
+    def stop(self, within_s: float = _STOP_S) -> None:
+        """SIGTERM; asserts that it exits 0 and that nothing of it is left, and clears its folder
+        away.
+        """
+        members = self.tree()
+        try:
+            if self.process.poll() is None:
+                self.gate.close()
+                self.process.terminate()
+                status = self.wait_exit(within_s)
+                assert status == 0, f"exit status {status} after SIGTERM:\n{self.log()[-6000:]}"
+            self.assert_gone(members)
+        finally:
+            self.discard(members)
+
+    def assert_gone(self, members: Sequence[psutil.Process], within_s: float = 3.0) -> None:
+        """Asserts that these processes end, and that the run directory is gone."""
+        _, alive = psutil.wait_procs(members, timeout=within_s)
+        alive = list(filter(runs, alive))
+        assert not alive, f"left behind: {list(map(title, alive))}\n{self.log()[-6000:]}"
+        until("the run directory is gone", lambda: not self.run_dir.exists(), within_s)
+        with open("/proc/net/unix") as table:
+            assert str(self.run_dir) not in table.read()
+
+    def kill(self) -> None:
+        """SIGKILL to the supervisor alone; what happens to the rest is its own affair."""
+        self.process.kill()
+        self.process.wait()
+
+    def discard(self, members: Sequence[psutil.Process] = ()) -> None:
+        """End whatever is left and forget the server; for endings that the test has asserted
+        itself.
+        """
+        self.gate.close()
+        for process in {*members, *self.tree()}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+        for held in self._held:
+            held.close()
+        if self in RUNNING:
+            RUNNING.remove(self)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+http_client_error = http.client.HTTPException
+
+
+def lasting(titles: Counter[str]) -> Counter[str]:
+    """Without the processes that had ended, and were about to be reaped, when they were counted."""
+    return Counter({title: count for title, count in titles.items() if title != _GONE})
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants; empty when there is none."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    return []
+
+
+def title(process: psutil.Process) -> str:
+    """What `ps` shows of a process, without the prefix that all of a server's have."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return " ".join(process.cmdline()).removeprefix(_TITLE).strip()
+    return _GONE
+
+
+def hold_ports(count: int) -> list[socket.socket]:
+    """Sockets that keep a port each, until they are closed, from all who let the kernel choose; who
+    names one of these ports may listen there.
+    """
+    held = [socket.socket() for _ in range(count)]
+    for each in held:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        each.bind(("127.0.0.1", 0))
+    return held
+
+
+def port_of(held: socket.socket) -> int:
+    """The port of a socket."""
+    return int(held.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(
+    repository: Path | Sequence[Path],
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    grpc: bool = False,
+    gpu: bool = False,
+    prefix: Sequence[str] = (),
+) -> Iterator[Server]:
+    """A ready server, stopped at the end of the with block; with `grpc`, that door is open too, and
+    with `gpu` it may use the host's."""
+    repositories = [repository] if isinstance(repository, Path) else repository
+    server = Server(repositories, flags, environment=environment, grpc=grpc, gpu=gpu, prefix=prefix)
+    try:
+        server.wait_ready()
+        if grpc:
+            server.wait_listening()
+        server.wait_named()
+        yield server
+    except BaseException:
+        # The test has failed already; how the server ends does not matter any more, only that it
+        # does.
+        server.discard()
+        raise
+    else:
+        server.stop()
+
+
+def run_command(
+    *arguments: str, timeout_s: float = 60.0, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m shmserve ...` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "shmserve", *arguments],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether a process is neither gone nor waits only for somebody to hear of its end."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def kill_together(members: Sequence[psutil.Process]) -> None:
+    """SIGKILL to all of a `tree`: none of them runs while another one has ended already."""
+    for process in members:
+        process.suspend()
+    for process in reversed(members):
+        process.kill()
+
+
+def stopped(process: psutil.Process) -> None:
+    """SIGSTOP a process."""
+    os.kill(process.pid, signal.SIGSTOP)
+
+
+def wait_gone(process: psutil.Process, within_s: float) -> bool:
+    """Whether a process (not necessarily a child) ends within that time."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], within_s)[0])
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,56 @@
+"""How commands end that somebody does not want to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any, cast
+
+import pytest
+
+from shmserve import cli
+from shmserve.cli import check
+from shmserve.supervisor.supervisor import Supervisor
+
+
+def test_ctrl_c_before_anything_listens_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_serve", interrupted)
+    assert cli.main(["serve"]) == 130
+
+
+def test_who_reads_the_output_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        assert cli.main(["--help"]) == 1
+
+
+class Interrupted:
+    """A supervisor that is told to stop while models load."""
+
+    ended_with = -1
+
+    def open(self) -> None:
+        pass
+
+    async def signalled(self) -> int:
+        return signal.SIGTERM
+
+    async def end(self, status: int) -> None:
+        self.ended_with = status
+
+
+def test_check_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forever(_: Any) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    monkeypatch.setattr(check, "_report", forever)
+    supervisor = Interrupted()
+    assert asyncio.run(check._check(cast("Supervisor", supervisor))) == 128 + signal.SIGTERM
+    assert supervisor.ended_with == 1

@@ -1,0 +1,278 @@
+"""The shell's client: values to tensors and back, and whole exchanges with a made-up server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from shmserve.cli import client
+from shmserve.cli.client_tensors import ModelTensor, WrongInput, decode, encode, load
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY
+
+METADATA = {
+    "name": "m",
+    "versions": ["1"],
+    "platform": "python",
+    "inputs": [{"name": "X", "datatype": "INT32", "shape": [-1, 2]}],
+    "outputs": [{"name": "Y", "datatype": "INT32", "shape": [-1, 2]}],
+}
+
+
+def tensor(datatype: str, *shape: int) -> ModelTensor:
+    return ModelTensor("X", datatype, shape)
+
+
+def back(datatype: str, shape: list[int], raw: bytes) -> Any:
+    return decode(datatype, shape, memoryview(raw))
+
+
+@pytest.mark.parametrize(
+    ("shape", "value", "sent"),
+    [
+        ((-1, 2), [1, 2], [1, 2]),
+        ((-1, 2), [[1, 2], [3, 4]], [2, 2]),
+        ((-1,), 3, [1]),
+        ((2,), [1, 2], [2]),
+        ((2, 2), [1, 2], [2]),  # the first dimension is not a batch's: the server says what it is
+        ((-1, 2, 2), [1, 2], [2]),  # two dimensions less: likewise
+        ((), 3, []),
+        ((-1, 2), [], [1, 0]),
+        ((-1, 2), [[]], [1, 0]),
+    ],
+)
+def test_a_missing_batch_dimension_is_added(
+    shape: tuple[int, ...], value: Any, sent: list[int]
+) -> None:
+    assert encode(tensor("INT32", *shape), value)[0] == sent
+
+
+@pytest.mark.parametrize("datatype", [name for name in ITEM_SIZE if name != "BYTES"])
+def test_every_datatype_goes_there_and_back(datatype: str) -> None:
+    value: Any = [[True, False], [False, True]] if datatype == "BOOL" else [[0, 1], [2, 64]]
+    shape, raw = encode(tensor(datatype, -1, 2), value)
+    assert (shape, len(raw)) == ([2, 2], 4 * ITEM_SIZE[datatype])
+    assert back(datatype, shape, raw) == value
+
+
+def test_texts_go_there_and_back() -> None:
+    shape, raw = encode(tensor("BYTES", -1, 2), [["", "a\x00"], ["ü", "\n"]])
+    assert raw.startswith(b"\0\0\0\0\2\0\0\0a\0\2\0\0\0")
+    assert back("BYTES", shape, raw) == [["", "a\x00"], ["ü", "\n"]]
+    assert back("BYTES", [1], b"\1\0\0\0\xff") == ["\\xff"]
+    assert back("BYTES", [0], b"") == []
+
+
+@given(
+    st_numpy.arrays(
+        st.sampled_from([dtype for name, dtype in NUMPY.items() if name not in ("BYTES", "BF16")]),
+        st_numpy.array_shapes(min_dims=0, min_side=0),
+    )
+)
+def test_arrays_go_there_and_back(array: np.ndarray[Any, Any]) -> None:
+    datatype = next(name for name, dtype in NUMPY.items() if dtype == array.dtype)
+    shape, raw = encode(ModelTensor("X", datatype, array.shape), array)
+    found = np.array(back(datatype, shape, raw), dtype=array.dtype).reshape(array.shape)
+    np.testing.assert_array_equal(found, array)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value", "text"),
+    [
+        ("INT32", [1.5], "integers, not 1.5"),
+        ("INT32", [True], "integers, not true"),
+        ("INT32", ["1"], 'integers, not "1"'),
+        ("INT32", [None], "integers, not null"),
+        ("INT32", {"a": 1}, 'integers, not {"a": 1}'),
+        ("INT8", [128], "128 does not fit"),
+        ("UINT8", [-1], "-1 does not fit"),
+        ("UINT64", [2**64], "does not fit"),
+        ("FP64", [10**400], "too large"),
+        ("BF16", [10**400], "too large"),
+        ("BOOL", [1], "true and false, not 1"),
+        ("BYTES", [1], "texts, not 1"),
+        ("FP32", [[1], [2, 3]], "unequal"),
+        ("FP32", [1, [2]], "numbers, not [2]"),
+        ("FP32", [[1], 2], "unequal"),
+        ("INT32", np.zeros(2, np.int64), "an array of int64"),
+        ("INT32", np.zeros(2, np.float32), "an array of float32"),
+        ("BYTES", np.zeros(2, np.float32), "an array of float32"),
+        ("BF16", np.zeros(2, np.int32), "an array of int32"),
+        ("STRANGE", [1], "unknown datatype, STRANGE"),
+    ],
+)
+def test_what_does_not_fit_is_named(datatype: str, value: Any, text: str) -> None:
+    with pytest.raises(WrongInput) as raised:
+        encode(tensor(datatype, -1), value)
+    assert text in str(raised.value)
+    assert "'X'" in str(raised.value)
+
+
+def test_arrays_become_what_the_model_takes() -> None:
+    transposed = np.array([[1, 2], [3, 4]], dtype=">i2").T
+    assert encode(tensor("INT32", -1, 2), transposed)[1] == np.array([1, 3, 2, 4], "<i4").tobytes()
+    assert encode(tensor("FP16", -1), np.array([1.0, 1e9])) == ([2], b"\x00\x3c\x00\x7c")
+    assert encode(tensor("BYTES", -1), np.array(["a", "bc"]))[1] == b"\1\0\0\0a\2\0\0\0bc"
+
+
+def test_bf16_rounds_to_the_nearest_even() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32).view(np.float32)
+    _, raw = encode(tensor("BF16", -1), values)
+    found = np.array(back("BF16", [len(values)], raw), np.float32)
+    np.testing.assert_array_equal(found, torch.from_numpy(values).bfloat16().float().numpy())
+
+
+def test_values_come_from_json_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(3))
+    assert load("X", f"@{path}").tolist() == [0, 1, 2]
+    assert load("X", '["a"]') == ["a"]
+    np.save(path, np.array([{}]), allow_pickle=True)
+    for text in (f"@{path}", f"@{tmp_path / 'none'}", "[1", "@"):
+        with pytest.raises(WrongInput, match="input 'X'"):
+            load("X", text)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A server with one model, which sends its input back as Y and counts on the right headers."""
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/v2/models/m"):
+            return self.reply(200, METADATA)
+        return self.reply(404, {"error": "Request for unknown model:\n'x\x1b[2J' is not found"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        length = int(self.headers["Inference-Header-Content-Length"])
+        request = json.loads(body[:length])
+        self.server.asked.append((self.path, request))  # type: ignore[attr-defined]
+        (given,) = request["inputs"]
+        size = given["parameters"]["binary_data_size"]
+        assert len(body) == length + size
+        output = {**given, "name": "Y"}
+        answer = {"model_name": "m", "model_version": "1", "outputs": [output]}
+        self.reply(200, answer, body[length:])
+
+    def reply(self, status: int, content: Any, binary: bytes = b"") -> None:
+        header = json.dumps(content).encode()
+        self.send_response(status)
+        if binary:
+            self.send_header("Inference-Header-Content-Length", str(len(header)))
+        self.send_header("Content-Length", str(len(header) + len(binary)))
+        self.end_headers()
+        self.wfile.write(header + binary)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[HTTPServer]:
+    with HTTPServer(("127.0.0.1", 0), Handler) as found:
+        found.asked = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser(prog="shmserve client")
+    client.add_arguments(parser)
+    return client.run(parser.parse_args(["infer", *arguments]))
+
+
+def url(server: HTTPServer) -> str:
+    return f"--url=http://127.0.0.1:{server.server_port}"
+
+
+def test_infer(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("m", url(server), "--input", "X=[1, -2]") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "model_name": "m",
+        "model_version": "1",
+        "outputs": [{"name": "Y", "datatype": "INT32", "shape": [1, 2], "data": [[1, -2]]}],
+    }
+    size = {"binary_data_size": 8}
+    sent = {"name": "X", "datatype": "INT32", "shape": [1, 2], "parameters": size}
+    ((path, request),) = server.asked  # type: ignore[attr-defined]
+    assert path == "/v2/models/m/infer"
+    assert request == {"inputs": [sent], "parameters": {"binary_data_output": True}}
+
+
+def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model-version=3", "--request-id=a b", "--timeout-us=500", "--output=Y"]
+    assert run("m", url(server), "--input=X=[[]]", *options) == 0
+    (output,) = json.loads(capsys.readouterr().out)["outputs"]
+    assert output == {"name": "Y", "datatype": "INT32", "shape": [1, 0], "data": [[]]}
+    ((path, request),) = server.asked  # type: ignore[attr-defined]
+    assert path == "/v2/models/m/versions/3/infer"
+    assert request["id"] == "a b"
+    assert request["parameters"] == {"timeout": 500}
+    assert request["outputs"] == [{"name": "Y", "parameters": {"binary_data": True}}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["x", "--input=X=1"], 1, "Request for unknown model: 'x?[2J' is not found"),
+        (["m", "--input=Z=1"], 2, "the model has no input 'Z'; it has X"),
+        (["m", "--input=X=[1.5]"], 2, "integers, not 1.5"),
+        (["m", "--input=X"], 2, "--input takes NAME=VALUE, not 'X'"),
+        (["m", "--input=X=["], 2, "input 'X': not JSON"),
+        (["m", "--input=X=hello"], 2, """a text has quotes: --input 'X="..."'"""),
+        (["m", f"--input=X={'[' * 100_000}"], 2, "input 'X': the lists are nested too deeply"),
+        (["m", f"--input=X={'[' * 99}1{']' * 99}"], 2, "the lists are nested too deeply"),
+        (["m", "--input=X=@/dev/null"], 2, "input 'X': cannot read /dev/null"),
+        (["m", "--input=X=1", "--url=ftp://a"], 2, "--url takes"),
+        (["m", "--input=X=1", "--url=http://a:b"], 2, "--url takes"),
+        (["m", "--input=X=1", "--url=127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
+        (["m", "--input=X=1", "--url=http://a..b"], 2, "label empty or too long"),
+        (["\udcff", "--input=X=1"], 2, "surrogates not allowed"),
+        (["m", "--input=X=1", "--timeout-us=x"], 2, "argument --timeout-us"),
+        (["m"], 2, "--input"),
+        (["m", "--nothing"], 2, "--input"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    server: HTTPServer,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    text: str,
+) -> None:
+    try:
+        found: int | str | None = run(arguments[0], url(server), *arguments[1:])
+    except SystemExit as exit_:
+        found = exit_.code
+    shown = capsys.readouterr()
+    assert (found, shown.out) == (status, "")
+    assert text in shown.err
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\x01\x00\x04\x00{{{{", b"junk"])
+def test_a_file_that_holds_no_array(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(content)
+    with pytest.raises(WrongInput, match="input 'X': cannot read "):
+        load("X", f"@{path}")
+
+
+def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, a=np.zeros(1), b=np.zeros(1))
+    with pytest.raises(WrongInput, match="holds several arrays, not one"):
+        load("X", f"@{path}")

@@ -1,0 +1,464 @@
+"""The native client's memory on a device, on a stand-in for CUDA: the client's own code, the door,
+a scheduler's checks and a worker, with a socket between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import gc
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shmserve.client
+from shmserve.client.memory import cuda as client_device
+from shmserve.client.memory.cuda import DeviceView
+from shmserve.client.sync import Server
+from shmserve.common.shm_access import NO_GROUP, ShmPolicy
+from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.capabilities import FIRST, Seals
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
+from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.scheduler.local_clients import GuestDoor
+from shmserve.supervisor.local_clients.server import Guests
+from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.registry import Registrar
+from shmserve.workers.backends.pytorch import PytorchBackend
+from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
+from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
+from tests.support.waiting import until
+
+F32 = np.float32
+ROW = np.arange(4, dtype=F32).reshape(1, 4)
+CONFIG = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
+POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 30, 1 << 30, 1 << 20, "warn")
+SEALS = Seals(bytes(32))
+TENSORS = {"x": ((1, 4), "FP32"), "y": ((1, 4), "FP32")}
+
+
+class Host:
+    """A server in one process: its door in a thread, its scheduler and worker in the test's."""
+
+    def __init__(self, folder: Path, worker: Rig, cuda: FakeCuda, devices: int) -> None:
+        self.folder = folder
+        self.worker = worker
+        self._cuda = cuda
+        self._devices = devices
+        self.dropped: deque[int] = deque()
+        self.looking = False  # whether a worker looks at handles
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+        self.door = GuestDoor(endpoints.guests(folder, 1), SEALS, Signature(CONFIG, "1"))
+        self.link = self.door.link
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        checker = self._cuda.device_memory()
+
+        def look(_: int, question: m.CheckMemory) -> None:
+            self._loop.call_soon(handles.checked, 1, checker.check(question))
+
+        handles = HandleCheck(self._devices, lambda _: [1] if self.looking else [], look)
+        self.registrar = registrar = Registrar(
+            self._published, list, self._tell_workers, POLICY, handles if self._devices else None
+        )
+
+        def models() -> Iterator[Any]:
+            endpoint = endpoints.scheduler(self.folder, 1)
+            yield m.ModelPublished("m", "1", CONFIG, {}, endpoint, True, True, 0.0, 0)
+            yield m.HealthChanged(True, True, False)
+
+        guests = Guests(self.folder, NO_GROUP, SEALS, registrar, models, registrar.give_back)
+        self._ready.set()
+        await self._over.wait()
+        guests.close()
+        registrar.close()
+
+    async def _published(self, make: Callable[[int], Any]) -> None:
+        raise AssertionError("no gateway hears of guests' memory")
+
+    def _tell_workers(self, message: m.MemoryDropped) -> None:
+        self.dropped.append(message.memory_id)
+
+    def serve(self, answered: Callable[[], bool]) -> None:
+        """Be scheduler and worker until something has happened."""
+        while not answered():
+            self.drop()
+            self.link.wait(0.05)
+            for peer, message in self.link.receive():
+                checked = self.door.check(peer, message, time.monotonic_ns())
+                if type(checked) is m.Submit:
+                    self.link.post(peer, self._run(checked))
+            self.link.flush()
+
+    def _run(self, submit: m.Submit) -> m.Finished | m.Failed:
+        (reply,) = self.worker.raw_batch([submit.work])
+        ((_, code, text, body),) = self.worker.finished.replies
+        assert reply.code == code
+        return m.Failed(submit.id, code, text, 0, False) if code else m.Finished(submit.id, body)
+
+    def drop(self) -> None:
+        """Take the news that a worker gets from the supervisor."""
+        while self.dropped:
+            self.worker.context.mappings.drop(self.dropped.popleft())
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+        self.link.close()
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda()
+
+
+@pytest.fixture
+def exporting(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeExporting:
+    """The driver as the client has it; what it allocates is host memory to whoever asks."""
+    made = cuda.exporting()
+    monkeypatch.setattr("shmserve.client.session.exporting", lambda: made)
+    monkeypatch.setattr(DeviceView, "__dlpack_device__", lambda view: (1, 0))
+    return made
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """What the model runs on."""
+    made = FakeDevice()
+    monkeypatch.setattr("shmserve.workers.backends.pytorch.open_device", lambda name: made)
+    return made
+
+
+def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[Host]:
+    """A server whose model doubles x to y."""
+    with rig(folder) as worker:
+        memory = cuda.device_memory()
+        worker.context = dataclasses.replace(
+            worker.context,
+            mappings=Mappings(memory.open, partial(memory.pin, device=0)),
+            device_memory=memory,
+        )
+        text = "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n"
+        (worker.context.version_dir / "model.py").write_text(text + "        return x * 2\n")
+        worker.serve(PytorchBackend(worker.context), CONFIG)
+        host = Host(folder, worker, cuda, devices)
+        yield host
+        host.close()
+
+
+@pytest.fixture
+def host(tmp_path: Path, cuda: FakeCuda, device: FakeDevice) -> Iterator[Host]:
+    yield from started(tmp_path, cuda)
+
+
+@pytest.fixture
+def client(host: Host, exporting: FakeExporting) -> Iterator[Server]:
+    with shmserve.client.connect(host.folder) as made:
+        yield made
+
+
+def ask(host: Host, client: Server, *args: Any, **options: Any) -> shmserve.client.Result:
+    future: Future[Any] = client.infer_async("m", *args, **options)
+    host.serve(future.done)
+    result: shmserve.client.Result = future.result()
+    return result
+
+
+def test_a_region_on_the_device_is_used_in_place(
+    host: Host, client: Server, cuda: FakeCuda, device: FakeDevice
+) -> None:
+    with client.allocate(TENSORS, device="cuda:1") as region:
+        assert repr(region["x"]) == "<FP32 (1, 4) on cuda:1>"
+        for turn in range(3):
+            region["x"].fill(ROW + turn)
+            result = ask(host, client, region)
+            assert type(result["y"]) is DeviceView
+            assert (region["y"].numpy() == (ROW + turn) * 2).all()
+            assert (result["y"].numpy() == (ROW + turn) * 2).all()
+            # Until the model is known to leave its inputs alone they are copied, on the device.
+            assert host.worker.finished.copied_in == (0 if turn else 16)
+            assert cuda.asked[-1] == ("synchronize", 1)
+        assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes by host memory"
+        assert cuda.opened == 1
+
+
+def test_a_view_as_an_input_and_an_output(host: Host, client: Server) -> None:
+    region = client.allocate({"in": ((4, 4), "FP32"), "out": ((4, 4), "FP32")}, device="cuda")
+    region["in"].fill(7)
+    two = region.view("in", (2, 4))
+    result = ask(host, client, x=two, outputs={"y": region.view("out", (2, 4))})
+    assert result["y"].shape == (2, 4)
+    assert region["out"].numpy().tolist() == [[14] * 4] * 2 + [[0] * 4] * 2
+    # From the device to a message, and from a message to the device.
+    assert (ask(host, client, x=two)["y"] == 14).all()
+    ask(host, client, x=ROW, outputs={"y": region.view("out", (1, 4))})
+    assert (region["out"].numpy()[0] == ROW * 2).all()
+    with pytest.raises(InvalidArgument, match="unexpected shape"):
+        ask(host, client, x=region.view("in", (2, 3)))
+
+
+def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
+    forms = {"a": ((2, 3), "FP32"), "b": ((4,), "BF16"), "c": ((2,), "BOOL"), "d": ((), "INT64")}
+    region = client.allocate(forms, device="cuda:0")
+    tensor = region["a"].torch()
+    tensor.copy_(torch.arange(6).view(2, 3))
+    assert region["a"].numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert np.from_dlpack(region["a"])[1, 2] == 5
+    region["b"].torch().fill_(1.5)
+    assert region["b"].torch().dtype == torch.bfloat16
+    assert (region["b"].numpy() == 0x3FC0).all()
+    region["c"].fill([True, False])
+    assert region["c"].torch().tolist() == [True, False]
+    region["d"].fill(-3)
+    assert region["d"].torch().item() == -3
+    interface = region["a"].__cuda_array_interface__
+    assert (interface["shape"], interface["typestr"]) == ((2, 3), "<f4")
+    assert ctypes.c_float.from_address(interface["data"][0] + 4).value == 1
+    for wrong in ([1, 2, 3, 4], "word"):
+        with pytest.raises(InvalidArgument, match="cannot be copied there"):
+            region["a"].fill(wrong)
+    with pytest.raises(BufferError):
+        region["a"].__dlpack__(copy=True)
+    unused = region["a"].__dlpack__()
+    del unused
+
+
+def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
+    client: Server, exporting: FakeExporting, host: Host
+) -> None:
+    region = client.allocate(TENSORS, device="cuda:0")
+    view = region["x"]
+    kept = view.torch()
+    kept.fill_(5)
+    region.release()
+    for use in (view.torch, view.numpy, view.place, view.__dlpack__, partial(view.fill, 1)):
+        with pytest.raises(shmserve.client.Released):
+            use()
+    del use
+    with pytest.raises(shmserve.client.Released):
+        ask(host, client, x=view)
+    with pytest.raises(shmserve.client.Released):
+        region.view("x")
+    del view, region
+    gc.collect()
+    client._session.memories.settle()
+    assert len(exporting.allocated) == 1 and kept.tolist() == [[5] * 4]
+    del kept
+    client._session.memories.settle()
+    assert not exporting.allocated
+    until("workers are told", lambda: bool(host.dropped))
+
+
+def test_the_end_of_the_connection_ends_it_in_the_workers(
+    host: Host, exporting: FakeExporting, cuda: FakeCuda
+) -> None:
+    client = shmserve.client.connect(host.folder)
+    region = client.allocate(TENSORS, device="cuda:0")
+    ask(host, client, region)
+    assert cuda.opened == 1
+    work = pack_inference(
+        inference(tensor("x", ROW, region.place("x")), outputs=(RequestedOutput("y"),))
+    )
+    view = region["y"]
+    client.close()
+    with pytest.raises(shmserve.client.Released, match="closed"):
+        region.view("x")
+    until("workers are told", lambda: bool(host.dropped))
+    host.drop()
+    assert cuda.opened == 0
+    # A request that a worker had not begun by then is not run: nobody would close the handle.
+    (reply,) = host.worker.raw_batch([work])
+    assert reply.code == "UNAVAILABLE" and cuda.opened == 0
+    assert len(exporting.allocated) == 1 and (view.numpy() == 0).all(), "it is the program's"
+    del region, view
+    gc.collect()
+    assert not exporting.allocated
+
+
+def test_one_mapping_for_one_handle_under_all_its_requests(
+    host: Host, client: Server, cuda: FakeCuda
+) -> None:
+    first = client.allocate(TENSORS, device="cuda:0")
+    second = client.allocate(TENSORS, device="cuda:0")
+    for region in (first, second, first, second):
+        ask(host, client, region)
+    assert cuda.opened == 2 and cuda.asked.count(("open", 0)) == 2
+
+
+def test_a_dead_exporter_fails_its_own_requests_only(
+    host: Host, client: Server, exporting: FakeExporting, cuda: FakeCuda
+) -> None:
+    dead, alive = (client.allocate(TENSORS, device="cuda:0") for _ in range(2))
+    cuda.forget(exporting.allocated[dead.segment.address])
+    with pytest.raises(InvalidArgument, match="cannot be opened: its owner is gone"):
+        ask(host, client, dead)
+    ask(host, client, alive)
+
+
+def test_pinned_host_memory(
+    host: Host, client: Server, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.allocate(TENSORS, pin=True) as region:
+        region["x"][:] = ROW
+        ask(host, client, region)
+        assert (region["y"] == ROW * 2).all()
+        assert list(cuda.pinned.values()) == [4096]
+        limits = (8191, 8191)
+        monkeypatch.setattr("resource.getrlimit", lambda kind: limits)
+        with pytest.raises(InvalidArgument, match="RLIMIT_MEMLOCK"):
+            client.allocate(TENSORS, pin=True)
+        forged = dataclasses.replace(region.place("x").memory, pinned=False)
+        with pytest.raises(InvalidArgument, match="has not shared"):
+            host.door._rules._check_owner(FIRST, Place(forged, 0, 16))
+    until("workers are told", lambda: bool(host.dropped))
+    host.drop()
+    assert not cuda.pinned
+    client.allocate(TENSORS, pin=True)
+    for wrong in ({"pin": True}, {"huge_pages": True}):
+        with pytest.raises(InvalidArgument, match="only host memory"):
+            client.allocate(TENSORS, device="cuda:0", **wrong)
+
+
+# --- what is refused
+
+
+def test_what_cannot_be_allocated(
+    host: Host, client: Server, exporting: FakeExporting, cuda: FakeCuda
+) -> None:
+    for name in ("gpu:0", "cuda:x", "cuda:", "npu:0", "", None, 0, torch.device("meta")):
+        with pytest.raises(InvalidArgument, match="is none of"):
+            client.allocate(TENSORS, device=name)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="sees no device 'cuda:2'"):
+        client.allocate(TENSORS, device="cuda:2")
+    exporting.most = 0
+    with pytest.raises(Unavailable, match="cannot be had on 'cuda:0'"):
+        client.allocate(TENSORS, device="cuda:0")
+    exporting.most = 1 << 30
+    host.looking = True
+    cuda.uuid = lambda device: bytes(16)  # type: ignore[method-assign]
+    monkey = exporting.uuid
+    exporting.uuid = lambda device: bytes([9]) * 16  # type: ignore[method-assign]
+    with pytest.raises(InvalidArgument, match="'device_uuid'"):
+        client.allocate(TENSORS, device="cuda:0")
+    exporting.uuid = monkey  # type: ignore[method-assign]
+    gc.collect()
+    assert not exporting.allocated, "what the server refused is freed"
+    for _ in range(4):
+        client.allocate(TENSORS, device="cuda:0").release()
+    kept = [client.allocate(TENSORS, device="cuda:0") for _ in range(4)]
+    with pytest.raises(InvalidArgument, match="--shm-max-regions-per-uid"):
+        client.allocate(TENSORS, device="cuda:0")
+    del kept
+
+
+def test_a_server_without_a_device(
+    tmp_path: Path, cuda: FakeCuda, exporting: FakeExporting, device: FakeDevice
+) -> None:
+    for host in started(tmp_path, cuda, devices=0):
+        with (
+            shmserve.client.connect(host.folder) as client,
+            pytest.raises(InvalidArgument, match="the server has no CUDA device"),
+        ):
+            client.allocate(TENSORS, device="cuda:0")
+    gc.collect()
+    assert not exporting.allocated
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a CUDA device")
+def test_a_program_without_a_device(host: Host) -> None:
+    with shmserve.client.connect(host.folder) as client:
+        with pytest.raises(Unavailable, match=r"no memory on a device can be allocated: .*GPU"):
+            client.allocate(TENSORS, device="cuda:0")
+        assert client.allocate(TENSORS)["x"].shape == (1, 4)
+
+
+def test_a_program_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
+    with pytest.raises(Unavailable, match="extra 'cuda'"):
+        client_device.exporting()
+
+
+def test_a_guest_uses_no_handle_that_it_did_not_share(host: Host, client: Server) -> None:
+    region = client.allocate(TENSORS, device="cuda:0")
+    memory = region.place("x").memory
+    assert memory.cuda is not None
+    number = int(client._session.connection().identity.partition(".")[0])
+    assert SEALS.owns(number, memory) and not SEALS.owns(number + 1, memory)
+    raw, device = memory.cuda.raw, memory.cuda.device
+    for forged in (
+        Memory.on_device(memory.id, memory.byte_size + 1, memory.cuda),
+        Memory.on_device(memory.id + 1, memory.byte_size, memory.cuda),
+        Memory.on_device(memory.id, memory.byte_size, CudaHandle(bytes(64), device)),
+        Memory.on_device(memory.id, memory.byte_size, CudaHandle(raw, device + 1, bytes(16))),
+        Memory.on_device(memory.id + (1 << 41), memory.byte_size, memory.cuda),
+    ):
+        assert not SEALS.owns(number, forged)
+        with pytest.raises(InvalidArgument, match="has not shared"):
+            host.door._rules._check_owner(number, Place(forged, 0, 16))
+
+
+def test_the_same_handle_shared_again_is_another_memory() -> None:
+    handle = CudaHandle(bytes(64), 0)
+    ids = {SEALS.device_memory_id(FIRST, serial, 64, handle) for serial in (1, 2, 3)}
+    assert len(ids) == 3 and all(0 < memory_id < 1 << 62 for memory_id in ids)
+
+
+@pytest.mark.parametrize(
+    ("handle", "device", "uuid", "size", "text"),
+    [
+        (bytes(63), 0, b"", 64, "64 bytes"),
+        (bytes(64), 0, bytes(15), 64, "16"),
+        (bytes(64), 0, b"", 0, "must be positive"),
+        (bytes(64), 0, b"", -1, "byte_size"),
+        (bytes(64), -1, b"", 64, "not negative"),
+        (bytes(64), 2, b"", 64, "the server has 2 CUDA devices"),
+        (bytes(64), 0, b"", 1 << 40, "--shm-max-byte-size-per-uid"),
+    ],
+    ids=[
+        *("a handle too short", "a uuid too short", "no bytes", "a negative size"),
+        *("a negative device", "a device that is not there", "more than a user may have"),
+    ],
+)
+def test_what_is_wrong_with_a_handle(
+    host: Host, client: Server, handle: bytes, device: int, uuid: bytes, size: int, text: str
+) -> None:
+    connection = client._session.connection()
+
+    class Asking:
+        def sharing(self, number: int) -> Any:
+            return m.ShareDeviceMemory(number, size, handle, device, uuid), ()
+
+    with pytest.raises((InvalidArgument, PermissionDenied), match=text):
+        connection.share(Asking())  # type: ignore[arg-type]
+
+
+def test_a_fork_frees_nothing(client: Server, exporting: FakeExporting) -> None:
+    region = client.allocate(TENSORS, device="cuda:0")
+    address = region.segment.address
+    child = os.fork()
+    if not child:
+        region.segment.close()
+        del region
+        gc.collect()
+        os._exit(0 if address in exporting.allocated else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,273 @@
+"""Who waits for answers is told of all that happens, also of what happens while it looks around."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.client.connection import Connection
+from shmserve.client.errors import Disconnected
+from shmserve.client.inflight import Exchange, Pending
+from shmserve.client.models import Model
+from shmserve.client.request.options import PLAIN
+from shmserve.client.request.prepare import Prepared
+from shmserve.client.session import Session
+from shmserve.client.sync import _Waiter
+from shmserve.ipc import messages as m
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import Memory, Place
+from shmserve.ipc.transport import frames
+from shmserve.ipc.transport.untrusted_router import MOST_ELEMENTS, WaryRouter
+from tests.support.waiting import until
+
+
+@contextmanager
+def door(tmp_path: Path) -> Iterator[None]:
+    """A server that has no models, and says nothing more to the one program it lets in."""
+    (tmp_path / "guests").mkdir(exist_ok=True)
+    (tmp_path / "guests" / "door").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as entrance:
+        entrance.bind(str(tmp_path / "guests" / "door"))
+        entrance.listen()
+
+        def welcome() -> None:
+            inside.append(entrance.accept()[0])
+            inside[0].recv(4096)
+            hello = [m.Welcome(1, "token"), m.HealthChanged(True, True, False)]
+            inside[0].send(frames.pack(hello))
+
+        inside: list[socket.socket] = []
+        server = threading.Thread(target=welcome)
+        server.start()
+        yield
+        server.join()
+        inside[0].close()
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[Connection]:
+    """A connection to such a server."""
+    with door(tmp_path):
+        made = Connection(tmp_path, 5.0)
+        yield made
+        made.close()
+
+
+def prepared(connection: Connection) -> Prepared:
+    """A request of a model whose scheduler nobody reaches."""
+    config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
+    published = m.ModelPublished("m", "1", config, {}, "ipc://nowhere", True, True, 0.0, 0)
+    return Prepared(Model(published, connection.models), b"work", 0, b"", PLAIN)
+
+
+def readable(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def test_what_is_lost_while_one_looks_around_wakes_again(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = Exchange(connection, lambda fd: None, lambda fd: None)
+    try:
+        exchange.wake()
+        connection.losses += 1  # something is, or it would not look
+
+        def look_around() -> None:
+            exchange.wake()  # another thread, as soon as it has looked
+
+        monkeypatch.setattr(exchange, "_look_around", look_around)
+        exchange.take([exchange.waker])
+        assert readable(exchange.waker)
+        monkeypatch.undo()
+        exchange.take([exchange.waker])
+        assert not readable(exchange.waker)
+    finally:
+        exchange.close()
+
+
+def test_a_task_that_comes_while_answers_are_taken_is_run(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = connection._own
+    take, ran = own.take, threading.Event()
+
+    def beset(events: Any) -> None:
+        monkeypatch.undo()
+        connection.call(lambda _: ran.set())
+        take(events)
+
+    monkeypatch.setattr(own, "take", beset)
+    os.eventfd_write(own.waker, 1)
+    assert ran.wait(5)
+
+
+def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiter = _Waiter(connection)
+    closing = threading.Thread(target=waiter.close)
+    connect = waiter.exchange._connect
+
+    def beset(endpoint: str) -> Any:
+        closing.start()
+        if not waiter.lock.locked():
+            closing.join()
+        return connect(endpoint)
+
+    monkeypatch.setattr(waiter.exchange, "_connect", beset)
+    pending = waiter.submit(prepared(connection))
+    closing.join()
+    with pytest.raises(Disconnected):
+        waiter.wait(pending)
+    with pytest.raises(Disconnected, match="this client is closed"):
+        waiter.submit(prepared(connection))
+
+
+def test_who_cancels_in_the_middle_of_a_wait_does_not_wait(connection: Connection) -> None:
+    """As the generator of `map` does where it is collected."""
+    waiter = _Waiter(connection)
+    left, other = waiter.submit(prepared(connection)), waiter.submit(prepared(connection))
+    cancelling = threading.Thread(target=waiter.cancel, args=([left],), daemon=True)
+    with waiter.lock:
+        cancelling.start()
+        cancelling.join(10)
+        assert not cancelling.is_alive() and not left.abandoned
+
+    def end() -> None:
+        with contextlib.suppress(AssertionError):
+            until("it is cancelled", lambda: left.abandoned)
+        connection.close()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(Disconnected):
+        waiter.wait(other)
+    ending.join()
+    assert left.abandoned
+    waiter.close()
+
+
+def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
+    tmp_path: Path,
+) -> None:
+    with door(tmp_path):
+        session = Session(tmp_path, 1 << 20, 5.0)
+        said: list[Exception] = []
+
+        def callback(_: Exchange) -> None:
+            until("the client is closed", lambda: session._closed)
+            try:
+                session.connection()
+            except Disconnected as error:
+                said.append(error)
+
+        session._connection.call(callback)
+        closing = threading.Thread(target=session.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert str(said[0]) == "this client is closed"
+
+
+def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
+    submitted, at_work, go_on = threading.Event(), threading.Event(), threading.Event()
+    with door(tmp_path):
+        session = Session(tmp_path, 1 << 20, 5.0)
+        lost = session._connection
+
+        def callback(_: Pending) -> None:
+            at_work.set()
+            go_on.wait(60)
+
+        def submit(own: Exchange) -> None:
+            own.submit(prepared(lost), callback)
+            submitted.set()
+
+        lost.call(submit)
+        assert submitted.wait(10)
+    assert at_work.wait(10)
+    said: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            session.connection()
+        except Disconnected as error:
+            said.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    with door(tmp_path):
+        asking.start()
+        asking.join(10)
+        assert not asking.is_alive() and not said and session._connection is not lost
+    go_on.set()
+    lost._thread.join(10)
+    session.close()
+
+
+def test_answers_are_copied_by_several_at_a_time(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of one copy a signal's handler may ask, and wait for another thread's copy."""
+    mapped = Mappings._open
+    copies: list[bytes] = []
+
+    def copy() -> None:
+        copies.append(connection.copied(place))
+
+    def meanwhile(mappings: Mappings, memory: Memory) -> Any:
+        monkeypatch.setattr(Mappings, "_open", mapped)
+        opened = mappings._open(memory)
+        other = threading.Thread(target=copy, daemon=True)
+        other.start()
+        other.join(10)
+        return opened
+
+    monkeypatch.setattr(Mappings, "_open", meanwhile)
+    fd = os.memfd_create("answers")
+    try:
+        os.write(fd, bytes(4095) + b"!")
+        place = Place(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
+        gc.collect()  # or it does in the middle: what tests before this one have left
+        before = len(os.listdir("/proc/self/fd"))
+        copy()
+        assert copies == [b"!", b"!"]
+        assert len(os.listdir("/proc/self/fd")) == before + 2  # one mapping has two
+    finally:
+        os.close(fd)
+
+
+def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
+    connection: Connection, tmp_path: Path
+) -> None:
+    """However many are cancelled at once."""
+    count = 2 * MOST_ELEMENTS
+    router = WaryRouter(f"ipc://{tmp_path}/scheduler", lambda identity: True)
+    exchange = Exchange(connection, lambda fd: None, lambda fd: None)
+    try:
+        for number in range(count):
+            exchange._post(router.endpoint, m.Cancel(number))
+        exchange.flush()
+        (link,) = exchange._links.values()
+        numbers: list[int] = []
+
+        def all_are_there() -> bool:
+            numbers.extend(message.id for _, message in router.receive())
+            link.receive()  # sends what was not taken before
+            return len(numbers) == count
+
+        until("all are there", all_are_there, 60)
+        assert numbers == [*range(count)]
+        assert not router.malformed
+    finally:
+        exchange.close()
+        router.close()

@@ -1,0 +1,549 @@
+"""The native client's memory, arrays and plans, without a server."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from shmserve.client.errors import Released
+from shmserve.client.memory import segments
+from shmserve.client.memory.region import Region
+from shmserve.client.memory.segments import AnySegment, Memories, Segment
+from shmserve.client.memory.views import Lease, View
+from shmserve.client.models import Model, Models
+from shmserve.client.request.arrays import from_program
+from shmserve.client.request.options import PLAIN, options_of
+from shmserve.client.request.prepare import prepare
+from shmserve.client.request.prepared import Form, Plan, Reader
+from shmserve.errors import InvalidArgument, NotFound, Unavailable
+from shmserve.ipc import messages as m
+from shmserve.ipc.capabilities import FIRST, Seals
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
+from shmserve.ipc.tensors.signature import Signature, TensorSpec
+
+CONFIG = {
+    "name": "m",
+    "max_batch_size": 4,
+    "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1]}],
+    "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [8192]}],
+}
+
+
+@pytest.fixture
+def memories() -> Iterator[Memories]:
+    """Memory that a server has been told of."""
+    numbers = iter(range(1, 100))
+
+    def share(segment: AnySegment) -> None:
+        assert isinstance(segment, Segment)
+        inode = os.fstat(segment.fd).st_ino
+        segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
+
+    made = Memories(64 << 20, share, lambda segment: None)
+    yield made
+    made.close()
+
+
+def published(name: str = "m", version: str = "1", latest: bool = True) -> m.ModelPublished:
+    config = {**CONFIG, "name": name}
+    return m.ModelPublished(name, version, config, {}, f"ipc:///{version}", True, latest, 0.0, 0)
+
+
+def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
+    blocks = [memories.allocate(1 << 20) for _ in range(3)]
+    assert len({block.segment for block in blocks}) == 1
+    alone = memories.allocate(100, alone=True)
+    assert alone.segment not in {block.segment for block in blocks}
+    with pytest.raises(Unavailable, match="may use 67108864 bytes"):
+        memories.allocate(100 << 20)
+    for block in [*blocks, alone]:
+        block.give_back()
+    memories.settle()
+    assert memories.find(blocks[0].segment.address, 1) is None
+
+
+def test_all_that_a_client_may_use_can_be_used() -> None:
+    """A segment has room for more than was asked for, but not at the cost of what still fits."""
+
+    def share(segment: AnySegment) -> None:
+        segment.shared([1, 0, 0, 0, segment.size, True, False, False])
+
+    memories = Memories(6 << 20, share, lambda segment: None)
+    blocks = [memories.allocate(1 << 20) for _ in range(6)]
+    assert sorted(segment.size >> 20 for segment in {block.segment for block in blocks}) == [2, 4]
+    with pytest.raises(Unavailable, match="6291456 are in use, 64 more are needed"):
+        memories.allocate(64)
+    memories.close()
+
+
+class Pair(NamedTuple):
+    a: View
+    b: View
+
+
+def test_slots_that_nobody_uses_make_room_for_others(memories: Memories) -> None:
+    """Requests of ever other sizes, one at a time, need the memory of one."""
+    model = Model(published())
+    for step in range(8):
+        x = np.full((1, 5_000_000 + step), step, np.float32)
+        request = prepare(memories, model, {"x": x}, None, PLAIN)
+        assert request.slot is not None and (request.slot.inputs[0] == step).all()
+        request.end()
+    in_use = prepare(memories, model, {"x": x}, None, PLAIN)
+    with pytest.raises(Unavailable, match="may use 67108864 bytes"):
+        memories.allocate(60 << 20, alone=True)
+    in_use.end()
+    assert memories.allocate(60 << 20, alone=True)
+
+
+def test_who_asks_while_room_is_made_is_served(memories: Memories) -> None:
+    """As a signal's handler does, which needs memory itself."""
+
+    class Interrupted:
+        def give_up(self) -> None:
+            further.append(Interrupted())
+            memories.serve(further[-1])
+
+    first = Interrupted()
+    further: list[Interrupted] = []
+    memories.serve(first)
+    with pytest.raises(Unavailable, match="may use 67108864 bytes"):
+        memories.allocate(65 << 20)
+    assert len(further) == 1
+
+
+def test_who_asks_in_the_middle_of_any_step_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a signal's handler may, between any two steps of the interpreter: no two get the same."""
+    monkeypatch.setattr(segments, "_SMALLEST", 1 << 16)  # less to reserve each time
+    step = 0
+    while interrupted_at(step):
+        step += 1
+    assert step > 1000
+
+
+def interrupted_at(moment: int) -> bool:
+    """Allocate and give back, and do so again in between before one step; whether there was one."""
+
+    def share(segment: AnySegment) -> None:
+        segment.shared([1, 0, 0, 0, segment.size, True, False, False])
+
+    memories = Memories(4 << 20, share, lambda segment: None)
+    held = [memories.allocate(10_000) for _ in range(5)]
+    held.pop(2).give_back()
+    seen = 0
+
+    def handler() -> None:
+        held.append(memories.allocate(20_000))
+        memories.allocate(64, alone=True).give_back()
+        memories.settle()
+
+    def trace(frame: types.FrameType, event: str, _: object) -> Any:
+        nonlocal seen
+        frame.f_trace_opcodes = True
+        if not frame.f_code.co_filename.endswith(("client/memory.py", "ipc/arena.py")):
+            return None
+        if event == "opcode":
+            seen += 1
+            if seen == moment + 1:
+                sys.settrace(None)
+                handler()
+        return trace
+
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for one that is set before
+    sys.settrace(trace)
+    try:
+        held.append(memories.allocate(5_000))
+        held.pop(0).give_back()
+        memories.allocate(1 << 19, alone=True).give_back()
+        held.append(memories.allocate(7_000))
+        memories.settle()
+    finally:
+        sys.settrace(None)
+    spans = sorted((id(block.segment), block.offset, block.size) for block in held)
+    for (one, start, size), (other, begin, _) in pairwise(spans):
+        assert one != other or start + size <= begin, (moment, spans)
+    for segment in {block.segment for block in held}:
+        segment.free.check_integrity()
+    for block in held:
+        block.give_back()
+    memories.settle()
+    assert not memories._segments, moment
+    memories.close()
+    return seen > moment
+
+
+def test_who_closes_the_client_in_the_middle_ends_nothing_but_that() -> None:
+    """As a signal's handler may, while what was given back is taken back."""
+
+    def share(segment: AnySegment) -> None:
+        segment.shared([1, 0, 0, 0, segment.size, True, False, False])
+
+    own = Memories(16 << 20, share, lambda segment: own.close())
+    own.allocate(1000).give_back()
+    own.settle()
+    assert not own._segments
+
+
+def test_what_comes_back_after_the_end_is_gone(memories: Memories) -> None:
+    block = memories.allocate(100)
+    segment = weakref.ref(block.segment)
+    memories.close()
+    block.give_back()
+    del block
+    gc.collect()
+    assert segment() is None
+
+
+def test_memory_whose_making_is_interrupted_is_gone(
+    memories: Memories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    gc.collect()  # or it does in the middle: what tests before this one have left
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memories.allocate(1 << 20)
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_a_request_whose_making_is_interrupted_keeps_no_memory(
+    memories: Memories, monkeypatch: pytest.MonkeyPatch, loose: bool
+) -> None:
+    """Most often while its inputs are copied, which takes longest."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = Model(published())
+    x = np.ones((1, 2_000_000), np.float32)
+    region = Region(memories, {"y": ((1, 8192), "FP32")})
+    outputs = region if loose else None
+    for _ in range(20):  # of which eight would have all that there may be
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "copyto", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(memories, model, {"x": x}, outputs, PLAIN)
+    prepare(memories, model, {"x": x}, outputs, PLAIN).end()
+    region.release()
+    model.close()
+    memories.settle()
+    assert not memories._segments
+
+
+def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
+    segment, ended = Segment(4096), []
+    lease = Lease(lambda: ended.append(True))
+    view = View.over(segment.bytes, 64, (4,), np.dtype(np.int32), lease)
+    view[:] = [1, 2, 3, 4]
+    plain = view[1:]
+    assert type(plain) is np.ndarray and type(view + 1) is np.ndarray
+    assert np.stack([view, view]).shape == (2, 4)
+    assert np.block([[view, view], [view, view]]).shape == (2, 8)
+    assert np.stack(Pair(view, view)).shape == (2, 4)
+    chosen = View.over(segment.bytes, 0, (4,), np.dtype(np.bool_), lease)
+    chosen[:] = [True, False, False, True]
+    assert np.add(view, 1, where=chosen, out=np.zeros(4, np.int32)).tolist() == [2, 0, 0, 5]
+    view += 1
+    assert view.tolist() == [2, 3, 4, 5] and plain.tolist() == [3, 4, 5]
+    assert type(copy.copy(view)) is type(pickle.loads(pickle.dumps(view))) is np.ndarray
+    lease.released = True
+    uses: tuple[Callable[[View], object], ...] = (
+        lambda array: array[0],
+        lambda array: array * 2,
+        lambda array: array.copy(),
+        lambda array: array.reshape(2, 2),
+        lambda array: array.astype(np.int8),
+        lambda array: array.item(0),
+        lambda array: array.fill(1),
+        lambda array: array.view(np.uint8),
+        lambda array: array.flat[0],
+        lambda array: array.ravel(),
+        lambda array: array.sum(),
+        lambda array: array.compress([True]),
+        lambda array: array.searchsorted(1),
+        lambda array: array.argpartition(1),
+        lambda array: array.conj(),
+        lambda array: array.setfield(1, np.int8),
+        bool,
+        list,
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+        str,
+    )
+    for use in uses:
+        with pytest.raises(Released):
+            use(view)
+    segment.close()
+    del view, chosen, lease, segment
+    gc.collect()
+    assert not ended and plain.tolist() == [3, 4, 5]
+    del plain
+    assert ended
+
+
+def test_a_request_of_a_known_form_is_a_join(memories: Memories) -> None:
+    model = Model(published())
+    for number in (1.0, 2.0):
+        x = np.full((1, 16), number, np.float32)
+        prepared = prepare(memories, model, {"x": x}, ["y"], PLAIN)
+        inference = unpack_inference(prepared.work)
+        (tensor,) = inference.inputs
+        assert tensor == TensorRef("x", "FP32", (1, 16), x.tobytes())
+        (output,) = inference.outputs
+        assert output.place is not None and output.place.byte_size == 4 * 8192
+        prepared.end()
+    assert len(model.plans) == 1 and prepared.shape_key and prepared.batch_size == 1
+
+
+def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
+    model = Model(published())
+    x = np.arange(8192, dtype=np.float32)[None]
+    first = prepare(memories, model, {"x": x}, None, PLAIN)
+    second = prepare(memories, model, {"x": x + 1}, None, PLAIN)
+    assert first.work != second.work
+    first.end()
+    third = prepare(memories, model, {"x": x}, None, PLAIN)
+    assert third.work == first.work
+    model.close()
+    second.end()
+    third.end()
+    address = first.segments[0].address
+    memories.settle()
+    assert memories.find(address, 1) is None
+
+
+def test_every_form_is_checked(memories: Memories) -> None:
+    model = Model(published())
+    wrong: list[tuple[Any, str]] = [
+        ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
+        ({"x": np.zeros((5, 2), np.float32)}, "batch-size must be <= 4"),
+        ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
+        ({"z": np.zeros((1, 2), np.float32)}, "unexpected inference input"),
+        ({"x": np.zeros((1, 2), np.complex64)}, "which no datatype is"),
+        ({"x": "word"}, "is no FP32 tensor"),
+    ]
+    for inputs, text in wrong:
+        with pytest.raises(InvalidArgument, match=text):
+            prepare(memories, model, inputs, None, PLAIN)
+    assert not model.plans
+
+
+def test_plans_that_are_over_keep_no_memory(memories: Memories) -> None:
+    """A thread may be about to make a plan while another closes the model, or makes the same."""
+    x = {"x": np.ones((1, 8192), np.float32)}
+    model = Model(published())
+    first = prepare(memories, model, x, None, PLAIN)
+    (key,) = model.plans
+    plan = Plan(model.signature, [Form("x", "FP32", (1, 8192), 32768)], (), memories)
+    assert model.remember(key, plan) is first.plan
+    model.close()
+    late = prepare(memories, model, x, None, PLAIN)
+    assert not model.plans
+    first.end()
+    late.end()
+    memories.settle()
+    assert memories._used() == 0
+
+
+def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories) -> None:
+    region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
+    models = Models()
+    models.publish(published("other"))
+    for _ in range(3):
+        models.publish(published("m"))
+        for name in ("m", "other"):
+            prepare(memories, models.resolve(name, ""), region, None, PLAIN).end()
+    assert list(region.requests) == [models.resolve(name, "") for name in ("other", "m")]
+    region.release()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"request_id": 5}, "request_id must be a string, got 5"),
+        ({"request_id": "\ud800"}, "request_id is no text"),
+        ({"priority": "1"}, "priority must be a whole number from 0 on, got '1'"),
+        ({"priority": 1.5}, "priority must"),
+        ({"priority": -1}, "priority must"),
+        ({"priority": 1 << 64}, "priority must"),
+        ({"timeout_s": "1"}, "timeout must be a number of seconds, got '1'"),
+        ({"timeout_s": float("nan")}, "timeout must"),
+        ({"parameters": [1]}, "parameters must be a mapping"),
+        ({"parameters": {1: 2}}, "the name of a parameter must be a string, got 1"),
+        ({"parameters": {"a": None}}, "parameter 'a' must be a string, .* got None"),
+        ({"parameters": {"a": np.int64(1)}}, "parameter 'a' must"),
+        ({"parameters": {"a": 1 << 64}}, "parameter 'a' must"),
+        ({"parameters": {"a": "\ud800"}}, "parameter 'a' is no text"),
+    ],
+)
+def test_options_that_no_request_can_have(wrong: dict[str, Any], text: str) -> None:
+    options: dict[str, Any] = {"request_id": "", "parameters": None, "priority": 0}
+    with pytest.raises(InvalidArgument, match=text):
+        options_of(**{**options, "timeout_s": None, **wrong})
+
+
+def test_options_as_they_travel() -> None:
+    assert options_of("", {}, 0, None) is PLAIN
+    assert options_of("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
+    for over in (0, -1, -1e300, float("-inf")):
+        assert options_of("", None, 0, over).timeout_us == 1
+    assert options_of("", None, 0, float("inf")) == PLAIN
+    assert options_of(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
+    # The longest that epoll can wait for, in milliseconds.
+    assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
+
+
+def test_a_reader_takes_only_answers_like_the_last() -> None:
+    def answer(data: bytes, name: str = "y") -> bytes:
+        return pack_inferred(Inferred((TensorRef(name, "INT32", (2,), data),)))
+
+    reader = Reader()
+    body = answer(bytes(8))
+    assert reader.read(body) is None
+    from shmserve.ipc.tensors.inference import unpack_inferred
+
+    reader.learn(body, unpack_inferred(body))
+    found = reader.read(answer(b"\1\0\0\0\2\0\0\0"))
+    assert found is not None and found["y"][0].tolist() == [1, 2]
+    assert reader.read(answer(bytes(8), "z")) is None
+    assert reader.read(answer(bytes(12))) is None
+
+
+def test_what_programs_pass() -> None:
+    array, datatype = from_program(torch.ones(3, dtype=torch.bfloat16), None, "x")
+    assert datatype == "BF16" and array.dtype == np.uint16
+    assert from_program(np.array(["a"]), None, "x")[1] == "BYTES"
+    assert from_program(np.array(["a"], np.dtypes.StringDType()), None, "x")[1] == "BYTES"
+    with pytest.raises(InvalidArgument, match="'x' is a masked array"):
+        from_program(np.ma.masked_equal([1, 2], 2), None, "x")
+    assert from_program(True, None, "x")[1] == "BOOL"
+    with pytest.raises(InvalidArgument, match="takes host memory"):
+        from_program(torch.empty(1, device="meta"), None, "x")
+    assert from_program(torch._neg_view(torch.ones(2)), None, "x")[0].tolist() == [-1, -1]
+    scalar, datatype = from_program(torch.tensor(1.0, dtype=torch.bfloat16), None, "x")
+    assert scalar.shape == () and datatype == "BF16"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2).to_sparse(), torch.ones(2).to(torch.float8_e4m3fn)],
+    ids=["sparse", "of a type that numpy lacks"],
+)
+def test_torch_tensors_that_cannot_be_taken(tensor: torch.Tensor) -> None:
+    with pytest.raises(InvalidArgument, match="input 'x' cannot be taken from torch"):
+        from_program(tensor, None, "x")
+
+
+def test_lists_keep_their_numbers() -> None:
+    def taken(value: object, datatype: str) -> list[object]:
+        array, called = from_program(value, TensorSpec("x", datatype, (-1,)), "x")
+        assert called == datatype
+        return list(array.tolist())
+
+    assert taken([1, 2.0, True], "INT32") == [1, 2, 1]
+    assert taken([], "INT8") == []
+    assert taken([1, 0], "BOOL") == [True, False]
+    assert taken([2**63], "UINT64") == [2**63]
+    assert taken([0.1], "FP32") == [np.float32(0.1)]
+    # BF16 as bit patterns: 1.0 is 0x3f80.
+    assert taken([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype"),
+    [
+        ([1.7], "INT32"),
+        ([300], "UINT8"),
+        ([-1], "UINT64"),
+        ([2], "BOOL"),
+        (["1"], "INT32"),
+        ([None], "FP32"),
+        ([["a"]], "BF16"),
+    ],
+)
+def test_lists_whose_numbers_the_datatype_has_not(value: object, datatype: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"input 'x' is no {datatype} tensor"):
+        from_program(value, TensorSpec("x", datatype, (-1,)), "x")
+
+
+def test_a_model_that_is_not_there_may_come_until_the_server_is_ready() -> None:
+    models = Models()
+    models.ready = False
+    with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):
+        models.resolve("m", "")
+    models.ready = True
+    with pytest.raises(NotFound, match=r"unknown model: 'm' is not found$"):
+        models.resolve("m", "")
+
+
+def test_models_follow_the_news() -> None:
+    models = Models()
+    models.publish(published(version="1"))
+    models.publish(published(version="3", latest=True))
+    assert models.resolve("m", "").version == "3"
+    models.publish(published(version="1", latest=False))
+    assert models.resolve("m", "").version == "3"
+    assert models.names() == [("m", "1"), ("m", "3")]
+    models.withdraw("m", "3")
+    with pytest.raises(Unavailable, match="no available versions"):
+        models.resolve("m", "")
+    with pytest.raises(NotFound, match="version 3"):
+        models.resolve("m", "3")
+    with pytest.raises(NotFound, match="'other' is not found"):
+        models.resolve("other", "")
+
+
+def test_a_plan_for_inputs_without_bytes(memories: Memories) -> None:
+    plan = Plan(Model(published()).signature, [Form("x", "FP32", (1, 0), 0)], (), memories)
+    assert plan.slotted and plan.batch_size == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 200])
+def test_a_plan_joins_small_inputs_to_what_packing_gives(memories: Memories, size: int) -> None:
+    config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
+    form = Form("x", "FP32", (1, size), 4 * size)
+    plan = Plan(Signature(config, "1"), [form], (), memories)
+    array = np.arange(size, dtype=np.float32).reshape(1, size)
+    assert not plan.slotted
+    assert plan.joined([array]) == plan.packed([array], None, PLAIN)
+
+
+def test_guests_cannot_make_up_who_they_are_or_what_is_theirs() -> None:
+    seals, others = Seals(bytes(32)), Seals(bytes(31) + b"1")
+    token = seals.token(FIRST)
+    assert seals.guest(f"{FIRST}.{token}.1".encode()) == FIRST
+    for forged in (
+        f"{FIRST + 1}.{token}.1",
+        f"{FIRST}.{others.token(FIRST)}.1",
+        f"{os.getpid()}.{token}.1",
+        f"{FIRST}",
+        "",
+        f"0{FIRST}.{token}",
+        f"{FIRST}.{token}x.1",
+    ):
+        assert seals.guest(forged.encode()) == 0, forged
+    rest = (7, 8, 9, 4096, True)
+    mine = Memory(seals.memory_id(FIRST, *rest), *rest)
+    assert seals.owns(FIRST, mine) and not seals.owns(FIRST + 1, mine)
+    assert not seals.owns(FIRST, Memory(mine.id, 7, 8, 9, 8192, True))
+    assert Place(mine, 0, 1)

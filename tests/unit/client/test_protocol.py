@@ -1,0 +1,58 @@
+"""The page that describes the native protocol says what the code does."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, pack_inference
+from shmserve.ipc.transport import frames
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "shmserve" / "client" / "PROTOCOL.md").read_text()
+DIRECTIONS = {
+    "program to door": m.GuestToSupervisor,
+    "door to program": m.SupervisorToGuest,
+    "program to scheduler": m.GuestToScheduler,
+    "scheduler to program": m.Finished | m.Failed | m.Settled,
+}
+
+
+def test_the_table_has_every_message_and_field() -> None:
+    rows = [
+        f"| `{cls.__name__}` | {', '.join(f'{f.name}: {f.type}' for f in dataclasses.fields(cls))} "
+        f"| {title} |"
+        for title, union in DIRECTIONS.items()
+        for cls in typing.get_args(union)
+    ]
+    assert "\n".join(rows) in PAGE
+
+
+def test_the_example_is_what_is_packed() -> None:
+    work = pack_inference(Inference("", (TensorRef("x", "UINT8", (2,), b"\x05\x06"),)))
+    packed = frames.pack([m.Submit(7, 0, b"", 1000, 0, 0, 0, work, "")]).hex()
+    lines = [line.replace(" ", "") for line in PAGE.splitlines() if line.startswith("    92 01")]
+    start = PAGE.index("    92 01")
+    shown = PAGE[start : PAGE.index("\n\n", start)]
+    assert lines and "".join(shown.split()) == packed
+
+
+def test_importing_the_client_costs_little() -> None:
+    program = "import shmserve.client, sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", program],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    foreign = loaded - set(sys.stdlib_module_names) - {"shmserve"}
+    allowed = {"numpy", "msgpack", "__main__", "sitecustomize", "cython_runtime"}
+    assert {n for n in foreign if not n.startswith(("_", "numpy", "cython"))} <= allowed
+    assert "asyncio" not in loaded  # asyncio programs import shmserve.client.aio

@@ -1,0 +1,184 @@
+"""Who may use which API: tokens, scopes, restricted APIs, and how the command line names them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from shmserve.common.auth_tokens import (
+    GRPC_HEADER_PREFIX,
+    OPEN,
+    RESTRICTABLE,
+    SCOPES,
+    Authorisation,
+    Restriction,
+    decode_restrictions,
+    encode_restrictions,
+    parse_restrictions,
+    read_tokens,
+)
+from shmserve.errors import InvalidArgument
+
+ALL, SOME = "all-scopes-token", "inference-token!"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# ours\n\n{ALL}\n  {SOME} inference,metadata # a program\n")
+    path.chmod(0o600)
+    return path
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+def test_a_token_opens_its_scopes(tokens: Path) -> None:
+    rules = Authorisation(read_tokens(tokens), {})
+    for scope in SCOPES:
+        assert rules.authorise(scope, bearer(ALL)) is None
+        refused = rules.authorise(scope, bearer(SOME))
+        if scope in ("inference", "metadata", *OPEN):
+            assert refused is None
+        else:
+            assert refused is not None
+            assert (refused.status, refused.code) == (403, "PERMISSION_DENIED")
+            assert scope in refused.message
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("", "Bearer", "Bearer ", f"Basic {ALL}", ALL, f"Bearer {ALL}x", f"Bearer {ALL[:-1]}"),
+        *(f"Bearer {ALL.upper()}", "Bearer \udcff\udcfe", f"Bearer {ALL},{SOME}"),
+    ],
+)
+def test_what_is_no_token_opens_nothing_but_health(tokens: Path, header: str) -> None:
+    rules = Authorisation(read_tokens(tokens), {})
+    for metadata in ({"authorization": header}, {}):
+        for scope in SCOPES:
+            refused = rules.authorise(scope, metadata)
+            if scope in OPEN:
+                assert refused is None
+            else:
+                assert refused is not None
+                assert (refused.status, refused.code) == (401, "UNAUTHENTICATED")
+
+
+def test_the_kind_of_authorisation_is_spelled_as_anyone_likes(tokens: Path) -> None:
+    rules = Authorisation(read_tokens(tokens), {})
+    assert rules.authorise("inference", {"authorization": f"bearer  {ALL} "}) is None
+
+
+def test_without_tokens_everything_is_open() -> None:
+    rules = Authorisation(None, {})
+    assert all(rules.authorise(scope, {}) is None for scope in SCOPES)
+
+
+def test_tokens_are_kept_as_digests(tokens: Path) -> None:
+    """R22: no token is in what the server keeps, passes to its processes, or could print."""
+    found = read_tokens(tokens)
+    assert set(found) == {hashlib.sha256(t.encode()).hexdigest() for t in (ALL, SOME)}
+    assert ALL not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no token"),
+        ("# nothing\n", "has no token"),
+        ("short\n", "line 1: a token needs 16 characters"),
+        (f"{ALL} inference,nothing\n", "line 1: unknown scope 'nothing' (allowed: health, "),
+        (f"{ALL} inference metadata\n", "line 1: more than a token and its scopes"),
+        (f"{ALL}\n{ALL} inference\n", "line 2: this token was given before"),
+    ],
+)
+def test_wrong_files(tokens: Path, text: str, said: str) -> None:
+    tokens.write_text(text)
+    with pytest.raises(InvalidArgument) as caught:
+        read_tokens(tokens)
+    assert said in caught.value.message
+    assert ALL not in caught.value.message
+
+
+def test_files_that_cannot_be_read_or_that_others_write(tokens: Path) -> None:
+    with pytest.raises(InvalidArgument, match="cannot read"):
+        read_tokens(tokens / "nothing")
+    tokens.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(InvalidArgument, match="cannot read"):
+        read_tokens(tokens)
+    tokens.write_text(ALL)
+    tokens.chmod(0o620)
+    with pytest.raises(InvalidArgument, match="may be written by others"):
+        read_tokens(tokens)
+
+
+# --- Triton's restricted APIs
+
+
+def test_restrictions_are_read_as_triton_reads_them() -> None:
+    flag = "--http-restricted-api"
+    found = parse_restrictions(flag, ["health,model-repository:admin-key=a=b", "trace:K:x=v,w"])
+    assert found == {
+        "health": Restriction("admin-key", "a=b"),
+        "model-repository": Restriction("admin-key", "a=b"),
+        "trace": Restriction("K:x", "v,w"),
+    }
+    assert decode_restrictions(encode_restrictions(found)) == found
+    assert parse_restrictions(flag, []) == {}
+    assert set(parse_restrictions(flag, [",".join(RESTRICTABLE) + ":k=v"])) == set(RESTRICTABLE)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("health", "option format is '<config name>:<setting>=<value>'. Got health"),
+        ("health:k", "option format is"),
+        ("health:k=", "option format is"),
+        ("health:=v", "option format is"),
+        (":k=v", "option format is"),
+        ("foo:k=v", "unknown restricted api 'foo'"),
+        ("metrics:k=v", "unknown restricted api 'metrics'"),
+        (
+            "health,health:k=v",
+            "restricted api 'health' can not be specified in multiple config groups",
+        ),
+    ],
+)
+def test_wrong_restrictions(text: str, said: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_restrictions("--http-restricted-api", [text])
+    assert said in caught.value.message
+    with pytest.raises(InvalidArgument, match="can not be specified in multiple"):
+        parse_restrictions("--http-restricted-api", ["trace:k=v", "trace:k=w"])
+
+
+def test_a_restricted_api_needs_its_header() -> None:
+    rules = Authorisation(None, {"health": Restriction("Admin-Key", "secret")})
+    assert rules.authorise("metadata", {}) is None
+    assert rules.authorise("health", {"admin-key": "secret"}) is None
+    for metadata in ({}, {"admin-key": ""}, {"admin-key": "Secret"}, {"admin-key": "\udcff"}):
+        refused = rules.authorise("health", metadata)
+        assert refused is not None
+        assert (refused.status, refused.code) == (403, "UNAVAILABLE")
+        assert refused.message == "This API is restricted, expecting header 'Admin-Key'"
+
+
+def test_a_restricted_protocol_has_a_longer_header() -> None:
+    found = parse_restrictions("--grpc-restricted-protocol", ["trace:k=v"], GRPC_HEADER_PREFIX)
+    rules = Authorisation(None, found, "protocol")
+    assert rules.authorise("trace", {"triton-grpc-protocol-k": "v"}) is None
+    refused = rules.authorise("trace", {"k": "v"})
+    assert refused is not None
+    text = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
+    assert refused.message == text
+
+
+def test_a_restriction_holds_for_tokens_too(tokens: Path) -> None:
+    rules = Authorisation(read_tokens(tokens), {"trace": Restriction("k", "v")})
+    assert rules.authorise("trace", {**bearer(ALL), "k": "v"}) is None
+    assert rules.authorise("trace", bearer(ALL)) is not None
+    assert rules.authorise("trace", {"k": "v"}) is not None

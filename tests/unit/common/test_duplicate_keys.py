@@ -1,0 +1,238 @@
+"""R12: a name that stands twice in a JSON object is refused, wherever a body is read as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shmserve.common.duplicate_keys import DoubledName, members
+from shmserve.errors import InvalidArgument
+from shmserve.gateway.http.json import large_arrays
+from shmserve.gateway.http.json.large_arrays import loads_large
+from shmserve.gateway.http.json.parser import loads
+from shmserve.model_config.parse import from_json
+from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, rig
+from tests.support.raw_http import Http
+
+Pairs = list[tuple[str, Any]]
+
+
+class Members:
+    """A JSON object as it is written: names may stand twice."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+
+    def __repr__(self) -> str:
+        return f"Members({self.pairs})"
+
+
+# Names of requests, names that differ only in how they are spelled, and what looks like structure.
+names = st.sampled_from(["inputs", "outputs", "parameters", "data", "id", ":", '":', '\\":{"a"'])
+words = st.text(st.sampled_from('":\\{}[], aä\u20ac\U0001f600'), max_size=6)
+scalars = st.none() | st.booleans() | st.integers(-5, 5) | words
+trees = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(st.tuples(names | words, inner), max_size=4).map(Members)
+    ),
+    max_leaves=12,
+)
+
+
+def spelled(value: Any, data: st.DataObject) -> str:
+    """The text of a tree, with blanks and escapes as they may come."""
+    blank = data.draw(st.sampled_from(["", " ", "\n\t"]))
+    if isinstance(value, Members):
+        parts = [
+            f"{string(name, data)}{blank}:{blank}{spelled(held, data)}"
+            for name, held in value.pairs
+        ]
+        return f"{{{blank}{f',{blank}'.join(parts)}{blank}}}"
+    if isinstance(value, list):
+        return f"[{f'{blank},'.join(spelled(held, data) for held in value)}]"
+    return string(value, data) if isinstance(value, str) else json.dumps(value)
+
+
+def string(text: str, data: st.DataObject) -> str:
+    return json.dumps(text, ensure_ascii=data.draw(st.booleans()))
+
+
+def is_doubled(value: Any) -> bool:
+    if isinstance(value, Members):
+        found = [name for name, _ in value.pairs]
+        return len(set(found)) < len(found) or any(is_doubled(held) for _, held in value.pairs)
+    return isinstance(value, list) and any(map(is_doubled, value))
+
+
+@settings(max_examples=300)
+@given(trees, st.data())
+def test_all_doubled_names_and_no_others_are_refused(tree: Any, data: st.DataObject) -> None:
+    raw = spelled(tree, data).encode()
+    if is_doubled(tree):
+        with pytest.raises(InvalidArgument, match=r"duplicate key '.*' in an object"):
+            loads(raw)
+    else:
+        assert loads(raw) == json.loads(raw)
+
+
+tensor: Pairs = [("name", "A"), ("datatype", "BYTES"), ("shape", [2]), ("data", ["a:b", ":"])]
+sized: Pairs = [*tensor[:3], ("parameters", Members([("binary_data_size", 8)]))]
+request: Pairs = [
+    ("id", "i"),
+    ("parameters", Members([("timeout", 5), ("mine", "a")])),
+    ("inputs", [Members(tensor), Members(sized)]),
+    ("outputs", [Members([("name", "B"), ("parameters", Members([("binary_data", True)]))])]),
+]
+
+
+def holders(value: Any) -> Iterator[Members]:
+    if isinstance(value, Members):
+        yield value
+        for _, held in value.pairs:
+            yield from holders(held)
+    elif isinstance(value, list):
+        for held in value:
+            yield from holders(held)
+
+
+PLACES = [(at, name) for at, held in enumerate(holders(Members(request))) for name, _ in held.pairs]
+
+
+@pytest.mark.parametrize(("at", "name"), PLACES)
+@settings(max_examples=10)
+@given(
+    value=st.sampled_from([1, "a:b", [], Members([]), Members([("x", 1)])]),
+    data=st.data(),
+)
+def test_every_place_of_a_request_is_looked_at(
+    at: int, name: str, value: Any, data: st.DataObject
+) -> None:
+    """Wherever a name stands once more, before or behind, with whatever value."""
+    assert loads(spelled(Members(request), data).encode())["id"] == "i"
+    held = list(holders(Members(request)))[at]
+    kept = held.pairs
+    where = data.draw(st.integers(0, len(kept)))
+    held.pairs = [*kept[:where], (name, value), *kept[where:]]
+    # The root is a new object each time: what it holds is not.
+    root = held if at == 0 else Members(request)
+    try:
+        raw = spelled(root, data).encode()
+    finally:
+        held.pairs = kept
+    for read in (loads, loads_large):
+        with pytest.raises(InvalidArgument, match=f"duplicate key '{name}' in an object"):
+            read(raw)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"a":1,"a":1}', '{"a":1,"\\u0061":2}', '{"":1,"":1}', '[[{"a":{},"a":{}}]]'),
+        *('{"inputs":"a","inputs":"a"}', '{"parameters":"ab","parameters":"ab"}'),
+        '{"inputs":[{"parameters":"x","parameters":"x"}]}',
+        *('\ufeff{"a":1,"a":1}', '{"a":NaN,"a":1}', '{"a":Inf,"b":{"c":1,"c":-Inf}}'),
+    ],
+)
+def test_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"JSON buffer: duplicate key '.*' in an") as caught:
+        loads(text.encode())
+    assert (caught.value.status, caught.value.code) == (400, "INVALID_ARG")
+
+
+def test_long_names_and_long_texts() -> None:
+    """A name is shown as far as a line goes; which it is in megabytes is not looked for."""
+    long = "n" * 1000
+    with pytest.raises(InvalidArgument) as caught:
+        loads(json.dumps([long]).encode()[1:-1].join([b"{", b":1,", b":1}"]))
+    assert len(caught.value.message) < 200
+    text = json.dumps({"inputs": [{"data": ["x" * 64] * 40_000}]}).encode()
+    assert loads(text) == loads_large(text) == json.loads(text)
+    for read in (loads, loads_large):
+        with pytest.raises(InvalidArgument, match="duplicate keys in an object"):
+            read(text[:-1] + b', "inputs": []}')
+
+
+def test_where_large_arrays_were_cut_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_arrays, "_WORTH_CUTTING", 1)
+    for doubled in ('"data": [1, 2], "data": [3, 4]', '"data": [1, 2], "name": "", "name": ""'):
+        with pytest.raises(InvalidArgument, match=r"duplicate key '(data|name)' in an object"):
+            loads_large(f'{{"inputs": [{{{doubled}}}]}}'.encode())
+
+
+@given(st.lists(st.tuples(words, scalars), max_size=6))
+@example([("a", 1), ("a", 2)])
+def test_members(pairs: Pairs) -> None:
+    if len(dict(pairs)) < len(pairs):
+        with pytest.raises(DoubledName):
+            members(pairs)
+    else:
+        assert members(pairs) == dict(pairs)
+
+
+def test_in_a_configuration_too() -> None:
+    with pytest.raises(InvalidArgument, match="not valid JSON: duplicate key 'backend' in an"):
+        from_json('{"name": "m", "backend": "python", "backend": "pytorch"}')
+    with pytest.raises(InvalidArgument, match="duplicate key 'key'"):
+        from_json('{"parameters": {"key": {}, "key": {"string_value": "x"}}}')
+
+
+# --- at the door
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with rig(tmp_path_factory.mktemp("run")) as made:
+        made.open()
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        yield made
+
+
+BODIES = {
+    "/v2/models/simple/infer": b'{"id": "a", "inputs": [], "id": "b"}',
+    "/v2/repository/index": b'{"ready": false, "ready": true}',
+    "/v2/repository/models/m/load": b'{"parameters": {"config": "{}", "config": "{}"}}',
+    "/v2/repository/models/m/unload": b'{"parameters": {}, "parameters": {}}',
+    "/v2/systemsharedmemory/region/r/register": b'{"key": "/k", "byte_size": 1, "key": "/j"}',
+    "/v2/logging": b'{"log_info": true, "log_info": false}',
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_over_http(gateway: Rig, path: str) -> None:
+    """Nothing of it is done."""
+    http = Http(gateway.port)
+    said = len(gateway.heard)
+    reply = http.post(path, BODIES[path])
+    http.close()
+    assert reply.status == 400
+    assert "duplicate key '" in reply.error
+    assert len(gateway.heard) == said
+
+
+def test_in_the_head_of_a_binary_request(gateway: Rig) -> None:
+    """Also with a body that comes after its head was checked."""
+    for size in (64, 1 << 20):
+        sent = [
+            {
+                "name": name,
+                "datatype": "INT32",
+                "shape": [1, size // 4],
+                "parameters": {"binary_data_size": size},
+            }
+            for name in ("INPUT0", "INPUT1")
+        ]
+        head = json.dumps({"inputs": sent}).encode()
+        head = head.replace(b'"binary_data_size"', b'"binary_data_size": 1, "binary_data_size"', 1)
+        http = Http(gateway.port)
+        length = {"Inference-Header-Content-Length": str(len(head))}
+        reply = http.infer("simple", head + bytes(2 * size), length)
+        http.close()
+        assert reply.status == 400
+        assert "duplicate key 'binary_data_size' in an object" in reply.error

@@ -1,0 +1,134 @@
+"""Models' own metrics: added up over instances and models, and as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from shmserve.common.model_metrics import Families, ModelMetrics, added, exposition, parse, plain
+
+LABELS = [["a", "1"]]
+
+
+def counter(value: float, name: str = "c") -> Families:
+    return parse([[name, "what it is", "COUNTER", [[LABELS, [value], []]]]])
+
+
+def gauge(*numbers: float) -> Families:
+    return parse([["g", "", "GAUGE", [[[], list(numbers), []]]]])
+
+
+def histogram(numbers: list[float], buckets: list[float]) -> Families:
+    return parse([["h", "", "HISTOGRAM", [[LABELS, numbers, buckets]]]])
+
+
+def number(families: Families) -> str:
+    return exposition(families).splitlines()[-1].split()[-1]
+
+
+def test_counters_are_summed_and_outlive_their_instance() -> None:
+    metrics = ModelMetrics()
+    metrics.report(7, counter(1.5))
+    metrics.report(8, counter(2))
+    metrics.report(7, counter(2.5))
+    assert number(metrics.total()) == "4.5"
+    metrics.exited(7)
+    metrics.exited(99)
+    assert number(metrics.total()) == "4.5"
+    metrics.report(9, counter(1))
+    assert number(metrics.total()) == "5.5"
+
+
+def test_a_successor_goes_on() -> None:
+    metrics = ModelMetrics()
+    for pid in (1, 2, 3):
+        metrics.report(pid, added((counter(pid), gauge(pid, pid, 0))))
+    metrics.exited(1)
+    successor = ModelMetrics()
+    successor.restore(metrics.kept(), alive=[2, 9])
+    assert plain(successor.total())[0] == plain(metrics.total())[0]
+    assert successor.total()["g"] == gauge(2, 2, 0)["g"]
+    successor.report(2, counter(5))
+    assert number(successor.total()) == "9"
+
+
+def test_a_gauge_is_what_was_set_last_and_all_increments() -> None:
+    metrics = ModelMetrics()
+    metrics.report(1, gauge(10, 50, 1))
+    metrics.report(2, gauge(20, 40, 0.5))
+    assert number(metrics.total()) == "11.5"
+    metrics.exited(1)
+    assert number(metrics.total()) == "20.5"
+    metrics.exited(2)
+    assert metrics.total() == {}
+
+
+def test_histograms_are_summed_if_they_have_the_same_buckets() -> None:
+    one, other = histogram([3, 1, 0, 2], [1, 2]), histogram([4, 1, 1, 1], [1, 2])
+    assert added((one, other)) == histogram([7, 2, 1, 3], [1, 2])
+    assert added((one, histogram([1, 1, 0], [5]))) == one
+
+
+def test_families_of_several_models_are_one() -> None:
+    total = added((counter(1), counter(2, "d"), counter(3)))
+    assert list(total) == ["c", "d"]
+    assert number({"c": total["c"]}) == "4"
+    clash = parse([["c", "", "GAUGE", [[LABELS, [9, 1, 0], []]]]])
+    assert added((counter(1), clash)) == counter(1)
+
+
+def test_the_plain_form_comes_back() -> None:
+    families = added((counter(1), gauge(1, 2, 3), histogram([1, 0, 1], [5])))
+    assert parse(plain(families)) == families
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        [3],
+        [["c", "", "COUNTER"]],
+        [["c", "", "SUMMARY", [[[], [1], []]]]],
+        [["c", "", "COUNTER", [[[], [1, 2], []]]]],
+        [["c", "", "COUNTER", [[[], ["1"], []]]]],
+        [["c", "", "COUNTER", [[[["a"]], [1], []]]]],
+        [["h", "", "HISTOGRAM", [[[], [1, 2], [1]]]]],
+        [["h", "", "HISTOGRAM", [[[], [1, 2, 3], ["x"]]]]],
+        [["h", "", "HISTOGRAM", [[[], [1, 2, 3]]]]],
+        [["h", "", "HISTOGRAM", 4]],
+    ],
+)
+def test_anything_else_is_refused(raw: list[Any]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever the text
+        parse(raw)
+
+
+def test_the_text_is_tritons() -> None:
+    labels = [["by", 'a "b"\\\n'], ["unit", "é"]]
+    families = parse(
+        [
+            ["metering_total", "A\nB", "COUNTER", [[labels, [1e17], []]]],
+            ["level", "", "GAUGE", [[[], [-1.5, 1, 0.25], []], [LABELS, [float("nan"), 1, 0], []]]],
+            ["sizes", "", "HISTOGRAM", [[LABELS, [8.75, 2, 0, 1], [0.5, 10.0]]]],
+            ["never", "used", "COUNTER", []],
+        ]
+    )
+    text = exposition(families)
+    assert text == (
+        "# HELP metering_total A\\nB\n"
+        "# TYPE metering_total counter\n"
+        'metering_total{by="a \\"b\\"\\\\\\n",unit="é"} 1e+17\n'
+        "# HELP level \n"
+        "# TYPE level gauge\n"
+        "level -1.25\n"
+        'level{a="1"} NaN\n'
+        "# HELP sizes \n"
+        "# TYPE sizes histogram\n"
+        'sizes_count{a="1"} 3\n'
+        'sizes_sum{a="1"} 8.75\n'
+        'sizes_bucket{a="1",le="0.5"} 2\n'
+        'sizes_bucket{a="1",le="10"} 2\n'
+        'sizes_bucket{a="1",le="+Inf"} 3\n'
+    )
+    assert [f.name for f in text_string_to_metric_families(text)] == ["metering", "level", "sizes"]

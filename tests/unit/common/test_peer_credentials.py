@@ -1,0 +1,258 @@
+"""Who is at the other end of a connection, and what the door it came through lets it do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multidict import CIMultiDict
+
+from shmserve.common import peer_credentials, sock_diag
+from shmserve.common.auth_tokens import Authorisation
+from shmserve.common.peer_credentials import groups_of, loopback_peer, unix_peer
+from shmserve.common.shm_access import REMOTE, SHM_DISABLED, Peer
+from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
+from shmserve.gateway.client_identity import Caller, Door, DoorKind, door_kind
+from tests.support.users import ALICE, FRIENDS, as_user, needs_users
+
+OPEN = Authorisation(None, {})
+
+
+@contextlib.contextmanager
+def tcp_pair(
+    listen: str = "127.0.0.1", connect: str = "", uid: int = -1
+) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """(ours, theirs) of a TCP connection; theirs is user `uid`'s."""
+    family = socket.AF_INET6 if ":" in listen else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((listen, 0), family=family))
+        address = (connect or listen, listener.getsockname()[1])
+
+        def dial() -> socket.socket:
+            made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            stack.enter_context(made)
+            made.connect(address)
+            return made
+
+        theirs = dial() if uid < 0 else as_user(uid, dial)
+        ours, _ = listener.accept()
+        with ours:
+            yield ours, theirs
+
+
+def found(ours: socket.socket) -> Peer | None:
+    return loopback_peer(ours.getsockname()[:2], ours.getpeername()[:2])
+
+
+@pytest.fixture(params=["asked for", "listed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to the answer; there are kernels without the first."""
+
+    def none(*_: object) -> None:
+        raise OSError
+
+    if request.param == "listed":
+        monkeypatch.setattr(sock_diag, "owner", none)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("listen", "connect"), [("127.0.0.1", ""), ("::1", ""), ("127.0.0.1", "::ffff:127.0.0.1")]
+)
+def test_the_user_of_a_loopback_connection(listen: str, connect: str) -> None:
+    with tcp_pair(listen, connect) as (ours, _):
+        assert found(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
+
+
+@needs_users
+@pytest.mark.usefixtures("way")
+def test_another_user_of_a_loopback_connection() -> None:
+    with tcp_pair(uid=ALICE) as (ours, _):
+        assert found(ours) == Peer(ALICE)
+
+
+@needs_users
+@pytest.mark.usefixtures("way")
+def test_an_end_that_nobody_has_any_more_is_nobodys() -> None:
+    """The kernel shows a closed end as root's: a client must not become root by hanging up."""
+    with tcp_pair(uid=ALICE) as (ours, theirs):
+        theirs.close()
+        assert found(ours) is None
+
+
+@pytest.mark.usefixtures("way")
+def test_a_connection_that_is_not_there() -> None:
+    """Also where somebody listens at the client's port."""
+    with tcp_pair() as (ours, _), socket.create_server(("127.0.0.1", 0)) as other:
+        here = ours.getsockname()
+        for port in (1, other.getsockname()[1]):
+            assert loopback_peer(here, ("127.0.0.1", port)) is None
+
+
+def test_others_connections_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may have ended ten thousands in the last minute; whoever came next paid for them."""
+    with tcp_pair() as (ours, theirs):
+        try:
+            assert sock_diag.owner(theirs.getsockname(), ours.getsockname()) is not None
+        except OSError:
+            pytest.skip("needs a kernel with sock_diag for TCP")
+        monkeypatch.setattr(peer_credentials, "_tables", None)
+        assert found(ours) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        address = ours.getpeername()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()  # at once: the kernel forgets it
+        assert loopback_peer(ours.getsockname(), address) is None
+
+
+@needs_users
+def test_the_user_and_the_groups_of_a_unix_socket() -> None:
+    a, b = as_user(ALICE, socket.socketpair, groups=(FRIENDS, 77))
+    with a, b:
+        peer = unix_peer(a)
+        assert peer.uid == ALICE
+        assert set(peer.groups) == {ALICE, FRIENDS, 77}
+
+
+def test_a_large_uid_is_nobody_elses() -> None:
+    """Read as a signed number it would be one of those that stand for all users, or for none."""
+    assert unix_peer(Unix(2**32 - 2)).uid == 2**32 - 2
+
+
+# --- doors
+
+
+class Unix:
+    """A unix socket whose other end is user `uid`."""
+
+    def __init__(self, uid: int) -> None:
+        self._uid = uid
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """SO_PEERCRED or SO_PEERGROUPS."""
+        words = (1, self._uid, 5) if option == socket.SO_PEERCRED else (6,)
+        return b"".join(word.to_bytes(4, "little") for word in words)
+
+
+def said(kind: DoorKind, allow: bool | None, sock: Any) -> Peer | type[ShmserveError]:
+    try:
+        return Caller(Door(kind, OPEN, allow), sock).peer()
+    except ShmserveError as error:
+        return type(error)
+
+
+ME = Peer(os.geteuid(), groups_of(os.geteuid()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "allow", "peer"),
+    [
+        (DoorKind.UNIX, None, Peer(1001, (5, 6))),
+        (DoorKind.UNIX, True, Peer(1001, (5, 6))),
+        (DoorKind.UNIX, False, Unsupported),
+        (DoorKind.LOOPBACK, None, ME),
+        (DoorKind.LOOPBACK, True, ME),
+        (DoorKind.LOOPBACK, False, Unsupported),
+        (DoorKind.REMOTE, None, Unsupported),
+        (DoorKind.REMOTE, True, REMOTE),
+        (DoorKind.REMOTE, False, Unsupported),
+    ],
+)
+def test_who_has_shared_memory_over_which_door(
+    kind: DoorKind, allow: bool | None, peer: Peer | type[ShmserveError]
+) -> None:
+    """R5: on for clients of this host, off for others unless it was allowed."""
+    with tcp_pair() as (ours, _):
+        assert said(kind, allow, Unix(1001) if kind is DoorKind.UNIX else ours) == peer
+
+
+def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
+    """Any user is one who hangs up: as a client of another host it would have the objects of the
+    server's user."""
+    with tcp_pair() as (ours, theirs):
+        theirs.close()
+        for allow in (None, True):
+            assert said(DoorKind.LOOPBACK, allow, ours) is PermissionDenied
+            assert said(DoorKind.UNIX, allow, ours) is PermissionDenied
+
+
+def test_the_text_is_tritons() -> None:
+    with pytest.raises(Unsupported, match=SHM_DISABLED.partition("--")[0]):
+        Caller(Door(DoorKind.REMOTE, OPEN, None), None).peer()
+
+
+def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(tmp_path / "s"))
+        assert door_kind(unix) is DoorKind.UNIX
+    for address, kind in (
+        ("127.0.0.1", DoorKind.LOOPBACK),
+        ("127.9.9.9", DoorKind.LOOPBACK),
+        ("0.0.0.0", DoorKind.REMOTE),
+    ):
+        with socket.create_server((address, 0)) as listener:
+            assert door_kind(listener) is kind
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [
+        *((name, True) for name in ("localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:80")),
+        *((name, True) for name in ("[::1]", "[::1]:8000", "10.1.2.3", "box", "localhost.", "")),
+        *((name, False) for name in ("evil", "evil.example:8000", "localhost.evil", "127.0.0.1.x")),
+        *(
+            (name, False)
+            for name in ("::1:8000:", "box.evil", "localhost:8000:1", "user@localhost")
+        ),
+    ],
+)
+def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
+    """R21: a page whose name was made to point here is not ours to answer."""
+    for kind in DoorKind:
+        door = Door(kind, OPEN, None, frozenset({"box"}))
+        caller = Caller(door, Unix(1))
+        refusal = caller.refuse("metadata", CIMultiDict({"Host": host}))
+        if ours or kind is not DoorKind.LOOPBACK:
+            assert refusal is None
+        else:
+            assert refusal is not None
+            assert refusal.status == 421
+
+
+def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = "00" * 32
+    rules = Authorisation({digest: ("inference",)}, {})
+    asked: list[str | None] = []
+
+    def scopes(header: str | None) -> frozenset[str] | None:
+        asked.append(header)
+        return frozenset({"inference"}) if header == "Bearer good" else None
+
+    monkeypatch.setattr(rules, "scopes", scopes)
+    caller = Caller(Door(DoorKind.REMOTE, rules, None), None)
+    for _ in range(3):
+        assert caller.refuse("inference", CIMultiDict(Authorization="Bearer good")) is None
+    assert asked == ["Bearer good"]
+    refused = caller.refuse("inference", CIMultiDict(Authorization="Bearer bad"))
+    assert refused is not None
+    assert refused.status == 401
+    refused = caller.refuse("inference", CIMultiDict())
+    assert refused is not None
+    assert refused.status == 401
+    refused = caller.refuse("trace", CIMultiDict(Authorization="Bearer good"))
+    assert refused is not None
+    assert refused.status == 403
+
+
+def test_whoever_runs_the_server_needs_no_token_on_the_unix_socket() -> None:
+    rules = Authorisation({"00" * 32: ("inference",)}, {})
+    for uid, status in ((os.geteuid(), 0), (0, 0), (1001, 401)):
+        refused = Caller(Door(DoorKind.UNIX, rules, None), Unix(uid)).refuse(
+            "inference", CIMultiDict()
+        )
+        assert (refused.status if refused else 0) == status

@@ -1,0 +1,164 @@
+"""The trust policy: whose region an object becomes, how much of it there may be, who pays."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.common.shm_access import (
+    EVERYONE,
+    NO_GROUP,
+    REMOTE,
+    Ownership,
+    Peer,
+    ShmPolicy,
+    ownership,
+)
+from shmserve.errors import InvalidArgument, PermissionDenied
+from shmserve.supervisor.regions.quota import Ledger
+from tests.support.regions import SharedObject
+
+ME = os.geteuid()
+ALICE = Peer(1001, (100, 200))
+GROUP = 200
+
+
+def policy(**limits: int) -> ShmPolicy:
+    most = dict.fromkeys(
+        ("max_regions", "max_regions_per_uid", "max_byte_size", "max_byte_size_per_uid"), 1 << 40
+    )
+    return ShmPolicy(
+        allow=None,
+        group=NO_GROUP,
+        overlap="warn",
+        **{**most, "sparse_byte_size": 1 << 40, **limits},
+    )
+
+
+@pytest.mark.parametrize(
+    ("peer", "uid", "gid", "mode", "group", "owner"),
+    [
+        (Peer(ME), ME, 0, 0o600, NO_GROUP, Ownership(ME, NO_GROUP, False)),
+        (Peer(ME), ME, 0, 0o660, NO_GROUP, Ownership(ME, NO_GROUP, True)),
+        (Peer(ME), ME, 0, 0o666, NO_GROUP, Ownership(ME, NO_GROUP, True)),
+        (ALICE, 1001, 0, 0o600, NO_GROUP, Ownership(1001, NO_GROUP, True)),
+        (ALICE, ME, 0, 0o666, NO_GROUP, None),
+        (ALICE, 1002, 0, 0o666, NO_GROUP, None),
+        (Peer(ME), 1001, 0, 0o666, NO_GROUP, None),
+        (ALICE, 1002, GROUP, 0o660, NO_GROUP, None),
+        (ALICE, 1002, GROUP, 0o660, GROUP, Ownership(1001, GROUP, True)),
+        (ALICE, 1001, GROUP, 0o660, GROUP, Ownership(1001, GROUP, True)),
+        (ALICE, 1002, GROUP, 0o640, GROUP, None),
+        (ALICE, 1002, 100, 0o660, GROUP, None),
+        (Peer(1003), 1002, GROUP, 0o660, GROUP, None),
+        (REMOTE, ME, 0, 0o600, NO_GROUP, Ownership(-1, NO_GROUP, True)),
+        (REMOTE, 1001, 0, 0o666, NO_GROUP, None),
+        (REMOTE, 1001, GROUP, 0o660, GROUP, Ownership(-1, GROUP, True)),
+    ],
+)
+def test_whose_an_object_is(
+    peer: Peer, uid: int, gid: int, mode: int, group: int, owner: Ownership | None
+) -> None:
+    """R5, row 16: the object must be the client's, or its group the configured one."""
+    if owner is None:
+        with pytest.raises(PermissionDenied) as caught:
+            ownership(peer, "/k", uid, gid, mode, group)
+        assert str(uid) in caught.value.message or peer == REMOTE
+    else:
+        assert ownership(peer, "/k", uid, gid, mode, group) == owner
+
+
+def test_who_may_use_a_region() -> None:
+    mine = Ownership(1001, NO_GROUP, True)
+    assert mine.admits(ALICE)
+    assert not mine.admits(Peer(1002, (GROUP,)))
+    assert not mine.admits(REMOTE)
+    shared = Ownership(1001, GROUP, True)
+    assert shared.admits(Peer(1002, (GROUP,)))
+    assert not shared.admits(Peer(1002, (100,)))
+    assert not Ownership(-1, NO_GROUP, True).admits(Peer(EVERYONE))
+
+
+def test_regions_are_counted_by_user_and_in_total() -> None:
+    """R10: the limit is a clear error, and what was closed counts no more."""
+    ledger = Ledger(policy(max_regions=3, max_regions_per_uid=2))
+    for inode in (1, 2):
+        ledger.enter(1001, 10, (0, inode))
+    with pytest.raises(InvalidArgument, match=r"at most 2 .*--shm-max-regions-per-uid"):
+        ledger.enter(1001, 10, (0, 3))
+    ledger.enter(1002, 10, (0, 3))
+    with pytest.raises(InvalidArgument, match=r"at most 3 .*--shm-max-regions\)"):
+        ledger.enter(1002, 10, (0, 4))
+    ledger.leave(1001, 10, (0, 1))
+    ledger.enter(1002, 10, (0, 4))
+
+
+def test_bytes_are_counted_by_user_and_in_total() -> None:
+    """R10: bytes too."""
+    ledger = Ledger(policy(max_byte_size=100, max_byte_size_per_uid=60))
+    ledger.enter(1001, 60, (0, 1))
+    with pytest.raises(InvalidArgument, match=r"60 of the 60 bytes .*--shm-max-byte-size-per-uid"):
+        ledger.enter(1001, 1, (0, 1))
+    with pytest.raises(InvalidArgument, match="60 of the 100 bytes"):
+        ledger.enter(1002, 41, (0, 2))
+    ledger.enter(1002, 40, (0, 2))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 2**63 - 1), st.integers(0, 5)), max_size=20
+    )
+)
+def test_a_ledger_never_passes_its_limits_and_ends_empty(
+    regions: list[tuple[int, int, int]],
+) -> None:
+    most = 2**63 - 1
+    ledger = Ledger(policy(max_regions=6, max_regions_per_uid=3, max_byte_size=most))
+    entered = []
+    for uid, size, inode in regions:
+        try:
+            ledger.enter(uid, size, (0, inode))
+        except InvalidArgument:
+            continue
+        entered.append((uid, size, (0, inode)))
+        assert len(entered) <= 6
+        assert sum(size for _, size, _ in entered) <= most
+        assert sum(other == uid for other, _, _ in entered) <= 3
+    for entry in entered:
+        ledger.leave(*entry)
+    assert not ledger._regions
+    assert not ledger._bytes
+    assert not ledger._held
+
+
+def test_the_server_pays_until_the_object_is_gone() -> None:
+    """R10: unregistering gives no page back, so it frees no budget; removing the object does."""
+    ledger = Ledger(policy(sparse_byte_size=100))
+    with SharedObject(4096) as made:
+        status = os.fstat(made.fd)
+        file = (status.st_dev, status.st_ino)
+        ledger.enter(1001, 80, file)
+        ledger.pay(made.key, file, 80)
+        ledger.refund(file, 20)
+        with pytest.raises(InvalidArgument, match=r"60 of the 100 bytes .*posix_fallocate"):
+            ledger.pay("/other", (0, 1), 41)
+        ledger.pay("/other", (0, 1), 40)
+        ledger.leave(1001, 80, file)
+        with pytest.raises(InvalidArgument):
+            ledger.pay("/more", (0, 2), 100)  # /other is gone; this one is there
+        ledger.pay("/more", (0, 2), 40)
+    ledger.pay("/last", (0, 3), 100)
+
+
+def test_an_unlinked_object_that_is_registered_is_not_gone() -> None:
+    """R10: its memory is held by the registration."""
+    ledger = Ledger(policy(sparse_byte_size=100))
+    ledger.enter(1001, 80, (0, 7))
+    ledger.pay("/not-there", (0, 7), 80)
+    with pytest.raises(InvalidArgument):
+        ledger.pay("/other", (0, 8), 30)
+    ledger.leave(1001, 80, (0, 7))
+    ledger.pay("/other", (0, 8), 30)

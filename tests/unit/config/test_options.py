@@ -1,0 +1,298 @@
+"""The table of flags, the parser that reads a command line by it, and the settings it makes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve import cli
+from shmserve.config import options, server
+from shmserve.config.option import Flag
+from shmserve.errors import InvalidArgument
+from shmserve.logs import LogSettings
+from shmserve.model_config import ModelDefaults
+
+ROOT = Path(__file__).resolve().parents[3]
+ANY_FLAG = st.sampled_from(sorted(options.FLAGS))
+
+
+def settings(*arguments: str, **environment: str) -> server.ServerConfig:
+    """The settings that a command line gives; the repository is a folder that is there."""
+    return server.from_flags(options.parse([f"--model-repository={ROOT}", *arguments]), environment)
+
+
+def refusal(*arguments: str, **environment: str) -> str:
+    """The error that a command line gives."""
+    with pytest.raises(InvalidArgument) as caught:
+        server.from_flags(options.parse(arguments), environment)
+    return caught.value.message
+
+
+def a_value(flag: Flag) -> str:
+    """A value that the flag takes."""
+    if flag.choices:
+        return flag.choices[-1]
+    return {bool: "false", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]
+
+
+def test_defaults_are_tritons_or_safe() -> None:
+    found = settings()
+    assert (found.http_address, found.http_port, found.metrics_port) == ("127.0.0.1", 8000, 8002)
+    assert found.metrics_address == found.http_address
+    assert (found.model_control_mode, found.repository_poll_s) == ("none", 15)
+    assert found.http_max_input_size == 1 << 26
+    assert (found.exit_timeout_s, found.exit_on_error, found.strict_readiness) == (30, True, True)
+    assert (found.request_timeout_us, found.execution_timeout_s) == (0, 300.0)
+    assert (found.max_queue_size, found.arena_byte_size) == (4096, 1 << 30)
+    assert found.model_defaults == ModelDefaults(False, None, None)
+    assert (found.run_dir, found.server_id, found.gateways) == (None, "triton", 1)
+    assert found.without_effect == ()
+
+
+@pytest.mark.parametrize("name", sorted(options.FLAGS))
+def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
+    value = a_value(options.FLAGS[name])
+    joined = options.parse([f"--{name}={value}", "folder"])
+    assert joined == options.parse([f"--{name}", value, "folder"])
+    assert joined.positional == ["folder"]
+    assert joined.without_effect == ([] if options.FLAGS[name].effect else [f"--{name}"])
+
+
+def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
+    assert settings("--dynamic-batching").model_defaults.dynamic_batching
+    assert settings("--dynamic-batching", "--gateways=2").model_defaults.dynamic_batching
+    assert options.parse(["--dynamic-batching", "folder"]).positional == ["folder"]
+    for text in ("false", "FALSE", "0", "off"):
+        assert not settings("--exit-on-error", text).exit_on_error
+        assert not settings(f"--exit-on-error={text}").exit_on_error
+    for text in ("true", "True", "1", "on"):
+        assert settings("--exit-on-error=false", "--exit-on-error", text).exit_on_error
+
+
+# What `tritonserver --help` of version 2.51 lists, and what other versions have.
+TRITONS = """
+    allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker
+    allow-vertex-ai backend-config backend-directory buffer-manager-thread-count cache-config
+    cache-directory cuda-memory-pool-byte-size cuda-virtual-address-size
+    disable-auto-complete-config enable-peer-access exit-on-error exit-timeout-secs grpc-address
+    grpc-header-forward-pattern grpc-http2-max-ping-strikes grpc-http2-max-pings-without-data
+    grpc-http2-min-recv-ping-interval-without-data grpc-infer-allocation-pool-size
+    grpc-infer-response-compression-level grpc-keepalive-permit-without-calls
+    grpc-keepalive-time grpc-keepalive-timeout grpc-max-connection-age
+    grpc-max-connection-age-grace grpc-port grpc-restricted-protocol grpc-root-cert
+    grpc-server-cert grpc-server-key grpc-use-ssl grpc-use-ssl-mutual host-policy http-address
+    http-header-forward-pattern http-port http-restricted-api http-thread-count id load-model
+    log-error log-file log-format log-info log-verbose log-warning metrics-address
+    metrics-config metrics-interval-ms metrics-port min-supported-compute-capability
+    model-config-name model-control-mode model-load-gpu-limit model-load-retry-count
+    model-load-thread-count model-namespacing model-repository model-store
+    pinned-memory-pool-byte-size rate-limit rate-limit-resource repoagent-directory
+    repository-poll-secs response-cache-byte-size reuse-grpc-port reuse-http-port sagemaker-port
+    sagemaker-safe-port-range sagemaker-thread-count strict-model-config strict-readiness
+    trace-config trace-count trace-file trace-level trace-log-frequency trace-rate
+    vertex-ai-default-model vertex-ai-port vertex-ai-thread-count
+
+    allow-client-shm grpc-max-response-pool-size http-max-input-size
+"""
+
+
+def test_the_flags_of_tritonserver_are_all_known() -> None:
+    """Each in both spellings; those that nothing is done about are all in the one warning."""
+    known = TRITONS.split()
+    assert set(known) <= set(options.FLAGS)
+    idle = [name for name in known if not options.FLAGS[name].effect]
+    words = {name: "true" if options.FLAGS[name].kind is bool else "x" for name in idle}
+    for arguments in (
+        [f"--{name}={word}" for name, word in words.items()],
+        [part for name, word in words.items() for part in (f"--{name}", word)],
+    ):
+        assert settings(*arguments).without_effect == tuple(f"--{name}" for name in idle)
+    assert len(idle) > 40
+
+
+def test_log_flags_are_the_first_log_settings() -> None:
+    assert settings().log == LogSettings()
+    found = settings(
+        "--log-info=false",
+        "--log-warning",
+        "off",
+        "--log-error=0",
+        "--log-verbose=3",
+        "--log-format=ISO8601",
+        "--log-file=/tmp/x",
+    )
+    assert found.log == LogSettings("/tmp/x", False, False, False, 3, "ISO8601")
+    assert found.without_effect == ()
+    for text, level in (("true", 1), ("False", 0), ("4294967295", 2**32 - 1)):
+        assert settings(f"--log-verbose={text}").log.log_verbose_level == level
+
+
+def test_flags_without_effect_are_named_once() -> None:
+    ports = ("--vertex-ai-port=8001", "--rate-limit", "off", "--vertex-ai-port", "9")
+    found = settings(*ports, "--allow-vertex-ai")
+    assert found.without_effect == ("--vertex-ai-port", "--rate-limit", "--allow-vertex-ai")
+
+
+def test_what_repeats_and_what_the_last_one_decides() -> None:
+    found = settings(
+        "--model-control-mode=explicit",
+        "--load-model=a",
+        "--load-model",
+        "b",
+        "--backend-config=python,shm-default-byte-size=1=2",
+        "--backend-config=auto-complete-config=false",
+        "--http-port=1",
+        "--http-port=2",
+    )
+    assert found.load_models == ("a", "b")
+    assert found.http_port == 2
+    assert found.backend_settings("python") == {
+        "shm-default-byte-size": "1=2",
+        "auto-complete-config": "false",
+    }
+    assert found.backend_settings("pytorch") == {"auto-complete-config": "false"}
+
+
+def test_models_are_folders_and_classes(tmp_path: Path) -> None:
+    found = server.from_flags(
+        options.parse([str(tmp_path), "./model.py:Model", f"--model-store={ROOT}"]), {}
+    )
+    assert found.model_repositories == (ROOT, tmp_path)
+    assert found.model_files == ("./model.py:Model",)
+
+
+@pytest.mark.parametrize("arguments", [("",), ("--model-repository=",), ("--model-store", "")])
+def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...]) -> None:
+    assert refusal(*arguments) == "--model-repository: '' is not a folder"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--http-prot=1", "unknown flag --http-prot, did you mean --http-port?"),
+        ("--http_port", "unknown flag --http_port, did you mean --http-port?"),
+        ("-x", "unknown flag -x; see shmserve serve --help"),
+        ("--http-port", "--http-port: a value is missing"),
+        ("--http-port=", "--http-port: '' is not an integer"),
+        ("--http-port=1_0", "--http-port: '1_0' is not an integer"),
+        ("--http-port= 1", "--http-port: ' 1' is not an integer"),
+        ("--http-port=65536", "--http-port: 65536 is out of range (allowed: 0 to 65535)"),
+        ("--http-port=-1", "--http-port: -1 is out of range"),
+        ("--gateways=0", "--gateways: 0 is out of range"),
+        ("--exit-timeout-secs=x", "--exit-timeout-secs: 'x' is not"),
+        ("--max-batch-size=-1", "--max-batch-size: -1 is out of range"),
+        ("--max-queue-delay-us=1.5", "--max-queue-delay-us: '1.5' is not an integer"),
+        ("--http-max-input-size=0", "--http-max-input-size: 0 is out of range"),
+        (
+            "--arena-byte-size=1",
+            "--arena-byte-size: 1 is out of range (allowed: 1048576 to 1099511627776)",
+        ),
+        ("--execution-timeout-secs=nan", "--execution-timeout-secs: 'nan' is not a number"),
+        ("--strict-readiness=perhaps", "--strict-readiness: 'perhaps' is not a boolean"),
+        ("--log-verbose=4294967296", "--log-verbose: 4294967296 is out of range"),
+        ("--log-verbose=yes", "--log-verbose: 'yes' is not an integer"),
+        ("--log-format=iso8601", "--log-format: 'iso8601' is not one of default, ISO8601"),
+        ("--model-control-mode=x", "'x' is not one of none, poll, explicit"),
+        ("--load-model=m", "--load-model: needs --model-control-mode=explicit"),
+        ("--backend-config=python", "--backend-config: 'python' is not BACKEND,SETTING=VALUE"),
+        ("--auth-token-file=", "--auth-token-file: '' is not a file"),
+        ("--id=\udcff", "--id: '--id=\udcff' is not UTF-8 text"),
+        ("--model-repository=" + "x" * 300, "x': File name too long"),
+    ],
+)
+def test_an_error_names_the_flag_what_was_found_and_what_is_allowed(
+    argument: str, message: str
+) -> None:
+    assert message in refusal(str(ROOT), argument)
+
+
+def test_errors_of_the_whole_command_line() -> None:
+    assert "at least one is needed" in refusal()
+    assert "'/no/where' is not a folder" in refusal("/no/where")
+    assert f"name the class to serve, {__file__}:CLASS" in refusal(__file__)
+    mode = "--model-control-mode=explicit"
+    assert "must stand alone" in refusal(str(ROOT), mode, "--load-model=*", "--load-model=m")
+    assert settings(mode, "--load-model=*").load_models == ("*",)
+    assert "--http-port: a value is missing" in refusal("--http-port", "--gateways=2")
+
+
+def test_the_environment() -> None:
+    found = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
+    assert (found.delay_scheduler, found.visible_devices) == (3, "1")
+    assert settings(TRITONSERVER_DELAY_SCHEDULER="").delay_scheduler == 0
+    for text in ("x", "-1", "\N{SUPERSCRIPT TWO}"):
+        assert "TRITONSERVER_DELAY_SCHEDULER" in refusal(
+            str(ROOT), TRITONSERVER_DELAY_SCHEDULER=text
+        )
+
+
+@given(ANY_FLAG, st.text(max_size=200))
+def test_any_value_is_taken_or_refused_by_name(name: str, text: str) -> None:
+    flag = options.FLAGS[name]
+    try:
+        value = flag.parse(text)
+    except InvalidArgument as error:
+        named = error.message
+    else:
+        named = f"--{flag.name}: "
+        assert type(value) is flag.kind
+        if isinstance(value, int | float) and flag.kind is not bool:
+            assert flag.low <= value <= flag.high
+    assert named.startswith(f"--{flag.name}: ")
+
+
+@given(st.lists(st.text(max_size=30), max_size=8))
+def test_no_command_line_breaks_the_parser(arguments: list[str]) -> None:
+    with contextlib.suppress(InvalidArgument):
+        options.parse(arguments)
+
+
+def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert set(re.findall(r"--([a-z0-9-]+)", shown)) >= set(options.FLAGS) - {"model-store"}
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("verb", [[], ["serve"], ["check"], ["client"], ["client", "infer"]])
+def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: object = cli.main([*verb, "--help"])
+    except SystemExit as end:  # argparse's way
+        status = end.code
+    assert status == 0
+    shown = capsys.readouterr().out
+    assert "usage" in shown.lower()
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("arguments", [[], ["bogus"], ["serve"], ["check"], ["client"]])
+def test_a_wrong_command_line_ends_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(("usage:", "shmserve: "))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--http-port=1\n2"], ["--a\nb"], ["--model-repository=a\nb"], ["\x1b[2J"]]
+)
+def test_an_error_is_one_line_whatever_the_arguments_hold(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("\n")
+    assert error[:-1].isprintable()
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"shmserve \d+\.\d+\.\d+\n", capsys.readouterr().out)

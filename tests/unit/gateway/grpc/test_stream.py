@@ -1,0 +1,154 @@
+"""A stream whose client does not read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.grpc.infer import Refused, Submitted
+from shmserve.gateway.grpc.stream import stream_infer
+from shmserve.gateway.inference import malloc_trim
+
+
+class Asked(Submitted):
+    """A request that is answered at once."""
+
+    def __init__(self, abandoned: list[str], name: str) -> None:
+        self.request_id = name
+        self._abandoned = abandoned
+
+    async def answer(self) -> bytes:
+        return b""
+
+    def abandon(self) -> None:
+        self._abandoned.append(self.request_id)
+
+    def leave(self) -> None:
+        pass
+
+
+class Deaf:
+    """The call of a client that takes one response."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.over: list[Callable[[Any], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.over.append(callback)
+
+    def invocation_metadata(self) -> None:
+        return None
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def write(self, response: bytes) -> None:
+        if self.taken:
+            await asyncio.Event().wait()
+        self.taken += 1
+
+
+def test_a_refusal_that_waits_holds_nothing() -> None:
+    """Its request can be large, and many may wait behind a slow one."""
+
+    def refuse(raw: bytes) -> None:
+        try:
+            raise KeyError(raw)
+        except KeyError:
+            raise Refused(Unavailable("no"), "1") from None
+
+    with pytest.raises(Refused) as caught:
+        refuse(b"large")
+    refused = caught.value.bare()
+    for error in (refused, refused.error):
+        assert error.__traceback__ is None and error.__context__ is None
+
+
+def test_who_does_not_read_is_cut_off() -> None:
+    """R15: what waits behind a response that is not taken is given up."""
+    abandoned: list[str] = []
+
+    class Inferences:
+        def submit(self, raw: bytes, caller: Any, remaining_s: Any) -> Submitted:
+            return Asked(abandoned, raw.decode())
+
+    async def requests() -> AsyncIterator[bytes]:
+        for name in ("taken", "stuck", "behind", "further behind"):
+            yield name.encode()
+        await asyncio.Event().wait()
+
+    caller: Any = None
+    inferences: Any = Inferences()
+    with pytest.raises(Unavailable):
+        asyncio.run(stream_infer(inferences, caller, requests(), Deaf(), 0.05))
+    assert abandoned == ["behind", "further behind"]
+
+    async def cancelled_twice() -> None:
+        streaming = stream_infer(inferences, caller, requests(), Deaf(), 60.0)
+        call = asyncio.create_task(streaming)
+        for _ in range(100):  # until it is stuck
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    abandoned.clear()
+    asyncio.run(cancelled_twice())
+    assert abandoned == ["behind", "further behind"]
+
+
+@pytest.mark.parametrize(
+    ("size", "most"), [(10, 1024), (30_000, 1024), (1 << 20, 32), (10 << 20, 4), (40 << 20, 1)]
+)
+def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> None:
+    """The others are not even read; one is, however large it is."""
+    abandoned: list[str] = []
+    request = bytes(size)
+    asked = 0
+
+    class Inferences:
+        def submit(self, raw: bytes, caller: Any, remaining_s: Any) -> Submitted:
+            nonlocal asked
+            asked += 1
+            return Asked(abandoned, str(asked))
+
+    async def requests() -> AsyncIterator[bytes]:
+        while True:
+            yield request
+
+    caller: Any = None
+    inferences: Any = Inferences()
+    with pytest.raises(Unavailable):
+        asyncio.run(stream_infer(inferences, caller, requests(), Deaf(), 0.05))
+    assert asked == most + 1  # one was answered
+
+
+def test_memory_is_given_back_when_the_call_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC may hold much of it until then, long after the stream was given up."""
+    pauses: list[int] = []
+
+    class Inferences:
+        def submit(self, raw: bytes, caller: Any, remaining_s: Any) -> Submitted:
+            return Asked([], "")
+
+    async def requests() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield bytes(1000)
+
+    caller: Any = None
+    inferences: Any = Inferences()
+    call = Deaf()
+    with pytest.raises(Unavailable):
+        asyncio.run(stream_infer(inferences, caller, requests(), call, 0.05))
+    monkeypatch.setattr(malloc_trim, "soon", pauses.append)
+    for callback in call.over:
+        callback(call)
+    (byte_size,) = pauses
+    assert byte_size >= 3000

@@ -1,0 +1,162 @@
+"""ModelInferRequest and ModelInferResponse as bytes, the plans of requests, the table of RPCs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.gateway.grpc.wire.fingerprint import split
+from shmserve.gateway.grpc.wire.response import streamed, streamed_error, varint
+from shmserve.proto import grpc_service_pb2 as ours
+
+pytest.importorskip("grpc")
+
+from shmserve.gateway.grpc.wire.request import wire_request
+
+theirs = pytest.importorskip("tritonclient.grpc.service_pb2")
+
+
+def fields(messages: Iterable[Any]) -> set[tuple[object, ...]]:
+    """Everything about the messages that shows on the wire, or in a program."""
+    return {
+        found
+        for message in messages
+        for found in (
+            *((message.full_name, f.name, f.number, f.type, f.is_repeated) for f in message.fields),
+            *fields(message.nested_types),
+        )
+    }
+
+
+def rpcs(module: Any) -> list[tuple[object, ...]]:
+    (service,) = module.DESCRIPTOR.services_by_name.values()
+    return [
+        (m.name, m.input_type.name, m.output_type.name, m.client_streaming, m.server_streaming)
+        for m in service.methods
+    ]
+
+
+def test_the_service_is_tritons() -> None:
+    """Both live in this process, and have the same messages, fields, numbers and RPCs."""
+    mine, other = (m.DESCRIPTOR.message_types_by_name.values() for m in (ours, theirs))
+    assert fields(mine) == fields(other) and len(fields(mine)) > 100
+    assert rpcs(ours) == rpcs(theirs)
+
+
+def request(**parameters: object) -> ours.ModelInferRequest:
+    made = ours.ModelInferRequest(model_name="m")
+    for key, value in parameters.items():
+        kind, _, wanted = str(value).partition(":")
+        parsed = {"bool": wanted == "True", "string": wanted}.get(kind)
+        setattr(made.parameters[key], f"{kind}_param", int(wanted) if parsed is None else parsed)
+    return made
+
+
+def test_parameters() -> None:
+    wire = wire_request(
+        request(
+            sequence_id="int64:-1",
+            sequence_start="bool:True",
+            sequence_end="bool:True",
+            priority="uint64:3",
+            timeout="int64:5",
+            mine="string:x",
+            triton_enable_empty_final_response="bool:True",
+        )
+    )
+    assert (wire.correlation_id, wire.flags, wire.priority) == (2**64 - 1, 3, 3)
+    assert (wire.timeout_us, wire.parameters) == (5, {"mine": "x"})
+
+
+def test_narrow_integers_are_cut_off() -> None:
+    made = request()
+    tensor = made.inputs.add(name="x", datatype="INT8", shape=[2])
+    tensor.contents.int_contents.extend([257, -129])
+    assert wire_request(made).inputs[0].data == b"\x01\x7f"
+
+
+@pytest.mark.parametrize("count", [1, 40, 5000])
+@pytest.mark.parametrize(
+    ("datatype", "tag", "value"),
+    [
+        ("BOOL", b"\x0a", b"\1"),
+        ("FP32", b"\x32", b"\1\0\x80\x7f"),  # a signalling NaN: to look at it makes it another
+        ("FP64", b"\x3a", b"\1\0\0\0\0\0\xf0\x7f"),
+    ],
+    ids=["BOOL", "FP32", "FP64"],
+)
+def test_typed_numbers_keep_their_bits(datatype: str, tag: bytes, value: bytes, count: int) -> None:
+    made = request()
+    tensor = made.inputs.add(name="x", datatype=datatype, shape=[count])
+    unknown = b"\x7a\3abc"  # a field of a later version
+    values = value * count
+    tensor.contents.MergeFromString(unknown + tag + varint(len(values)) + values)
+    assert wire_request(made).inputs[0].data == values
+
+
+def output(**parameters: object) -> ours.ModelInferRequest:
+    made = request()
+    parameter = made.outputs.add(name="y").parameters["classification"]
+    for kind, value in parameters.items():
+        setattr(parameter, kind, value)
+    return made
+
+
+def test_classification_is_refused() -> None:
+    with pytest.raises(Unsupported, match="'classification' parameter of output 'y'"):
+        wire_request(output(int64_param=3))
+    with pytest.raises(InvalidArgument, match="expected >= 0"):
+        wire_request(output(int64_param=0))
+    with pytest.raises(InvalidArgument, match="expected int64_param"):
+        wire_request(output(string_param="1"))
+
+
+def test_what_a_plan_goes_by() -> None:
+    made = request()
+    made.inputs.add(name="x", datatype="INT8", shape=[200])
+    made.raw_input_contents.append(bytes(200))
+    made.raw_input_contents.append(b"")
+    key, contents = split(made.SerializeToString()) or pytest.fail("no plan")
+    assert contents == [bytes(200), b""] and key[1] == (200, 0)
+    del made.raw_input_contents[:]
+    assert key[0] == made.SerializeToString()
+    assert split(key[0]) == ((key[0], ()), [])
+    late = made.SerializeToString() + b":\x01a" + b"\x0a\x01n"
+    assert ours.ModelInferRequest.FromString(late).model_name == "n"
+    assert split(late) is None  # a field behind the contents
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_no_plan_or_one(raw: bytes) -> None:
+    parts = split(raw)
+    if parts is not None:
+        (head, sizes), contents = parts
+        assert tuple(map(len, contents)) == sizes
+        again = head + b"".join(b":" + varint(len(c)) + c for c in contents)
+        assert split(again) == parts
+
+
+@given(st.integers(0, 2**62))
+def test_numbers_as_protobuf_writes_them(value: int) -> None:
+    tag = b"\x20"  # field 4
+    message = ours.ModelStatistics.FromString(tag + varint(value))
+    assert message.inference_count == value
+
+
+def test_responses_in_a_stream() -> None:
+    inner = ours.ModelInferResponse(id="7", model_name="m" * 300)
+    parsed = theirs.ModelStreamInferResponse.FromString(streamed(inner.SerializeToString()))
+    assert parsed.infer_response.id == "7" and parsed.infer_response.model_name == "m" * 300
+    assert parsed.infer_response.parameters["triton_final_response"].bool_param
+    failed = theirs.ModelStreamInferResponse.FromString(streamed_error("why", "7"))
+    assert (failed.error_message, failed.infer_response.id) == ("why", "7")
+    assert not failed.infer_response.parameters
+    answered = theirs.ModelStreamInferResponse.FromString(streamed_error("", "7", "m"))
+    assert answered.error_message  # or it would be a success
+    assert (answered.infer_response.id, answered.infer_response.model_name) == ("7", "m")
+    assert answered.infer_response.parameters["triton_final_response"].bool_param

@@ -1,0 +1,177 @@
+"""Bodies that are arriving: whose memory counts, and who gives way when there is no more of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.streams import StreamReader
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from shmserve.errors import Unavailable
+from shmserve.gateway.http import body
+from shmserve.gateway.http.body import Body, BodyTimeout
+from shmserve.gateway.http.request import Request
+from shmserve.gateway.inference.builder import Holds
+from shmserve.gateway.settings import Settings
+from shmserve.ipc.memory.arena import Arena
+from tests.rigs.clocks import Clock
+
+MIB = 1 << 20
+
+
+class Client:
+    """A body that comes as the test sends it. Who was waited for it for 10 ms may be slow."""
+
+    def __init__(self, body_timeout_s: float = 0.3) -> None:
+        protocol = BaseProtocol(asyncio.get_running_loop())
+        protocol.transport = asyncio.Transport()
+        self.content = StreamReader(protocol, 2**16, loop=asyncio.get_running_loop())
+        headers = CIMultiDictProxy(CIMultiDict({"Content-Length": str(MIB)}))
+        request = SimpleNamespace(content=self.content, headers=headers)
+        settings = Settings(max_input_size=MIB, arena_byte_size=MIB, body_timeout_s=body_timeout_s)
+        self.body = Body(cast("Request", request), settings)
+
+    async def upload(self, arena: Arena, size: int) -> None:
+        """Have a block of the arena and wait for what goes into it."""
+        holds = Holds(arena)
+        try:
+            with self.body.keeping(holds.release):
+                (place,) = holds.allocate([size])
+                await self.body.read_into([arena.view(place)])
+        finally:
+            holds.release()
+
+
+@contextmanager
+def arena_of(size: int) -> Iterator[Arena]:
+    arena = Arena(size)
+    yield arena
+    assert not arena.used
+    gc.collect()  # what errors keep of the views
+    arena.close()
+
+
+@pytest.fixture
+def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
+    """What makes the clock of the running loop and of its bodies."""
+
+    def make() -> Clock:
+        clock = Clock()
+        monkeypatch.setattr(body, "time", SimpleNamespace(monotonic=clock.read))
+        return clock
+
+    return make
+
+
+async def started(
+    clock: Clock, *ways: Coroutine[object, object, object]
+) -> list[asyncio.Task[object]]:
+    """Tasks that have waited for 50 ms."""
+    tasks = [asyncio.create_task(way) for way in ways]
+    await clock.go_on(0)
+    await clock.go_on(0.05)
+    return tasks
+
+
+def test_only_who_has_such_memory_gives_way(make_clock: Callable[[], Clock]) -> None:
+    """Memory for JSON is none for tensors: who has none of what is wanted goes on."""
+
+    async def run(arena: Arena) -> None:
+        clock = make_clock()
+        json, tensor = Client(), Client()
+        tasks = await started(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
+        json.content.feed_data(bytes(1000))
+        await clock.go_on(0.02)
+        holds = Holds(arena)
+        holds.allocate([MIB])
+        await clock.go_on(0.01)
+        assert [task.done() for task in tasks] == [False, True]
+        with pytest.raises(BodyTimeout, match="too slowly"):
+            await tasks[1]
+        with pytest.raises(Unavailable):
+            Holds(arena).allocate([MIB])
+        await clock.go_on(0.01)
+        assert not tasks[0].done()
+        holds.release()
+        tasks[0].cancel()
+
+    with arena_of(MIB) as arena:
+        asyncio.run(run(arena))
+
+
+def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock]) -> None:
+    async def run(arena: Arena) -> None:
+        clock = make_clock()
+        client = Client()
+        holds = Holds(arena)
+        (place,) = holds.allocate([MIB])
+        client.content.feed_data(bytes(100))
+        with client.body.keeping(holds.release):
+            await client.body.next()
+            await clock.go_on(0.1)  # as while it is decompressed
+            with pytest.raises(Unavailable):
+                Holds(arena).allocate([MIB])
+            client.content.feed_data(bytes(100))
+            assert await client.body.read_into([arena.view(place)[:100]])
+        holds.release()
+
+    with arena_of(MIB) as arena:
+        asyncio.run(run(arena))
+
+
+def test_who_is_out_of_time_anyway_gives_way(make_clock: Callable[[], Clock]) -> None:
+    """Between the end of its time and the moment at which it knows."""
+
+    async def run(arena: Arena) -> None:
+        clock = make_clock()
+        client = Client(0.1)
+        tasks = await started(clock, client.upload(arena, MIB))
+        others: list[BaseException | None] = []
+
+        def other() -> None:
+            holds = Holds(arena)
+            try:
+                holds.allocate([MIB])
+                others.append(None)
+            except BaseException as error:
+                others.append(error)
+            holds.release()
+
+        # Both in one turn of the loop.
+        asyncio.get_running_loop().call_later(0.06, other)
+        await clock.go_on(0.1)
+        assert others == [None]
+        with pytest.raises(BodyTimeout):
+            await tasks[0]
+
+    with arena_of(MIB) as arena:
+        asyncio.run(run(arena))
+
+
+def test_thousands_give_way_at_once() -> None:
+    """The loop answers nobody meanwhile."""
+
+    async def run(arena: Arena) -> None:
+        with ExitStack() as stack:
+            for _ in range(4000):
+                client = Client()
+                holds = Holds(arena)
+                holds.allocate([16 << 10])
+                stack.enter_context(client.body.keeping(holds.release))
+                client.body._waited_s = 1.0
+            began = time.monotonic()
+            holds = Holds(arena)
+            holds.allocate([63 * MIB])
+            assert time.monotonic() - began < 1
+            holds.release()
+
+    with arena_of(64 * MIB) as arena:
+        asyncio.run(run(arena))

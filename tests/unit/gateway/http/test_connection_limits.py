@@ -1,0 +1,168 @@
+"""R15: how many connections one peer may have, and that it costs the others none of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shmserve.common.peer_credentials import network
+from tests.rigs.gateway_rig import Rig, rig
+from tests.support.raw_http import read_reply
+from tests.support.users import ALICE, BOB, as_user, needs_users
+
+MOST, SHARE = 40, 30
+HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HALF = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"
+
+
+class Crowd:
+    """Connections of one peer, that stay."""
+
+    def __init__(self, connect: Callable[[], socket.socket]) -> None:
+        self._connect = connect
+        self._socks: list[socket.socket] = []
+
+    def open(self, count: int, says: bytes = b"") -> None:
+        """So many more."""
+        for _ in range(count):
+            self._socks.append(self._connect())
+            with contextlib.suppress(ConnectionError):
+                self._socks[-1].sendall(says)
+
+    def arrive(self) -> None:
+        """One more, which is answered: so all before it have been let in, or not."""
+        self.open(1)
+        assert _is_answered(self._socks[-1])
+
+    def served(self) -> int:
+        """How many of them are answered; the others were ended."""
+        return sum(map(_is_answered, self._socks))
+
+    def close(self) -> None:
+        """End them all."""
+        for sock in self._socks:
+            sock.close()
+        self._socks.clear()
+
+
+def _is_answered(sock: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        sock.sendall(HEALTH)
+        return read_reply(sock).status == 200
+    return False
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that every user may enter."""
+    made = Path(tempfile.mkdtemp(prefix="sc-"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as made:
+        yield made
+
+
+def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> Crowd:
+    """Clients with one address, at a door that is not this host's alone."""
+    to, own = ("127.0.0.1", gateway.port), (address, 0)
+    made = Crowd(lambda: socket.create_connection(to, 20, source_address=own))
+    stack.callback(made.close)
+    return made
+
+
+def test_an_address_has_a_share(folder: Path, stack: contextlib.ExitStack) -> None:
+    """Beyond it, what is idle for longest makes room among its own."""
+    door = socket.create_server(("0.0.0.0", 0))
+    gateway = stack.enter_context(rig(folder, door, max_connections=MOST))
+    gateway.open()
+    one, many = far(gateway, "127.0.0.2", stack), far(gateway, "127.0.0.3", stack)
+    one.open(8)
+    many.open(3 * MOST)
+    many.arrive()
+    assert one.served() == 8
+    assert SHARE // 2 <= many.served() <= SHARE
+    # What it may not have is there for others.
+    another = far(gateway, "127.0.0.4", stack)
+    another.open(2)
+    assert another.served() == 2
+    assert one.served() == 8
+    many.close()
+    one.open(SHARE - 8)
+    assert one.served() == SHARE
+
+
+def test_who_sends_half_of_everything_is_refused(folder: Path, stack: contextlib.ExitStack) -> None:
+    """Nothing of theirs is idle, and nothing of others' is ended for it."""
+    door = socket.create_server(("0.0.0.0", 0))
+    gateway = stack.enter_context(rig(folder, door, max_connections=MOST))
+    gateway.open()
+    one, many = far(gateway, "127.0.0.2", stack), far(gateway, "127.0.0.3", stack)
+    one.open(8)
+    many.open(3 * MOST, HALF)
+    assert one.served() == 8
+
+
+def test_on_loopback_all_are_one_crowd(folder: Path, stack: contextlib.ExitStack) -> None:
+    """There an address tells nothing about a client."""
+    gateway = stack.enter_context(rig(folder, max_connections=MOST))
+    gateway.open()
+    all_of_them = far(gateway, "127.0.0.1", stack)
+    all_of_them.open(MOST)
+    assert all_of_them.served() == MOST
+
+
+@needs_users
+def test_a_user_has_a_share(folder: Path, stack: contextlib.ExitStack) -> None:
+    path = folder / "socket"
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(str(path))
+    path.chmod(0o666)
+    door.listen(4 * MOST)
+    gateway = stack.enter_context(rig(folder, door, max_connections=MOST))
+    gateway.open()
+
+    def connect() -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(20)
+        sock.connect(str(path))
+        return sock
+
+    people = {
+        uid: Crowd(lambda uid=uid: as_user(uid, connect))  # type: ignore[misc]
+        for uid in (os.geteuid(), ALICE, BOB)
+    }
+    for crowd in people.values():
+        stack.callback(crowd.close)
+    people[os.geteuid()].open(4)
+    people[ALICE].open(4)
+    people[BOB].open(3 * MOST)
+    people[BOB].arrive()
+    assert people[os.geteuid()].served() == people[ALICE].served() == 4
+    assert SHARE // 2 <= people[BOB].served() <= SHARE
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("2001:db8:1:2:ffff::1", "2001:db8:1:2::"),
+        ("fe80::1%eth0", "fe80::"),
+        ("", ""),
+    ],
+)
+def test_whose_address_it_is(address: str, expected: str) -> None:
+    assert network(address) == expected

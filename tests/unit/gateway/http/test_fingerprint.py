@@ -1,0 +1,190 @@
+"""JSON requests that differ only in their numbers: read in a short way, with the same result."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shmserve.errors import ShmserveError
+from shmserve.gateway.http.json.fingerprint import Plans, split
+from shmserve.gateway.http.json.infer_request import WireRequest, parse_request
+from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.inference.builder import from_json
+
+LIMIT = 1 << 20
+
+
+class Bytes:
+    """A plan that gives the tensors' bytes; None while what it needs is not there."""
+
+    def __init__(self) -> None:
+        self.there = True
+
+    def follow(self, body: bytes, at: int) -> Any:
+        return body[at:] if self.there else None
+
+
+def wire_of(text: bytes) -> WireRequest:
+    return parse_request(loads(text), 0, "m", LIMIT)
+
+
+def long_way(text: bytes) -> bytes:
+    inputs = [tensor for tensor in wire_of(text).inputs if tensor.data is not None]
+    return b"".join(map(from_json, inputs))
+
+
+def short_way(plans: Plans, text: bytes, plan: Bytes | None = None) -> Any:
+    """What the plans make of a request; it is remembered where that is wanted."""
+    key, arrays = split(text, 0)
+    known: Any = plans.follow(key, text, len(text), arrays)
+    if known is None:
+        try:
+            long_way(text)
+        except ShmserveError:
+            return None
+        if plans.notice(key):
+            made: Any = plan or Bytes()
+            plans.remember(key, wire_of(text), made, len(arrays))
+    return known
+
+
+def one(data: str, before: str = "", behind: str = "") -> bytes:
+    text = '{%s"inputs": [{"name": "A", "datatype": "INT32", "shape": [2], "data": %s}]%s}'
+    return (text % (before, data, behind)).encode()
+
+
+# --- the same as the long way ----------------------------------------------------------------
+
+numbers = st.lists(st.integers(-9, 9), min_size=2, max_size=2)
+# What may stand elsewhere and looks like a tensor's data.
+odd = st.sampled_from(
+    (
+        *('"id": "\\"data\\": [1, 2]", ', '"id": "\\\\", ', '"more": {"data": [7, 7]}, ', ""),
+        *('"outputs": [], "data": [1], ', '"data\\"data": [3], ', '"\\"data": [4, 5], '),
+        *('"outputs": [{"name": "Y", "parameters": {"data": [1]}}], ', '"id": "\\u0000", '),
+    )
+)
+array = st.sampled_from(
+    ("[%d, %d]", "[%d,%d]", "[ %d ,\n%d]", "[[%d], [%d]]", "[%d, %d, 1]", "[%d.0, %d]", "[%de0,%d]")
+)
+colon = st.sampled_from(('"data": ', '"data":', '"data" : ', '"data":  '))
+
+
+@given(odd, array, colon, st.lists(numbers, min_size=1, max_size=2), st.data())
+def test_the_short_way_gives_what_the_long_one_does(
+    before: str, form: str, key: str, first: list[list[int]], data: st.DataObject
+) -> None:
+    """Whatever stands around the numbers: it is what the long way gives, or that is taken."""
+
+    def written(values: list[list[int]], elsewhere: str) -> bytes:
+        inputs = [
+            f'{{"name": "X{number}", "datatype": "INT32", "shape": [2], {key}{form % tuple(pair)}}}'
+            for number, pair in enumerate(values)
+        ]
+        return f'{{{elsewhere}"inputs": [{",".join(inputs)}]}}'.encode()
+
+    plans = Plans()
+    for _ in range(4):
+        values = data.draw(st.lists(numbers, min_size=len(first), max_size=len(first)))
+        # The numbers elsewhere change as well.
+        elsewhere = "".join(
+            str(data.draw(st.integers(0, 9))) if sign.isdigit() and "u" not in before else sign
+            for sign in before
+        )
+        text = written(values, elsewhere)
+        found = short_way(plans, text)
+        assert found is None or found == long_way(text)
+
+
+@given(st.binary(max_size=30), st.binary(max_size=30))
+@example(b"1, 2]", b"")
+@example(b'"\0"', b"\0")
+def test_no_bytes_are_taken_for_others(data: bytes, behind: bytes) -> None:
+    """Of a request like one that is known, but with any bytes in it."""
+    plans = Plans()
+    for known in ("[1, 2]", "[3, 4]"):
+        short_way(plans, one(known))
+    assert short_way(plans, one("[5, 6]")) == long_way(one("[5, 6]"))
+    text = one("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", behind + b"}]")
+    found = short_way(plans, text)
+    assert found is None or found == long_way(text)
+
+
+# --- when it is taken ------------------------------------------------------------------------
+
+
+def test_what_comes_again_is_known_from_the_third_time_on() -> None:
+    plans = Plans()
+    found = [short_way(plans, one(text)) for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")]
+    assert [each is not None for each in found] == [False, False, True, True]
+    assert found[3] == long_way(one("[-7, 8]"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[1, 2, 3]", "[1]", "[]", "[1.5, 2]", "[1, 2,]", "[,1 2]", "[+1, 2]", "[01, 2]"),
+        *("[1e400, 2]", "[1, 99999999999999999999]", "[-, 2]", "[1\f, 2]"),
+    ],
+)
+def test_what_is_wrong_is_said_by_the_long_way(text: str) -> None:
+    plans = Plans()
+    for known in ("[1, 2]", "[3, 4]"):
+        short_way(plans, one(known))
+    assert short_way(plans, one(text)) is None
+    assert short_way(plans, one("[5, 6]")) is not None
+
+
+def test_numbers_that_are_no_tensors_are_not_taken_for_them() -> None:
+    """An array of numbers elsewhere, and the tensor's own written so that it is not seen."""
+    plans = Plans()
+    hidden = one("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
+        b'32", "shape": [2], "data":', b'32", "shape": [2], "data" :'
+    )
+    assert len(split(hidden, 0)[1]) == 1
+    for _ in range(3):
+        assert short_way(plans, hidden) is None
+    other = hidden.replace(b"[1, 2]}, ", b"[8, 9]}, ")
+    assert split(other, 0)[0] == split(hidden, 0)[0]
+    assert short_way(plans, other) is None
+
+
+@pytest.mark.parametrize("datatype", ["BYTES", "BOOL"])
+def test_what_has_no_numbers_goes_the_long_way(datatype: str) -> None:
+    plans = Plans()
+    data = json.dumps(["1", "2"] if datatype == "BYTES" else [True, False])
+    text = one(data).replace(b"INT32", datatype.encode())
+    assert [short_way(plans, text) for _ in range(3)] == [None] * 3
+
+
+def test_a_header_that_is_read_with_patience_has_no_plan() -> None:
+    plans = Plans()
+    for text in (b"\xef\xbb\xbf" + one("[1, 2]"), one("[1, 2]", '"parameters": {"p": NaN}, ')):
+        for _ in range(3):
+            key, arrays = split(text, 0)
+            assert plans.follow(key, text, len(text), arrays) is None
+            if plans.notice(key):
+                wire = wire_of(one("[1, 2]"))
+                plans.remember(key, wire, Bytes(), len(arrays))  # type: ignore[arg-type]
+
+
+def test_a_plan_whose_regions_have_changed_is_made_anew() -> None:
+    plans, stale = Plans(), Bytes()
+    for text in ("[1, 2]", "[3, 4]"):
+        short_way(plans, one(text), stale)
+    stale.there = False
+    assert short_way(plans, one("[5, 6]")) is None
+    assert short_way(plans, one("[5, 6]")) == long_way(one("[5, 6]"))
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    plans = Plans()
+    for number in range(2000):
+        short_way(plans, one("[1, 2]", behind=f', "id": "{number // 2}"'))
+    assert 0 < len(plans._known) <= 256
+    long = one("[1, 2]", behind=', "id": "%s"' % ("x" * 3000))
+    assert [short_way(plans, long) for _ in range(3)] == [None] * 3

@@ -1,0 +1,779 @@
+"""HTTP as hostile or clumsy clients speak it: framing, size, time, and what others notice."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import os
+import random
+import re
+import select
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, Inferred
+from tests.rigs.gateway_rig import (
+    SIMPLE,
+    Rig,
+    add_sub,
+    identity_config,
+    model_config,
+    rig,
+    tensor_config,
+)
+from tests.support.raw_http import Http, Reply, binary_request, raw_connection, read_reply
+from tests.support.waiting import until
+
+MIB = 1024 * 1024
+HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SECONDS = 0.4
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
+        made.publish(identity_config("text", "BYTES", [-1]), made.scheduler(one_byte))
+        made.open()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One whose clients have little time: what it is to answer is sent to it at one go."""
+    limits: dict[str, Any] = {"header_timeout_s": SECONDS, "body_timeout_s": SECONDS}
+    with rig(tmp_path_factory.mktemp("hasty"), **limits) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        made.open()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One that takes its time, but not many connections."""
+    with rig(tmp_path_factory.mktemp("patient"), max_connections=60) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        made.open()
+        yield made
+
+
+def one_byte(request: Inference) -> Inferred:
+    return Inferred((TensorRef("OUT", "INT8", (1,), b"\x01"),))
+
+
+@pytest.fixture(autouse=True)
+def others_are_served(gateway: Rig, hasty: Rig) -> Iterator[None]:
+    yield
+    gateway.http.infer("simple", simple_body()).ok()
+    body = simple_body()
+    ask(hasty, head(len(body)) + body).ok()
+    for made in (gateway, hasty):
+        assert "Traceback" not in made.log
+
+
+def simple_body(**members: Any) -> bytes:
+    inputs = [
+        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
+        for name in ("INPUT0", "INPUT1")
+    ]
+    return json.dumps({"inputs": inputs, **members}).encode()
+
+
+def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:
+    first = f"{method} /v2/models/simple/infer HTTP/{version}"
+    return "\r\n".join(
+        [first, "Host: localhost", f"Content-Length: {size}", *lines, "", ""]
+    ).encode()
+
+
+def ask(gateway: Rig, *parts: bytes) -> Reply:
+    """The reply to bytes that are sent in parts."""
+    with raw_connection(gateway.port) as connection:
+        for part in parts:
+            connection.sendall(part)
+        return read_reply(connection)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+# --- framing
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"garbage\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /v2 HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e3\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: \x0bchunked\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 20_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_refused_briefly(gateway: Rig, raw: bytes) -> None:
+    """R12: doubled and odd lengths smuggle nothing."""
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(raw)
+        reply = read_reply(connection)
+        assert (reply.status, reply.error) == (400, "malformed HTTP request")
+        assert reply.headers["Connection"] == "close"
+        assert is_closed(connection)
+
+
+@pytest.mark.parametrize("size", [2**63, 2**64 - 1])
+def test_a_length_beyond_counting_smuggles_nothing(gateway: Rig, size: int) -> None:
+    """R12: what follows is neither taken for no body nor for another request."""
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(size) + head(0))
+        reply = read_reply(connection)
+        assert (reply.status, reply.headers["Connection"]) == (400, "close")
+        assert is_closed(connection)
+
+
+def test_a_request_may_come_byte_by_byte(gateway: Rig) -> None:
+    body = simple_body()
+    raw = head(len(body)) + body
+    reply = ask(gateway, *(raw[at : at + 1] for at in range(len(raw))))
+    assert reply.ok().tensors()["OUTPUT0"][0][0] == 2
+
+
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+def test_bodies_may_come_in_chunks(gateway: Rig, size: int) -> None:
+    body = simple_body()
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    ask(gateway, start, chunks, b"0\r\n\r\n").ok()
+
+
+def test_too_many_chunks_are_refused(patient: Rig) -> None:
+    start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    reply = ask(patient, start, b"1\r\n \r\n" * 70_000)
+    assert reply.status == 400
+    assert reply.error.startswith("Chunked request body exceeds maximum of 65536 non-empty chunks")
+
+
+def test_a_broken_chunk_is_refused(gateway: Rig) -> None:
+    start = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(start + b"5\r\nabc")
+        time.sleep(0.05)
+        connection.sendall(b"\r\nxyz\r\n")
+        reply = read_reply(connection)
+        assert reply.status == 400
+        assert is_closed(connection)
+
+
+def test_the_client_may_ask_before_it_sends(gateway: Rig) -> None:
+    body = simple_body()
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(len(body), "Expect: 100-continue"))
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        read_reply(connection).ok()
+
+
+def test_a_client_that_asks_first_sends_nothing_in_vain(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(100 * MIB, "Expect: 100-continue"))
+        reply = read_reply(connection)
+    assert reply.status == 400
+    assert "Use --http-max-input-size" in reply.error
+
+
+def test_old_clients_are_answered(gateway: Rig) -> None:
+    body = simple_body()
+    with raw_connection(gateway.port) as connection:
+        for _ in range(2):
+            connection.sendall(head(len(body), "Connection: keep-alive", version="1.0") + body)
+            assert read_reply(connection).ok().headers["Connection"] == "keep-alive"
+        connection.sendall(head(len(body), version="1.0") + body)
+        assert read_reply(connection).ok().headers["Connection"] == "close"
+        assert is_closed(connection)
+
+
+def test_a_connection_ends_when_the_client_says_so(gateway: Rig) -> None:
+    body = simple_body()
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(len(body), "Connection: close") + body)
+        assert read_reply(connection).ok().headers["Connection"] == "close"
+        assert is_closed(connection)
+
+
+def test_an_upgrade_is_not_taken(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(
+            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            b"Upgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
+        )
+        assert read_reply(connection).ok().json()["name"] == "triton"
+        assert is_closed(connection)
+
+
+def test_head_has_no_body(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(b"HEAD /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
+        received = b""
+        while received.count(b"\r\n\r\n") < 2:
+            received += connection.recv(1000)
+    assert received.count(b"HTTP/1.1 405 Method Not Allowed\r\n") == 2
+    assert b"{" not in received
+
+
+def test_a_body_that_nobody_reads_ends_the_connection(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        start = head(3 * MIB).replace(b"/v2/models/simple/infer", b"/nowhere")
+        connection.sendall(start + bytes(MIB))
+        reply = read_reply(connection)
+        assert (reply.status, reply.error) == (404, "Not Found")
+        assert reply.headers["Connection"] == "close"
+        connection.sendall(bytes(2 * MIB))
+        assert is_closed(connection)
+
+
+# --- time
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"POST /v2/mod", b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nA:"],
+)
+def test_a_head_that_stops_ends_the_connection(hasty: Rig, sent: bytes) -> None:
+    with raw_connection(hasty.port) as connection:
+        connection.sendall(sent)
+        if sent:
+            connection.settimeout(20 * SECONDS)
+            assert is_closed(connection)
+        else:  # who has said nothing yet may take its time
+            connection.settimeout(2 * SECONDS)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+            body = simple_body()
+            connection.sendall(head(len(body)) + body)
+            read_reply(connection).ok()
+
+
+def test_a_head_that_drips_ends_the_connection(hasty: Rig) -> None:
+    """R15: headers have a deadline."""
+    began = time.monotonic()
+    with raw_connection(hasty.port) as connection:
+        connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < 20 * SECONDS:
+                connection.sendall(b"A: b\r\n")
+                time.sleep(SECONDS / 8)
+    assert SECONDS < time.monotonic() - began < 10 * SECONDS
+
+
+@pytest.mark.parametrize("size", [500, 100_000, 1_500_000])
+@pytest.mark.parametrize("sent", [0, 100])
+def test_a_body_that_stops_is_given_up(hasty: Rig, size: int, sent: int) -> None:
+    with raw_connection(hasty.port) as connection:
+        connection.sendall(head(size) + b" " * sent)
+        reply = read_reply(connection)
+        assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
+        assert is_closed(connection)
+
+
+@pytest.mark.parametrize("sent", [0, 100])
+def test_a_body_that_stops_behind_a_known_head_is_given_up(hasty: Rig, sent: int) -> None:
+    body = simple_body()
+    with raw_connection(hasty.port) as connection:
+        for _ in range(2):
+            connection.sendall(head(len(body)) + body)
+            read_reply(connection).ok()
+        connection.settimeout(20 * SECONDS)
+        connection.sendall(head(len(body)) + body[:sent])
+        reply = read_reply(connection)
+        assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
+        assert is_closed(connection)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("impatient", ["body_timeout_s", "header_timeout_s"])
+def test_small_bodies_have_the_time_that_bodies_have(
+    tmp_path: Path, known: bool, impatient: str
+) -> None:
+    """--http-body-timeout-secs, whatever the time for heads; both of a few seconds or minutes."""
+    body = simple_body()
+    limits: dict[str, Any] = {impatient: SECONDS}
+    with rig(tmp_path, **limits) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        made.open()
+        with raw_connection(made.port) as connection:
+            if known:
+                connection.sendall(head(len(body)) + body)
+                read_reply(connection).ok()
+            connection.sendall(head(len(body)) + body[:100])
+            if impatient == "body_timeout_s":
+                connection.settimeout(20 * SECONDS)
+                assert read_reply(connection).status == 408
+                return
+            time.sleep(2 * SECONDS)
+            connection.sendall(body[100:])
+            read_reply(connection).ok()
+
+
+def test_a_body_that_drips_is_given_up(hasty: Rig) -> None:
+    """R15: bodies have a deadline."""
+    began = time.monotonic()
+    with raw_connection(hasty.port) as connection:
+        connection.sendall(head(1_000_000))
+        connection.setblocking(False)
+        reply = b""
+        while not reply and time.monotonic() - began < 20 * SECONDS:
+            connection.sendall(b" ")
+            time.sleep(SECONDS / 8)
+            try:
+                reply = connection.recv(1000)
+            except BlockingIOError:
+                continue
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert time.monotonic() - began < 8 * SECONDS
+
+
+@pytest.mark.parametrize("reads", [0, 1, 1000])
+def test_a_client_that_does_not_read_is_cut_off(hasty: Rig, reads: int) -> None:
+    """R15: answers have a deadline, also for who takes a few bytes from time to time."""
+    big = bytes(64 * MIB)
+    config = model_config(
+        "big", 0, [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [-1])]
+    )
+    hasty.publish(
+        config, hasty.scheduler(lambda r: Inferred((TensorRef("OUT", "INT8", (len(big),), big),)))
+    )
+    inputs = [{"name": "IN", "datatype": "INT8", "shape": [1], "data": [0]}]
+    body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", hasty.port))
+        port = connection.getsockname()[1]
+        until("the gateway has accepted", lambda: port in client_ports(hasty))
+        connection.sendall(head(len(body)).replace(b"/simple/", b"/big/") + body)
+        connection.setblocking(False)
+        received = 0
+
+        def cut_off() -> bool:
+            nonlocal received
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                received += len(connection.recv(reads)) if reads else 0
+            return port not in client_ports(hasty)
+
+        until("the client is cut off", cut_off, 30)
+        connection.setblocking(True)
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(MIB):
+                received += len(piece)
+    assert received < len(big)
+
+
+def client_ports(gateway: Rig) -> set[int]:
+    """The ports at the other ends of the gateway's connections."""
+    connections = psutil.Process(gateway.process.pid).net_connections("tcp")
+    return {connection.raddr.port for connection in connections if connection.raddr}
+
+
+# --- size
+
+
+def test_json_has_a_limit(gateway: Rig) -> None:
+    for headers in ({}, {"Inference-Header-Content-Length": str(2 * MIB + 1)}):
+        reply = gateway.http.infer("simple", b" " * (2 * MIB + 1), headers)
+        assert reply.status == 400
+        assert reply.error == (
+            f"request JSON size of {2 * MIB + 1} bytes exceeds the maximum allowed input size of "
+            f"{2 * MIB} bytes. Use --http-max-input-size to increase the limit."
+        )
+
+
+def test_json_in_chunks_has_a_limit(gateway: Rig) -> None:
+    pieces = iter([b" " * MIB] * 3)
+    assert "exceeds the maximum allowed input size" in gateway.http.infer("simple", pieces).error
+
+
+def test_raw_input_has_a_limit(gateway: Rig) -> None:
+    headers = {"Inference-Header-Content-Length": "0"}
+    reply = gateway.http.infer("id", bytes(2 * MIB + 4), headers)
+    assert reply.error == (
+        f"Raw input has a byte_size ({2 * MIB + 4} bytes) that exceeds the maximum allowed value "
+        f"of {2 * MIB} bytes. Use --http-max-input-size to increase the limit."
+    )
+    gateway.http.infer("id", bytes(2 * MIB), headers).ok()
+
+
+def test_binary_tensors_have_none(gateway: Rig) -> None:
+    gateway.http.infer_binary("id", [("IN", "FP32", [2 * MIB], bytes(8 * MIB))]).ok()
+
+
+def memory_of(process: int) -> int:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+def bomb(name: str) -> bytes:
+    """10 GiB of spaces in 10 MB; without the checksum at its end, which nobody should reach."""
+    packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    # After a full flush the same bytes mean the same again, wherever they stand.
+    block = packer.compress(b" " * (64 * MIB)) + packer.flush(zlib.Z_FULL_FLUSH)
+    head = b"\x1f\x8b\x08\0\0\0\0\0\x02\xff" if name == "gzip" else b"\x78\xda"
+    return head + block * 160
+
+
+@pytest.mark.parametrize("name", ["gzip", "deflate"])
+def test_bombs_do_not_go_off(gateway: Rig, name: str) -> None:
+    """R13: what inflates to more than the limit is given up there."""
+    body = bomb(name)
+    assert 10_000_000 < len(body) < 11_000_000
+    before = memory_of(gateway.process.pid)
+    for _ in range(5):
+        reply = gateway.http.infer("simple", body, {"Content-Encoding": name})
+        assert reply.status == 400
+        assert reply.error.startswith("Decompressed data size exceeds the maximum allowed value")
+    assert memory_of(gateway.process.pid) - before < 20 * MIB
+
+
+def test_a_thousand_failures_leave_nothing(gateway: Rig) -> None:
+    """R13, R14: what was read, or inflated, of a body that is refused is given back."""
+    cut = gzip.compress(random.Random(1).randbytes(200_000) + bytes(800_000))[:-20]
+    wrong: list[tuple[bytes, dict[str, str]]] = [
+        (cut, {"Content-Encoding": "gzip"}),
+        (zlib.compress(b"x" * 800_000)[:-5], {"Content-Encoding": "deflate"}),
+        (b"x" * 200_000, {"Content-Encoding": "gzip"}),
+        (b"x" * 200_000, {"Inference-Header-Content-Length": "-1"}),
+        (b"x" * 200_000, {"Inference-Header-Content-Length": "200001"}),
+        (b"x" * 200_000, {"Inference-Header-Content-Length": "100"}),
+    ]
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            for body, headers in wrong:
+                assert gateway.http.infer("simple", body, headers).status in (400, 500)
+
+    fail(20)
+    before = memory_of(gateway.process.pid)
+    fail(1000 // len(wrong))
+    assert memory_of(gateway.process.pid) - before < 10 * MIB
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 900_000 + "]" * 900_000])
+def test_deep_json_is_refused(gateway: Rig, text: str) -> None:
+    """R12: nesting has a limit."""
+    reply = gateway.http.infer("simple", text.encode())
+    assert (reply.status, reply.error) == (
+        400,
+        "JSON nesting depth exceeds maximum allowed limit (100)",
+    )
+
+
+def test_huge_numbers_of_strings_are_counted_first(gateway: Rig) -> None:
+    """R12: element counts are checked before memory is taken."""
+    data = (2**31).to_bytes(4, "little")
+    reply = gateway.http.infer_binary("text", [("IN", "BYTES", [2**40], data)])
+    assert reply.status in (200, 400)  # the worker counts; nothing here is allocated for it
+    assert memory_of(gateway.process.pid) < 400 * MIB
+
+
+# --- others
+
+
+def test_health_answers_while_megabytes_of_json_are_read(tmp_path: Path) -> None:
+    values = np.random.default_rng(2).standard_normal(1_500_000)
+    data = values.tolist()
+    inputs = [{"name": "IN", "datatype": "FP32", "shape": [len(data)], "data": data}]
+    body = json.dumps({"inputs": inputs}).encode()
+    with rig(tmp_path) as gateway:
+        seen: list[Any] = []
+
+        def compute(request: Inference) -> Inferred:
+            seen.append(request.inputs[0].data)
+            return one_byte(request)
+
+        gateway.publish(identity_config("id", "FP32", [-1]), gateway.scheduler(compute))
+        gateway.open()
+        gateway.http.get("/v2/health/live").ok()
+        answered = 0  # once the whole body was on its way
+        sent, done = threading.Event(), threading.Event()
+
+        def parts() -> Iterator[bytes]:
+            yield body
+            sent.set()
+
+        def probe() -> None:
+            nonlocal answered
+            http = Http(gateway.port)
+            while not done.is_set():
+                asked = sent.is_set()
+                http.get("/v2/health/live").ok()
+                answered += asked
+            http.close()
+
+        prober = threading.Thread(target=probe)
+        prober.start()
+        length = {"Content-Length": str(len(body))}
+        gateway.http.infer("id", parts(), length).ok()
+        done.set()
+        prober.join()
+        place = seen[0]
+        fd = os.open(f"/proc/{place.memory.pid}/fd/{place.memory.fd}", os.O_RDONLY)
+        raw = os.pread(fd, place.byte_size, place.offset)
+        os.close(fd)
+    assert np.array_equal(np.frombuffer(raw, np.float32), values.astype(np.float32))
+    assert len(body) > 25 * MIB
+    assert answered > 20  # in one piece, hardly any
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_who_is_idle_makes_room(patient: Rig, known: bool) -> None:
+    """R15: many connections that send nothing, or a part of something, keep nobody out, and cost
+    nobody the answer to a request that is on its way."""
+    body = simple_body()
+    with contextlib.ExitStack() as stack:
+        sending = stack.enter_context(raw_connection(patient.port))
+        if known:
+            sending.sendall(head(len(body)) + body)
+            read_reply(sending).ok()
+        sending.sendall(head(len(body)) + body[:10])
+        crowd = [stack.enter_context(raw_connection(patient.port)) for _ in range(100)]
+        for connection in crowd[::2]:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET /v2 HT")
+        with raw_connection(patient.port) as connection:
+            connection.sendall(HEALTH)
+            assert read_reply(connection).status == 200
+        sending.sendall(body[10:])
+        assert read_reply(sending).status == 200
+
+
+def test_connections_have_a_limit(patient: Rig) -> None:
+    """Of more than 60 some are ended."""
+
+    def lives(connection: socket.socket) -> bool:
+        try:
+            connection.sendall(HEALTH)
+            return read_reply(connection).status == 200
+        except (ConnectionError, http.client.HTTPException):
+            return False
+
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(raw_connection(patient.port)) for _ in range(70)]
+        # Who was answered may have to make room for one that is accepted only then.
+        answered = [connection for connection in connections if lives(connection)]
+        assert 55 <= sum(map(lives, answered)) <= 60
+    with raw_connection(patient.port) as connection:
+        connection.sendall(HEALTH)
+        assert read_reply(connection).status == 200
+
+
+def test_descriptors_come_back(gateway: Rig) -> None:
+    folder = Path(f"/proc/{gateway.process.pid}/fd")
+    gateway.http.get("/v2").ok()
+    before = len(list(folder.iterdir()))
+    for _ in range(50):
+        with raw_connection(gateway.port) as connection:
+            connection.sendall(head(1000) + b"{")
+    until("they are back", lambda: len(list(folder.iterdir())) <= before)
+
+
+# --- a head that comes again
+
+
+def numbered(number: int) -> bytes:
+    return simple_body(id=f"{number:04}")
+
+
+def test_a_head_that_comes_again_brings_its_own_body(gateway: Rig) -> None:
+    with raw_connection(gateway.port) as connection:
+        for number in range(8):
+            body = numbered(number)
+            connection.sendall(head(len(body)) + body)
+            assert read_reply(connection).json()["id"] == f"{number:04}"
+
+
+def test_a_known_head_may_come_in_any_pieces(gateway: Rig) -> None:
+    body = numbered(1)
+    whole = head(len(body)) + body
+    cuts = (1, 20, len(whole) - len(body) - 1, len(whole) - len(body), len(whole) - 1)
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(whole)
+        read_reply(connection).ok()
+        for cut in cuts:
+            connection.sendall(whole[:cut])
+            assert not select.select([connection], (), (), 0.05)[0]
+            connection.sendall(whole[cut:])
+            assert read_reply(connection).json()["id"] == "0001"
+            connection.sendall(whole)
+            assert read_reply(connection).json()["id"] == "0001"
+
+
+def test_known_heads_may_come_at_once(gateway: Rig) -> None:
+    bodies = [numbered(number) for number in range(5)]
+    with raw_connection(gateway.port) as connection:
+        for _ in range(2):
+            connection.sendall(head(len(bodies[0])) + bodies[0])
+            read_reply(connection).ok()
+            connection.sendall(b"".join(head(len(body)) + body for body in bodies))
+            replies = b""
+            while replies.count(b'"outputs"') < len(bodies) or not replies.endswith(b"]}]}"):
+                replies += connection.recv(MIB)
+            ids = re.findall(rb'"id":"(\d+)"', replies)
+            assert ids == [b"%04d" % number for number in range(5)]
+
+
+def test_a_head_that_is_only_almost_known_is_read(gateway: Rig) -> None:
+    body = numbered(3)
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(len(body), "X-One: 1") + body)
+        assert read_reply(connection).status == 200
+        other = head(len(body), "X-One: 1").replace(b"models/simple", b"models/nobody")
+        connection.sendall(other + body)
+        assert read_reply(connection).status == 404
+        # As long as the known one, but the last byte belongs to another message.
+        connection.sendall(head(len(body) - 1, "X-One: 1") + body)
+        assert read_reply(connection).status == 400
+        assert is_closed(connection)
+
+
+def test_a_known_head_that_asks_to_close_is_obeyed(gateway: Rig) -> None:
+    body = numbered(4)
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(head(len(body)) + body)
+        read_reply(connection).ok()
+        connection.sendall(head(len(body), "Connection: close") + body)
+        read_reply(connection).ok()
+        assert is_closed(connection)
+
+
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+def test_bodies_that_never_end_do_not_fill_the_memory(tmp_path: Path, encoding: str) -> None:
+    """Each may be 64 MiB, and there may be thousands of connections that wait in the middle."""
+    begun = b" " * (700 << 10)
+    lines = [f"Content-Encoding: {encoding}"] if encoding else []
+    if encoding:
+        stream = zlib.compressobj(wbits=31)
+        begun = stream.compress(begun) + stream.flush(zlib.Z_SYNC_FLUSH)
+    limits: dict[str, Any] = {
+        "max_input_size": MIB,
+        "arena_byte_size": MIB,
+        "body_timeout_s": 300.0,
+    }
+    with rig(tmp_path, **limits) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        made.open()
+        infer = "/v2/models/simple/infer"
+
+        def ask() -> Reply:
+            return made.http.post(infer, b" " * (700 << 10))
+
+        with raw_connection(made.port) as connection:
+            connection.sendall(head(MIB, *lines) + begun)
+            until("the memory is full", lambda: ask().status == 503)
+            assert ask().error == "server memory for request bodies (1048576 bytes) is full"
+            made.http.infer("simple", numbered(1)).ok()
+        until("it is free again", lambda: ask().status == 500)
+        assert made.http.post(infer, b" " * (2 * MIB)).status == 400
+
+
+def test_headers_whose_tensors_never_come_do_not_fill_the_memory(tmp_path: Path) -> None:
+    """What came before a tensor is here for as long as that is awaited."""
+    tensor = ("IN", "FP32", [5000], bytes(20_000))
+    whole, headers = binary_request([tensor], id="i" * (700 << 10))
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
+    limits: dict[str, Any] = {"max_input_size": MIB, "arena_byte_size": MIB}
+    with rig(tmp_path, body_timeout_s=300.0, **limits) as made:
+        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
+        made.open()
+
+        def ask() -> int:
+            return made.http.post("/v2/models/id/infer", b" " * (700 << 10)).status
+
+        with raw_connection(made.port) as connection:
+            connection.sendall(start + whole[:-1])
+            until("the memory is full", lambda: ask() == 503)
+            connection.sendall(whole[-1:])
+            read_reply(connection).ok()
+            assert ask() == 500
+            connection.sendall(start + whole[:-1])
+            until("the memory is full again", lambda: ask() == 503)
+        until("it is free again", lambda: ask() == 500)
+
+
+@pytest.mark.parametrize("kind", ["json", "gzip", "start", "binary"])
+def test_a_body_that_hardly_comes_gives_way(tmp_path: Path, kind: str) -> None:
+    """One that is declared and not sent holds memory for those that others send at once."""
+    size = 700 << 10
+    tensor = ("IN", "FP32", [size // 4], bytes(size))
+    if kind == "binary":
+        whole, headers = binary_request([tensor])
+        begun = whole[:-1]
+    elif kind == "start":
+        whole, headers = binary_request([tensor], id="i" * size)
+        begun = whole[: size - 1000]
+    else:
+        whole, headers = b" " * size, {}
+        begun = whole[:-1]
+    if kind == "gzip":
+        stream = zlib.compressobj(wbits=31)
+        begun = stream.compress(whole) + stream.flush(zlib.Z_SYNC_FLUSH)
+        headers["Content-Encoding"] = "gzip"
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    start = head(len(whole), *lines).replace(b"/simple/", b"/id/")
+    with rig(tmp_path, max_input_size=MIB, arena_byte_size=MIB) as made:
+        made.publish(identity_config("id", "FP32", [-1]), made.scheduler(one_byte))
+        made.open()
+        with contextlib.ExitStack() as stack:
+            slow = [stack.enter_context(raw_connection(made.port)) for _ in range(3)]
+            for connection in slow:
+                connection.sendall(start + begun)
+                began = time.monotonic()
+
+            def ask() -> int:
+                if kind == "binary":
+                    return made.http.infer_binary("id", [tensor]).status
+                return made.http.post("/v2/models/id/infer", b" " * size).status
+
+            done = 200 if kind == "binary" else 500
+            seen: set[int] = set()
+
+            def taken() -> bool:
+                seen.add(ask())
+                return done in seen
+
+            until("it is taken", taken, 20)
+            assert seen <= {503, done}
+            assert time.monotonic() - began < 20, "before its own patience is over"
+            refused = [reply for reply in map(read_reply, slow) if reply.status != 503]
+            assert len(refused) == 1
+            assert (refused[0].status, refused[0].error) == (
+                408,
+                "the request body came too slowly: others need the memory for it",
+            )
+            for _ in range(3):
+                assert ask() == done

@@ -1,0 +1,854 @@
+"""A request from its submission to its end: answers, cancellation, lost schedulers, held memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import Inference, Inferred, unpack_inference
+from tests.rigs.gateway_rig import (
+    SIMPLE,
+    Rig,
+    Scheduler,
+    add_sub,
+    echo,
+    identity_config,
+    model_config,
+    publication,
+    rig,
+    tensor_config,
+)
+from tests.support.raw_http import Http, Reply, in_region, raw_connection, read_reply, shm_input
+from tests.support.waiting import until
+
+MIB = 1024 * 1024
+ARENA = 32 * MIB
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path, arena_byte_size=ARENA) as made:
+        made.open()
+        until("it listens", lambda: _connects(made.port))
+        yield made
+
+
+def _connects(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def simple(gateway: Rig) -> Scheduler:
+    scheduler = gateway.scheduler(add_sub)
+    gateway.publish(SIMPLE, scheduler)
+    return scheduler
+
+
+def simple_body(**members: Any) -> bytes:
+    inputs = [
+        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
+        for name in ("INPUT0", "INPUT1")
+    ]
+    return json.dumps({"inputs": inputs, **members}).encode()
+
+
+def send(
+    connection: socket.socket, model: str, body: bytes, size: int = 0, header_size: int = 0
+) -> None:
+    """Send an inference; `size` is the body's when only a part of it is sent."""
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Length: {size or len(body)}\r\n"
+    if header_size:
+        head += f"Inference-Header-Content-Length: {header_size}\r\n"
+    connection.sendall(head.encode() + b"\r\n" + body)
+
+
+class Caller(threading.Thread):
+    """A client that waits for its answer in a thread."""
+
+    def __init__(self, port: int, model: str, body: Any, headers: Any = None) -> None:
+        super().__init__(daemon=True)
+        self._http = Http(port)
+        self._what = (model, body, headers)
+        self._reply: Reply | None = None
+        self.start()
+
+    def run(self) -> None:
+        self._reply = self._http.infer(*self._what)
+        self._http.close()
+
+    def reply(self) -> Reply:
+        """The answer, once it is here."""
+        self.join(10)
+        assert self._reply is not None, "no answer"
+        return self._reply
+
+
+def fail(
+    scheduler: Scheduler, message: str = "no", *, early: bool = False, **more: Any
+) -> m.Submit:
+    """Fail the first request that is kept."""
+    peer, submit = scheduler.waiting.pop(0)
+    code, after = more.get("code", "UNAVAILABLE"), more.get("retry_after_s", 0)
+    scheduler.say(peer, m.Failed(submit.id, code, message, after, early))
+    return submit
+
+
+# --- answers
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("INVALID_ARG", 400),
+        ("NOT_FOUND", 404),
+        ("UNAVAILABLE", 503),
+        ("UNSUPPORTED", 501),
+        ("CANCELLED", 400),
+        ("UNKNOWN", 400),
+        ("INTERNAL", 500),
+        ("never heard of", 500),
+    ],
+)
+def test_failures_have_their_status(
+    gateway: Rig, simple: Scheduler, code: str, status: int
+) -> None:
+    simple.held = True
+    caller = Caller(gateway.port, "simple", simple_body(id="q1"))
+    until("the request is there", lambda: simple.waiting)
+    fail(simple, "as the model says", code=code)
+    assert (caller.reply().status, caller.reply().error) == (status, "as the model says")
+    if status == 500:  # what it logs comes through a pipe, and may come after the answer
+        until("it is logged", lambda: "request=q1" in gateway.log)
+    else:
+        assert "request=q1" not in gateway.log
+
+
+def test_json_that_comes_again_with_other_numbers(gateway: Rig, simple: Scheduler) -> None:
+    """It is read, and its answer written, in a short way from the third time on: with no other
+    result."""
+
+    def ask(first: list[Any], second: list[Any], **members: Any) -> Reply:
+        text = simple_body(**members).decode()
+        for values in (first, second):
+            text = text.replace(json.dumps([1] * 16), json.dumps(values), 1)
+        return gateway.http.infer("simple", text.encode())
+
+    rng = np.random.default_rng(7)
+    some = [{"name": "OUTPUT1"}]
+    binary = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
+    for members in ({}, {"outputs": some}, {"outputs": binary, "id": "7"}):
+        for _ in range(5):
+            a, b = rng.integers(2, 2**30, (2, 16))
+            reply = ask(a.tolist(), b.tolist(), **members)
+            sent = reply.tensors()
+            assert sent.pop("OUTPUT1").ravel().tolist() == (a - b).tolist()
+            assert all(got.ravel().tolist() == (a + b).tolist() for got in sent.values())
+            assert len(sent) == (members.get("outputs") is not some)
+        wrong = ask([2] * 15 + [2.5], [3] * 16, **members)
+        assert "attempt to access JSON non-signed-integer as signed-integer" in wrong.error
+
+
+def test_a_full_queue_says_when_to_come_back(gateway: Rig, simple: Scheduler) -> None:
+    simple.held = True
+    caller = Caller(gateway.port, "simple", simple_body())
+    until("the request is there", lambda: simple.waiting)
+    fail(simple, "Exceeds maximum queue size", retry_after_s=3)
+    assert (caller.reply().status, caller.reply().headers["Retry-After"]) == (503, "3")
+
+
+def test_a_malformed_answer_is_an_internal_error(gateway: Rig, simple: Scheduler) -> None:
+    simple.held = True
+    caller = Caller(gateway.port, "simple", simple_body())
+    until("the request is there", lambda: simple.waiting)
+    peer, submit = simple.waiting.pop()
+    simple.say(peer, m.Finished(submit.id + 1, b""))
+    simple.say(peer, m.Finished(submit.id, b"garbage"))
+    simple.say(peer, m.Finished(submit.id, b"garbage"))
+    assert (caller.reply().status, caller.reply().error) == (500, "internal error")
+    simple.held = False
+    gateway.http.infer("simple", simple_body()).ok()
+
+
+def test_an_output_of_the_wrong_size_is_an_internal_error(gateway: Rig, simple: Scheduler) -> None:
+    simple.compute = lambda request: Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),))
+    reply = gateway.http.infer("simple", simple_body())
+    assert "output 'OUTPUT0' does not have the byte size of its shape" in reply.error
+
+
+@pytest.mark.parametrize(
+    ("own_us", "default_us", "limit_us"),
+    [
+        (0, 0, 0),
+        (500, 0, 500),
+        (0, 700, 700),
+        (500, 700, 500),
+        (900, 700, 700),
+        (2**64 - 1, 0, 10**15),
+    ],
+)
+def test_the_deadline_is_the_tighter_one(
+    tmp_path: Path, own_us: int, default_us: int, limit_us: int
+) -> None:
+    with rig(tmp_path, request_timeout_us=default_us) as gateway:
+        scheduler = gateway.scheduler(add_sub)
+        gateway.publish(SIMPLE, scheduler)
+        gateway.open()
+        parameters = {"timeout": own_us, "priority": 3, "other": "x"} if own_us else {}
+        before = time.monotonic_ns()
+        gateway.http.infer("simple", simple_body(parameters=parameters, id="7")).ok()
+        (submit,) = scheduler.submits
+    assert before < submit.arrived_ns < time.monotonic_ns()
+    assert submit.deadline_ns == (submit.arrived_ns + limit_us * 1000 if limit_us else 0)
+    assert (submit.batch_size, submit.request_id) == (1, "7")
+    inference = unpack_inference(submit.work)
+    assert inference.deadline_ns == submit.deadline_ns
+    if own_us:
+        assert inference.parameters == {"other": "x"}
+        assert (submit.priority, inference.priority) == (3, 3)
+
+
+def test_a_connection_answers_in_order(gateway: Rig, simple: Scheduler) -> None:
+    body = [simple_body(id=f"r{number}") for number in range(40)]
+    head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with raw_connection(gateway.port) as connection:
+        connection.sendall(b"".join(head % len(one) + one for one in body))
+        stream = connection.makefile("rb")
+        for number in range(40):
+            size = 0
+            while (line := stream.readline()) != b"\r\n":
+                if line.startswith(b"Content-Length"):
+                    size = int(line.split()[1])
+            assert json.loads(stream.read(size))["id"] == f"r{number}"
+        stream.close()
+
+
+# --- clients that leave
+
+
+def test_a_client_that_leaves_cancels_its_request(gateway: Rig, simple: Scheduler) -> None:
+    simple.held = True
+    stays = Caller(gateway.port, "simple", simple_body(id="stays"))
+    until("the request is there", lambda: simple.waiting)
+    with raw_connection(gateway.port) as connection:
+        send(connection, "simple", simple_body(id="leaves"))
+        until("the second request is there", lambda: len(simple.waiting) == 2)
+    leaver = next(submit for _, submit in simple.waiting if submit.request_id == "leaves")
+    until("it is cancelled", lambda: m.Cancel(leaver.id) in simple.others)
+    assert [o for o in simple.others if isinstance(o, m.Cancel)] == [m.Cancel(leaver.id)]
+    simple.answer_all()
+    assert stays.reply().ok().json()["id"] == "stays"
+
+
+def test_outputs_of_a_request_that_nobody_waits_for_are_released(
+    gateway: Rig, simple: Scheduler
+) -> None:
+    simple.held = True
+    arena = Arena(MIB)
+    place = arena.allocate(64)
+    with raw_connection(gateway.port) as connection:
+        send(connection, "simple", simple_body())
+        until("the request is there", lambda: simple.waiting)
+    until("it is cancelled", lambda: simple.others)
+    simple.compute = lambda request: Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), place),))
+    simple.answer_all()
+    release = m.Release(os.getpid(), [place.offset])
+    until("its output is released", lambda: release in simple.others)
+    arena.close()
+
+
+# --- schedulers that die
+
+
+@pytest.mark.parametrize("published_first", [True, False])
+def test_a_lost_scheduler_costs_no_answer(
+    gateway: Rig, simple: Scheduler, published_first: bool
+) -> None:
+    simple.held = True
+    callers = [Caller(gateway.port, "simple", simple_body(id=str(n))) for n in range(5)]
+    until("the requests are there", lambda: len(simple.waiting) == 5)
+    first = {submit.id: submit for _, submit in simple.waiting}
+    simple.close()
+    successor = Scheduler(gateway.run_dir, 99, add_sub)
+    gateway.schedulers.append(successor)
+    if published_first:
+        gateway.publish(SIMPLE, successor)
+    gateway.tell(m.SchedulerLost(simple.endpoint, successor.endpoint))
+    if not published_first:
+        # Nobody has said yet that the model moved: its requests go to the successor all the same.
+        assert gateway.http.infer("simple", simple_body(id="new")).ok().json()["id"] == "new"
+        gateway.publish(SIMPLE, successor)
+    assert {caller.reply().ok().json()["id"] for caller in callers} == set("01234")
+    again = {s.id: s for s in successor.submits if s.request_id != "new"}
+    assert again == first
+    gateway.http.infer("simple", simple_body()).ok()
+
+
+def test_what_was_cancelled_is_not_submitted_again(gateway: Rig, simple: Scheduler) -> None:
+    simple.held = True
+    with raw_connection(gateway.port) as connection:
+        send(connection, "simple", simple_body())
+        until("the request is there", lambda: simple.waiting)
+    until("it is cancelled", lambda: simple.others)
+    successor = gateway.scheduler(add_sub)
+    gateway.publish(SIMPLE, successor)
+    gateway.tell(m.SchedulerLost(simple.endpoint, successor.endpoint))
+    gateway.http.infer("simple", simple_body(id="next")).ok()
+    assert [submit.request_id for submit in successor.submits] == ["next"]
+
+
+def test_a_withdrawn_model_finishes_what_it_has(gateway: Rig, simple: Scheduler) -> None:
+    http = gateway.http
+    simple.held = True
+    caller = Caller(gateway.port, "simple", simple_body())
+    until("the request is there", lambda: simple.waiting)
+    gateway.apply(lambda number: m.ModelWithdrawn("simple", "1", number))
+    unknown = "Request for unknown model: 'simple'"
+    for path, status, text in (
+        ("simple", 404, "has no available versions"),
+        ("simple/versions/1", 503, "version 1 is not at ready state"),
+        ("simple/versions/01", 503, "version 1 is not at ready state"),
+        ("simple/versions/2", 404, "version 2 is not found"),
+    ):
+        reply = http.infer(path, simple_body())
+        assert (reply.status, reply.error) == (status, f"{unknown} {text}")
+    simple.answer_all()
+    caller.reply().ok()
+    gateway.publish(SIMPLE, simple)
+    simple.held = False
+    http.infer("simple", simple_body()).ok()
+
+
+def test_a_model_that_moved_is_called_where_it_is(gateway: Rig, simple: Scheduler) -> None:
+    http = gateway.http
+    http.infer("simple", simple_body()).ok()
+    moved = gateway.scheduler(add_sub)
+    gateway.publish(SIMPLE, moved)
+    http.infer("simple", simple_body()).ok()
+    assert (len(simple.submits), len(moved.submits)) == (1, 1)
+
+
+# --- memory of the gateway
+
+
+def content(place: Any) -> bytes:
+    """What a worker would read at a place."""
+    assert isinstance(place, Place)
+    fd = os.open(f"/proc/{place.memory.pid}/fd/{place.memory.fd}", os.O_RDONLY)
+    try:
+        assert os.fstat(fd).st_ino == place.memory.inode
+        return os.pread(fd, place.byte_size, place.offset)
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def large(gateway: Rig) -> Scheduler:
+    """A model that takes whatever and returns one byte."""
+
+    def compute(request: Inference) -> Inferred:
+        return Inferred((TensorRef("OUT", "INT8", (1,), b"\x07"),))
+
+    tensors = [tensor_config("A", "FP32", [-1]), tensor_config("B", "BYTES", [-1])]
+    config = model_config("large", 0, tensors, [tensor_config("OUT", "INT8", [1])])
+    scheduler = gateway.scheduler(compute)
+    gateway.publish(config, scheduler)
+    return scheduler
+
+
+@pytest.mark.parametrize("form", ["binary", "chunked", "json", "mixed", "gzip"])
+def test_large_tensors_go_through_the_arena(gateway: Rig, large: Scheduler, form: str) -> None:
+    a = np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32)
+    strings = b"".join(len(s).to_bytes(4, "little") + s for s in (b"x" * 5001, b"", b"yy"))
+    texts = ["x" * 5001, "", "yy"]
+    inputs: list[dict[str, Any]] = [
+        {"name": "A", "datatype": "FP32", "shape": [len(a)]},
+        {"name": "B", "datatype": "BYTES", "shape": [3]},
+    ]
+    tail = b""
+    if form == "json":
+        inputs[0]["data"] = a.astype(np.float64).tolist()
+    else:
+        inputs[0]["parameters"] = {"binary_data_size": a.nbytes}
+        tail += a.tobytes()
+    if form in ("json", "mixed"):
+        inputs[1]["data"] = texts
+    else:
+        inputs[1]["parameters"] = {"binary_data_size": len(strings)}
+        tail += strings
+    header = json.dumps({"inputs": inputs}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(header))}
+    body: Any = header + tail
+    if form == "json":
+        headers = {}
+    elif form == "gzip":
+        body = gzip.compress(body, 1)
+        headers["Content-Encoding"] = "gzip"
+    elif form == "chunked":
+        body = iter([body[at : at + 50_000] for at in range(0, len(body), 50_000)])
+    large.held = True
+    caller = Caller(gateway.port, "large", body, headers)
+    until("the request is there", lambda: large.waiting, 20)
+    first, second = unpack_inference(large.waiting[0][1].work).inputs
+    assert content(first.data) == a.tobytes()
+    assert content(second.data) == strings
+    assert first.data.offset % 64 == second.data.offset % 64 == 0  # type: ignore[union-attr]
+    large.answer_all()
+    assert caller.reply().ok().json()["outputs"][0]["data"] == [7]
+
+
+def large_body(size: int) -> tuple[bytes, dict[str, str]]:
+    inputs: list[dict[str, Any]] = [
+        {"name": "A", "datatype": "FP32", "shape": [size // 4]},
+        {"name": "B", "datatype": "BYTES", "shape": [0]},
+    ]
+    inputs[0]["parameters"] = {"binary_data_size": size}
+    inputs[1]["parameters"] = {"binary_data_size": 0}
+    header = json.dumps({"inputs": inputs}).encode()
+    return header + bytes(size), {"Inference-Header-Content-Length": str(len(header))}
+
+
+def place_of(submit: m.Submit) -> Place:
+    place = unpack_inference(submit.work).inputs[0].data
+    assert isinstance(place, Place)
+    return place
+
+
+def test_a_block_is_free_after_the_answer(gateway: Rig, large: Scheduler) -> None:
+    http = gateway.http
+    for _ in range(3):  # the arena has room for one of these at a time
+        http.infer("large", *large_body(ARENA - 12 * MIB)).ok()
+    assert len({place_of(submit).offset for submit in large.submits}) == 1
+
+
+def test_a_block_is_held_until_it_is_settled(gateway: Rig, large: Scheduler) -> None:
+    http = gateway.http
+    large.held = True
+    caller = Caller(gateway.port, "large", *large_body(ARENA - 12 * MIB))
+    until("the request is there", lambda: large.waiting, 20)
+    peer = large.waiting[0][0]
+    submit = fail(large, "Request timeout expired", early=True)
+    assert (caller.reply().status, caller.reply().error) == (503, "Request timeout expired")
+    large.held = False
+    refused = http.infer("large", *large_body(ARENA - 12 * MIB))
+    assert refused.status == 503
+    assert "server memory for tensors is full" in refused.error
+    large.say(peer, m.Settled(submit.id))
+    until("there is room", lambda: http.infer("large", *large_body(ARENA - 12 * MIB)).status == 200)
+
+
+def test_a_full_arena_refuses_one_request(gateway: Rig, large: Scheduler) -> None:
+    http = gateway.http
+    refused = http.infer("large", *large_body(ARENA + 8 * MIB))
+    assert refused.status == 503
+    assert refused.error.startswith("server memory for tensors is full")
+    http.infer("large", *large_body(MIB)).ok()
+
+
+@pytest.mark.parametrize("part", ["header", "tensor"])
+def test_an_upload_that_breaks_off_holds_nothing(gateway: Rig, large: Scheduler, part: str) -> None:
+    body, headers = large_body(ARENA - 8 * MIB)
+    size = int(headers["Inference-Header-Content-Length"])
+    for _ in range(3):
+        with raw_connection(gateway.port) as connection:
+            send(
+                connection,
+                "large",
+                body[: size - 9 if part == "header" else size + MIB],
+                len(body),
+                size,
+            )
+    until("there is room", lambda: gateway.http.infer("large", body, headers).status == 200)
+    assert len(large.submits) == 1
+
+
+def test_a_wrong_request_is_refused_before_its_upload(gateway: Rig, large: Scheduler) -> None:
+    body, headers = large_body(ARENA - 8 * MIB)
+    body = body.replace(b'"FP32"', b'"INT8"', 1)
+    size = int(headers["Inference-Header-Content-Length"])
+    with raw_connection(gateway.port) as connection:
+        send(connection, "large", body[:size], len(body), size)
+        reply = read_reply(connection)
+    assert reply.status == 400
+    assert "data-type is 'INT8', but model 'large' expects 'FP32'" in reply.error
+    assert reply.headers["Connection"] == "close"
+
+
+# --- memory of workers
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(64 * MIB)
+    yield made
+    made.close()
+
+
+def answer_from(arena: Arena, data: bytes, datatype: str = "FP32") -> tuple[Inferred, Place]:
+    place = arena.allocate(len(data))
+    arena.view(place)[:] = data
+    return Inferred((TensorRef("OUT", datatype, (len(data) // 4,), place),)), place
+
+
+@pytest.mark.parametrize("size", [20_000, 16 * MIB])
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+@pytest.mark.parametrize("binary", [True, False])
+def test_outputs_in_a_workers_arena_are_read_and_released(
+    gateway: Rig, arena: Arena, size: int, encoding: str, binary: bool
+) -> None:
+    if size > MIB and not (binary or encoding):
+        size = 4 * MIB
+    data = np.arange(size // 4, dtype=np.float32)
+    answer, place = answer_from(arena, data.tobytes())
+    scheduler = gateway.scheduler(lambda request: answer)
+    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
+    request = {
+        "inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}],
+        "parameters": {"binary_data_output": binary},
+    }
+    headers = {"Accept-Encoding": encoding} if encoding else {}
+    reply = gateway.http.infer("m", request, headers).ok()
+    if encoding:
+        reply = Reply(200, reply.headers, zlib.decompress(reply.body, 47))
+    assert np.array_equal(reply.tensors()["OUT"], data)
+    release = m.Release(os.getpid(), [place.offset])
+    until("the output is released", lambda: release in scheduler.others)
+
+
+def test_outputs_are_held_while_the_client_reads(gateway: Rig, arena: Arena) -> None:
+    data = np.random.default_rng(1).bytes(16 * MIB)
+    answer, place = answer_from(arena, data)
+    scheduler = gateway.scheduler(lambda request: answer)
+    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
+    inputs = [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]
+    body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    with raw_connection(gateway.port) as connection:
+        send(connection, "m", body)
+        start = connection.recv(1000)
+        gateway.http.get("/v2/health/live").ok()
+        assert not scheduler.others
+        chunks = [start]
+        while sum(map(len, chunks)) < len(data):  # the head makes it more
+            chunks.append(connection.recv(MIB))
+        release = m.Release(os.getpid(), [place.offset])
+        until("it is released", lambda: release in scheduler.others)
+        while not b"".join(chunks[-2:]).endswith(data[-100:]):
+            chunks.append(connection.recv(MIB))
+    assert b"".join(chunks).endswith(data)
+
+
+def test_outputs_are_released_when_the_reader_leaves(gateway: Rig, arena: Arena) -> None:
+    answer, place = answer_from(arena, bytes(16 * MIB))
+    scheduler = gateway.scheduler(lambda request: answer)
+    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
+    inputs = [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]
+    body = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    with raw_connection(gateway.port) as connection:
+        send(connection, "m", body)
+        assert connection.recv(1000)
+    release = m.Release(os.getpid(), [place.offset])
+    until("the output is released", lambda: release in scheduler.others)
+
+
+def test_memory_of_a_worker_that_is_gone_is_an_error_of_its_request(gateway: Rig) -> None:
+    arena = Arena(MIB)
+    answer, _ = answer_from(arena, bytes(20_000))
+    arena.close()
+    scheduler = gateway.scheduler(lambda request: answer)
+    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
+    gateway.publish(identity_config("e", "FP32", [-1]), gateway.scheduler(echo))
+    http = gateway.http
+    request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
+    assert http.infer("m", request).status == 503
+    http.infer("e", request).ok()
+
+
+def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
+    fds = Path(f"/proc/{gateway.process.pid}/fd")
+
+    def arenas() -> int:
+        found = 0
+        for fd in fds.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                found += "memfd:shmserve-arena" in os.readlink(fd)
+        return found
+
+    before = arenas()
+    answer, _ = answer_from(arena, bytes(20_000))
+    gateway.publish(identity_config("m", "FP32", [-1]), gateway.scheduler(lambda request: answer))
+    request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
+    gateway.http.infer("m", request).ok()
+    assert arenas() > before
+    gateway.tell(m.ProcessExited(os.getpid()))
+    until("the mapping is dropped", lambda: arenas() == before)
+
+
+# --- memory of clients
+
+
+def region(name: str, memory_id: int, byte_size: int = 1000, offset: int = 4096) -> Any:
+    return lambda number: m.RegionPublished(
+        *(name, "/key", memory_id, os.getpid(), 3, 77, offset + byte_size, offset, byte_size),
+        *(os.getuid(), -1, False, number),
+    )
+
+
+@pytest.fixture
+def through_regions(gateway: Rig) -> Scheduler:
+    def compute(request: Inference) -> Inferred:
+        place = request.outputs[0].place
+        return Inferred((TensorRef("OUT", "FP32", (10,), place or bytes(40)),))
+
+    scheduler = gateway.scheduler(compute)
+    gateway.publish(identity_config("m", "FP32", [-1]), scheduler)
+    return scheduler
+
+
+def region_request(
+    name: str = "r", size: int = 40, offset: int = 8, **output: Any
+) -> dict[str, Any]:
+    where = output or in_region(name, 40, 96)
+    return {
+        "inputs": [shm_input("IN", "FP32", [10], name, size, offset)],
+        "outputs": [{"name": "OUT", "parameters": where}],
+    }
+
+
+def test_tensors_in_regions_are_passed_on_as_places(
+    gateway: Rig, through_regions: Scheduler
+) -> None:
+    gateway.apply(region("r", 5))
+    reply = gateway.http.infer("m", region_request()).ok()
+    assert reply.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [10]}]
+    (submit,) = through_regions.submits
+    inference = unpack_inference(submit.work)
+    for place, offset in ((inference.inputs[0].data, 8), (inference.outputs[0].place, 96)):
+        assert isinstance(place, Place)
+        assert (place.offset, place.byte_size) == (4096 + offset, 40)
+        memory = place.memory
+        assert (memory.id, memory.pid, memory.fd, memory.inode) == (5, os.getpid(), 3, 77)
+        assert (memory.byte_size, memory.sealed) == (5096, False)
+
+
+@pytest.mark.parametrize(
+    ("size", "offset", "text"),
+    [
+        (40, 1000, "Invalid offset for shared memory region: 'r'"),
+        (40, 2**40, "Invalid offset for shared memory region: 'r'"),
+        (40, 961, "Invalid offset + byte size for shared memory region: 'r'"),
+        (2**63, 0, "Invalid offset + byte size for shared memory region: 'r'"),
+        (
+            2**64 - 1,
+            2,
+            "Integer overflow detected: byte_size (18446744073709551615) + offset (2) exceeds "
+            "maximum value (18446744073709551615) for region 'r'",
+        ),
+        (
+            36,
+            8,
+            "[request id: <id_unknown>] input byte size mismatch for input 'IN' for model 'm'. "
+            "Expected 40, got 36",
+        ),
+    ],
+)
+def test_a_range_must_lie_in_its_region(
+    gateway: Rig, through_regions: Scheduler, size: int, offset: int, text: str
+) -> None:
+    gateway.apply(region("r", 5))
+    reply = gateway.http.infer("m", region_request(size=size, offset=offset))
+    assert (reply.status, reply.error) == (400, text)
+    gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
+    until("it holds nothing", lambda: m.RegionReleased(5) in gateway.heard)
+
+
+def test_a_generation_lasts_as_long_as_its_requests(
+    gateway: Rig, through_regions: Scheduler
+) -> None:
+    http = gateway.http
+    gateway.apply(region("r", 5))
+    through_regions.held = True
+    caller = Caller(gateway.port, "m", region_request())
+    until("the request is there", lambda: through_regions.waiting)
+    gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
+    assert http.infer("m", region_request()).status == 404
+    assert http.regions().json() == []
+    gateway.apply(region("r", 6))  # the name is free
+    later = Caller(gateway.port, "m", region_request())
+    until("the second request is there", lambda: len(through_regions.waiting) == 2)
+    assert not gateway.heard_of(m.RegionReleased)
+    through_regions.answer_all()
+    caller.reply().ok()
+    later.reply().ok()
+    until("the old one is released", lambda: gateway.heard_of(m.RegionReleased))
+    ids = [place_of(submit).memory.id for submit in through_regions.submits]
+    assert ids == [5, 6]
+    gateway.apply(lambda number: m.RegionWithdrawn("r", 6, number))
+    until(
+        "both are",
+        lambda: gateway.heard_of(m.RegionReleased) == [m.RegionReleased(5), m.RegionReleased(6)],
+    )
+
+
+@pytest.mark.parametrize("given", ["in the region", "as JSON"])
+def test_what_came_before_a_region_changed_says_nothing_of_the_new_one(
+    gateway: Rig, through_regions: Scheduler, given: str
+) -> None:
+    """The same request again and again is not read anew, unless a name means something else."""
+    body = region_request()
+    if given == "as JSON":
+        numbers = [1.5] * 10
+        body["inputs"] = [{"name": "IN", "datatype": "FP32", "shape": [10], "data": numbers}]
+    for memory_id in (5, 6):
+        assert gateway.http.infer("m", body).status == 404
+        gateway.apply(region("r", memory_id))
+        for _ in range(3):
+            gateway.http.infer("m", body).ok()
+        gateway.apply(lambda number: m.RegionWithdrawn("r", memory_id, number))  # noqa: B023
+    until("both are released", lambda: len(gateway.heard_of(m.RegionReleased)) == 2)
+    places = [unpack_inference(submit.work).outputs[0].place for submit in through_regions.submits]
+    assert [place and place.memory.id for place in places] == [5, 5, 5, 6, 6, 6]
+
+
+def test_a_region_is_held_until_the_request_is_settled(
+    gateway: Rig, through_regions: Scheduler
+) -> None:
+    gateway.apply(region("r", 5))
+    through_regions.held = True
+    caller = Caller(gateway.port, "m", region_request())
+    until("the request is there", lambda: through_regions.waiting)
+    peer = through_regions.waiting[0][0]
+    submit = fail(through_regions, early=True)
+    assert caller.reply().status == 503
+    gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
+    assert not gateway.heard_of(m.RegionReleased)
+    through_regions.say(peer, m.Settled(submit.id))
+    until("it is released", lambda: gateway.heard_of(m.RegionReleased))
+
+
+def test_a_client_that_leaves_does_not_free_what_a_worker_uses(
+    gateway: Rig, through_regions: Scheduler
+) -> None:
+    gateway.apply(region("r", 5))
+    through_regions.held = True
+    body = json.dumps(region_request()).encode()
+    with raw_connection(gateway.port) as connection:
+        send(connection, "m", body)
+        until("the request is there", lambda: through_regions.waiting)
+    until("it is cancelled", lambda: through_regions.others)
+    gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
+    assert not gateway.heard_of(m.RegionReleased)
+    through_regions.answer_all()
+    until("it is released", lambda: gateway.heard_of(m.RegionReleased))
+
+
+def test_requests_that_write_to_the_same_bytes_are_named_in_the_log(
+    gateway: Rig, through_regions: Scheduler
+) -> None:
+    gateway.apply(region("r", 5))
+    through_regions.held = True
+    callers = [
+        Caller(gateway.port, "m", region_request(**in_region("r", 40, 96 + shift)))
+        for shift in (0, 40)
+    ]
+    until("the requests are there", lambda: len(through_regions.waiting) == 2)
+    assert "overlapping" not in gateway.log
+    callers.append(Caller(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    callers.append(Caller(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    until("the requests are there", lambda: len(through_regions.waiting) == 4)
+    until("it is logged", lambda: "overlapping" in gateway.log)
+    through_regions.answer_all()
+    for caller in callers:
+        caller.reply().ok()
+    assert gateway.log.count("overlapping") == 1
+
+
+def test_an_output_that_cannot_fit_its_region_is_not_computed(
+    gateway: Rig, simple: Scheduler
+) -> None:
+    gateway.apply(region("r", 5))
+    body = json.loads(simple_body())
+    body["outputs"] = [{"name": "OUTPUT0", "parameters": in_region("r", 63)}]
+    reply = gateway.http.infer("simple", body)
+    assert (reply.status, reply.error) == (
+        500,
+        "shared memory size specified with the request for output 'OUTPUT0' (63 bytes) "
+        "should be at least 64 bytes to hold the results",
+    )
+    assert not simple.submits
+
+
+# --- the end
+
+
+def test_draining_finishes_what_is_in_flight(gateway: Rig, simple: Scheduler) -> None:
+    http = gateway.http
+    http.infer("simple", simple_body()).ok()
+    simple.held = True
+    caller = Caller(gateway.port, "simple", simple_body())
+    until("the request is there", lambda: simple.waiting)
+    gateway.tell(m.HealthChanged(live=True, ready=False, exiting=True), m.Drain())
+    until("health says so", lambda: http.get("/v2/health/ready").status == 503)
+    live = http.get("/v2/health/live")
+    assert (live.status, live.error) == (503, "Server exiting")
+    refused = http.infer("simple", simple_body())
+    assert refused.status == 503
+    assert refused.error.startswith("Server is stopping")
+    assert refused.headers["Connection"] == "close"
+    assert not gateway.heard_of(m.Drained)
+    simple.answer_all()
+    assert caller.reply().ok().headers["Connection"] == "close"
+    until("it says so", lambda: gateway.heard_of(m.Drained))
+    gateway.tell(m.Stop())
+    assert gateway.process.wait(5) == 0
+    assert gateway.heard_of(m.Drained) == [m.Drained()]
+    assert " E " not in gateway.log
+    assert "Traceback" not in gateway.log
+
+
+def test_an_idle_gateway_is_drained_at_once(gateway: Rig) -> None:
+    gateway.tell(m.Drain())
+    until("it says so", lambda: gateway.heard_of(m.Drained))
+
+
+def test_it_stops_at_once_with_requests_in_flight(gateway: Rig, simple: Scheduler) -> None:
+    simple.held = True
+    with raw_connection(gateway.port) as connection:
+        send(connection, "simple", simple_body())
+        until("the request is there", lambda: simple.waiting)
+        gateway.tell(m.Stop())
+        assert gateway.process.wait(5) == 0
+    assert "Traceback" not in gateway.log
+
+
+def test_signals_are_the_supervisors(gateway: Rig, simple: Scheduler) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        gateway.process.send_signal(number)
+    gateway.http.infer("simple", simple_body()).ok()
+
+
+def test_nothing_is_accepted_before_everything_is_known(tmp_path: Path) -> None:
+    with rig(tmp_path) as gateway, raw_connection(gateway.port) as connection:
+        send(connection, "simple", simple_body())
+        scheduler = gateway.scheduler(add_sub)
+        gateway.tell(
+            publication(SIMPLE, scheduler),
+            m.HealthChanged(live=True, ready=True, exiting=False),
+        )
+        assert read_reply(connection).status == 200

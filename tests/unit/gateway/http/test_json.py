@@ -1,0 +1,822 @@
+"""The v2 protocol's JSON and binary tensors: what is taken, what is refused, what survives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import gzip
+import json
+import random
+import struct
+import weakref
+import zlib
+from time import process_time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
+from shmserve.gateway.grpc.wire.request import wire_request
+from shmserve.gateway.http import intake
+from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding, deflated
+from shmserve.gateway.http.intake import header_size
+from shmserve.gateway.http.json import large_arrays, tensors
+from shmserve.gateway.http.json.infer_request import (
+    RegionRange,
+    WireOutput,
+    WireRequest,
+    parse_request,
+)
+from shmserve.gateway.http.json.parser import JsonFault, loads
+from shmserve.gateway.inference.builder import check_room, raw_request
+from shmserve.gateway.inference.response import Form
+from shmserve.ipc.tensors.datatypes import NUMPY, decode_bytes, element_count
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.proto.grpc_service_pb2 import ModelInferRequest
+from tests.rigs.gateway_rig import SIMPLE, identity_config
+
+NUMERIC = [name for name in NUMPY if name not in ("BYTES", "FP16", "BOOL")]
+LIMIT = 1 << 20
+
+
+def one_input(**members: Any) -> dict[str, Any]:
+    given = {"name": "A", "datatype": "INT32", "shape": [2], "data": [1, 2], **members}
+    return {"inputs": [{key: value for key, value in given.items() if value is not None}]}
+
+
+# --- parsing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [b"NaN", b"[Infinity, -Infinity, Inf, -Inf]", b'["Inf", NaN]'])
+def test_what_is_not_finite_is_a_number(text: bytes) -> None:
+    plain = text.replace(b"Inf,", b"Infinity,").replace(b"Inf]", b"Infinity]")
+    assert repr(loads(text)) == repr(json.loads(plain))
+
+
+def test_a_large_text_is_read_at_one_go() -> None:
+    """The collector of cycles would look at its arrays again and again, for most of the time."""
+    seen: list[Any] = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        seen.append(info)
+
+    gc.callbacks.append(look)
+    try:
+        assert len(loads(b"[" + b"[]," * 500_000 + b"[]]")) == 500_001
+    finally:
+        gc.callbacks.remove(look)
+    assert len(seen) < 20  # in pieces: a thousand
+    assert gc.isenabled()
+
+
+def test_what_the_quick_parser_does_not_take_must_not_be_large() -> None:
+    """One client's request keeps all others waiting for as long as it takes."""
+    assert len(loads(b"[NaN," + b"1," * (1 << 20) + b"1]")) == (1 << 20) + 2
+    with pytest.raises(JsonFault, match="failed to parse the request JSON"):
+        loads(b"[NaN," + b"1," * (5 << 20) + b"1]")
+
+
+@pytest.mark.parametrize("text", [b"[nul", b"[NaN, 1e400]"])
+def test_a_refusal_is_gone_with_the_text_as_soon_as_it_is_told(text: bytes) -> None:
+    gc.disable()
+    try:
+        try:
+            loads(text)
+        except JsonFault as error:
+            told = weakref.ref(error)
+        assert told() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("noun", ["inputs", "outputs"])
+def test_tensors_have_a_number_that_no_model_has(noun: str) -> None:
+    """A request of 60 MB has room for a million, and all others would wait for it."""
+    tensor = {"name": "A", "datatype": "INT32", "shape": [1], "data": [1]}
+    header = {"inputs": [tensor], noun: [tensor] * 20_000}
+    with pytest.raises(InvalidArgument, match=f"16384 {noun} at most, this one has 20000"):
+        parse_request(header, 0, "m", LIMIT)
+    message = ModelInferRequest()
+    for _ in range(20_000):
+        getattr(message, noun).add(name="A")
+    with pytest.raises(InvalidArgument, match=f"16384 {noun} at most, this one has 20000"):
+        wire_request(message)
+
+
+@pytest.mark.parametrize("dim", [2, 2**63 - 1, -2, -(2**63)])
+def test_elements_beyond_counting_are_not_counted(dim: int) -> None:
+    """All others would wait: 100,000 dimensions are 2 MB of JSON, and half a minute's product."""
+    shape = [dim] * 1000
+    assert element_count(shape) == 2**64
+    assert element_count([*shape, 0]) == 0
+    assert element_count([2**31, 2**32]) == 2**63
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    assert loads(b"\xef\xbb\xbf[1]") == [1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{", b"[1,]", b"nul", b"{} {}", b'{"a":1}\0', b'"\xff"', b"1e400", b"[NaN, 1e400]"),
+        *(b'["\\ud83d", NaN]', b"[NaN", b"]NaN["),
+    ],
+)
+def test_what_is_not_json_is_a_fault(text: bytes) -> None:
+    with pytest.raises(JsonFault, match=r"failed to parse the request JSON buffer: .* at [0-9]+"):
+        loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "The document is empty. at 0"),
+        ("  ", "The document is empty. at 2"),
+        ("\0", "The document is empty. at 0"),
+        ("{", "Missing a name for object member. at 1"),
+        ("{'a':1}", "Missing a name for object member. at 1"),
+        ('{"inputs":[],}', "Missing a name for object member. at 13"),
+        ('{"a" 1}', "Missing a colon after a name of object member. at 5"),
+        ('{"a":1 "b":2}', "Missing a comma or '}' after an object member. at 7"),
+        ('{"a":01}', "Missing a comma or '}' after an object member. at 6"),
+        ("[1,2", "Missing a comma or ']' after an array element. at 4"),
+        ("[1 2]", "Missing a comma or ']' after an array element. at 3"),
+        ('{"a":1}}', "The document root must not be followed by other values. at 7"),
+        ("}", "Invalid value. at 0"),
+        ("[", "Invalid value. at 1"),
+        ("[1,]", "Invalid value. at 3"),
+        ("nan", "Invalid value. at 1"),
+        ('{"a":tru}', "Invalid value. at 8"),
+        ('{"a":+1}', "Invalid value. at 5"),
+        ('{"a":-}', "Invalid value. at 6"),
+        ('{"a":1.}', "Miss fraction part in number. at 7"),
+        ('{"a":1e+}', "Miss exponent in number. at 8"),
+        ('{"a":-1e999}', "Number too big to be stored in double. at 5"),
+        ('{"a":"b', "Missing a closing quotation mark in string. at 7"),
+        ('{"a":"tab\there"}', "Invalid escape character in string. at 9"),
+        (r'{"a":"\q"}', "Invalid escape character in string. at 6"),
+        (r'{"a":"\ud800"}', "The surrogate pair in string is invalid. at 6"),
+        (r'{"a":"\ud800\u0041"}', "The surrogate pair in string is invalid. at 6"),
+        (r'{"a":"\u12"}', "Incorrect hex digit after \\u escape in string. at 6"),
+        (r'["\ud83d\ude00", NaN, -Inf, 1.5E-3, true, {"": null}, false, "\"", x]', "at 67"),
+    ],
+)
+def test_what_is_not_json_is_explained_as_triton_does(text: str, reason: str) -> None:
+    with pytest.raises(JsonFault) as caught:
+        loads(text.encode())
+    assert caught.value.message.startswith("failed to parse the request JSON buffer: ")
+    assert caught.value.message.endswith(reason)
+
+
+def test_a_long_text_is_not_read_a_second_time() -> None:
+    with pytest.raises(JsonFault, match=r"failed to parse the request JSON buffer: .* at [0-9]+"):
+        loads(b"[" + b"1," * 20_000)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"[":', "}]")])
+def test_nesting_has_a_limit(opening: str, closing: str) -> None:
+    levels = 50 if opening.startswith("[{") else 100
+    assert loads(f"{opening * levels}1{closing * levels}".encode())
+    for depth in (levels + 1, 1500, 100_000):
+        with pytest.raises(InvalidArgument, match=r"maximum allowed limit \(100\)"):
+            loads(f"{opening * depth}1{closing * depth}".encode())
+
+
+@pytest.mark.parametrize("depth", [100, 500, 5000])
+@pytest.mark.parametrize("end", ["", "x", "NaN"])
+def test_brackets_in_strings_hide_no_nesting(depth: int, end: str) -> None:
+    text = f'["{"]" * depth}", {"[" * depth}1{"]" * depth}{end}]'
+    with pytest.raises(InvalidArgument, match=r"maximum allowed limit \(100\)"):
+        loads(text.encode())
+
+
+def test_brackets_in_strings_are_not_nesting() -> None:
+    assert loads(orjson.dumps(["[" * 500, "]{" * 500])) == ["[" * 500, "]{" * 500]
+
+
+@given(
+    st.binary(max_size=200)
+    | st.text('[]{},:"\\0123456789.eE-+ aNInfity', max_size=80).map(str.encode)
+)
+def test_any_bytes_parse_or_are_refused(raw: bytes) -> None:
+    with contextlib.suppress(InvalidArgument, JsonFault):
+        loads(raw)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=20,
+    )
+)
+def test_any_request_is_understood_or_refused(header: Any) -> None:
+    for candidate in (
+        header,
+        {"inputs": header},
+        {"inputs": [header]},
+        one_input(parameters=header),
+    ):
+        with contextlib.suppress(InvalidArgument, JsonFault, Unsupported):
+            parse_request(candidate, 0, "m", LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "text"),
+    [
+        (
+            {"shape": [2**63]},
+            InvalidArgument,
+            r"shape \[9223372036854775808\] contains one or more invalid",
+        ),
+        (
+            {"shape": [2**62, 2]},
+            InvalidArgument,
+            r"causes total element count to exceed maximum size of 9",
+        ),
+        ({"shape": [2**61]}, InvalidArgument, r"byte size overflow for input 'A': element count"),
+        ({"shape": [2**60, 0, 2**60], "data": []}, None, ""),
+        (
+            {"shape": [300_000]},
+            InvalidArgument,
+            r"JSON input 'A' has a byte_size \(1200000 bytes\)",
+        ),
+        (
+            {"shape": [-1]},
+            JsonFault,
+            "Unable to parse 'shape': attempt to access JSON non-unsigned",
+        ),
+        ({"shape": [True]}, JsonFault, "Unable to parse 'shape'"),
+        ({"shape": [2.0]}, JsonFault, "Unable to parse 'shape'"),
+        ({"shape": None}, JsonFault, "non-existing object member 'shape'"),
+        ({"datatype": "INT33"}, InvalidArgument, "invalid datatype for input A"),
+        ({"name": 3}, JsonFault, "Unable to parse 'name': attempt to access JSON non-string"),
+        ({"data": None}, InvalidArgument, "But no field is set"),
+    ],
+)
+def test_an_input_is_checked(
+    members: dict[str, Any], error: type[Exception] | None, text: str
+) -> None:
+    if error is None:
+        assert parse_request(one_input(**members), 0, "m", LIMIT).inputs[0].count == 0
+        return
+    with pytest.raises(error, match=text):
+        parse_request(one_input(**members), 0, "m", LIMIT)
+
+
+def test_parameters_go_where_they_belong() -> None:
+    header = one_input() | {
+        "id": "7",
+        "parameters": {
+            "sequence_id": "s",
+            "sequence_start": True,
+            "sequence_end": True,
+            "priority": 2,
+            "timeout": 9,
+            "binary_data_output": True,
+            "a": 1,
+            "b": "x",
+            "c": False,
+            "d": 0.5,
+        },
+        "outputs": [{"name": "Y"}, {"name": "Z", "parameters": {"binary_data": True}}],
+    }
+    request = parse_request(header, 0, "m", LIMIT)
+    assert (request.id, request.correlation_id, request.flags) == ("7", "s", 3)
+    assert (request.priority, request.timeout_us, request.binary) == (2, 9, True)
+    assert request.parameters == {"a": 1, "b": "x", "c": False, "d": 0.5}
+    assert [(output.name, output.binary) for output in request.outputs] == [
+        ("Y", False),
+        ("Z", True),
+    ]
+
+
+def test_a_sequence_has_an_id_of_bounded_length() -> None:
+    def taken(value: Any) -> Any:
+        header = one_input() | {"parameters": {"sequence_id": value}}
+        return parse_request(header, 0, "m", LIMIT).correlation_id
+
+    assert [taken(value) for value in (0, 2**64 - 1, "", "x" * 128)] == [
+        0,
+        2**64 - 1,
+        "",
+        "x" * 128,
+    ]
+    with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 chara"):
+        taken("x" * 129)
+
+
+def test_integers_beyond_int64_are_doubles_to_a_model() -> None:
+    def taken(value: Any) -> Any:
+        header = one_input() | {"parameters": {"x": value}}
+        return repr(parse_request(header, 0, "m", LIMIT).parameters["x"])
+
+    assert taken(2**63 - 1) == "9223372036854775807"
+    assert taken(-(2**63)) == "-9223372036854775808"
+    assert taken(2**63) == "9.223372036854776e+18"
+    assert taken(True) == "True"
+
+
+@pytest.mark.parametrize("key", ["triton_x", "triton_enable_empty_final_response"])
+def test_reserved_parameters_are_refused(key: str) -> None:
+    with pytest.raises(InvalidArgument, match="reserved for Triton usage"):
+        parse_request(one_input() | {"parameters": {key: 1}}, 0, "m", LIMIT)
+
+
+@pytest.mark.parametrize("field", ["shared_memory_offset", "shared_memory_byte_size"])
+def test_a_place_without_a_region_is_checked_all_the_same(field: str) -> None:
+    for value in ("8", -1, 1.5, None, True, 2**64):
+        header = one_input() | {"outputs": [{"name": "Y", "parameters": {field: value}}]}
+        with pytest.raises(JsonFault, match=f"'{field}': attempt to access JSON non-unsigned"):
+            parse_request(header, 0, "m", LIMIT)
+    fine = one_input() | {"outputs": [{"name": "Y", "parameters": {field: 8}}]}
+    assert parse_request(fine, 0, "m", LIMIT).outputs
+
+
+def test_classification_says_that_it_is_not_there() -> None:
+    header = one_input() | {"outputs": [{"name": "Y", "parameters": {"classification": 2}}]}
+    with pytest.raises(Unsupported, match="'classification' parameter of output 'Y'"):
+        parse_request(header, 0, "m", LIMIT)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "1e3", "+1", " 1", "1 ", "1.0", "0x10", "abc", "\u0661", "1_0", "--1", "9" * 400]
+)
+def test_a_header_size_is_a_number(said: str) -> None:
+    with pytest.raises(InvalidArgument, match="Unable to parse Inference-Header-Content-Length, "):
+        header_size(said, 100)
+
+
+@pytest.mark.parametrize("said", ["-1", "101", "2147483647"])
+def test_a_header_size_lies_in_the_body(said: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"in range \(0, 100\), got: {said}"):
+        header_size(said, 100)
+    assert [header_size(text, 100) for text in ("0", "100", "007")] == [0, 100, 7]
+
+
+# --- JSON tensors -----------------------------------------------------------------------------
+
+
+def values_of(datatype: str) -> st.SearchStrategy[list[Any]]:
+    if datatype == "BYTES":
+        return st.lists(st.text(), max_size=20)
+    if datatype == "BOOL":
+        return st.lists(st.booleans(), max_size=40)
+    dtype = NUMPY[datatype]
+    if datatype == "FP32":
+        return st.lists(st.floats(width=32), max_size=40)
+    if datatype == "FP64":
+        return st.lists(st.floats(), max_size=40)
+    info = np.iinfo(dtype)
+    return st.lists(st.integers(int(info.min), int(info.max)), max_size=40)
+
+
+@given(st.data(), st.sampled_from([*NUMERIC, "BOOL", "BYTES"]))
+def test_json_data_survives(data: st.DataObject, datatype: str) -> None:
+    values = data.draw(values_of(datatype))
+    raw = tensors.decode(values, datatype, len(values), "A")
+    if datatype == "BYTES":
+        assert [item.decode() for item in decode_bytes(raw, (len(values),), "A", "m")] == values
+    else:
+        assert np.array_equal(
+            np.frombuffer(raw, NUMPY[datatype]),
+            np.array(values, NUMPY[datatype]),
+            equal_nan=datatype in ("FP32", "FP64"),
+        )
+    text = tensors.encode(raw, datatype, (len(values),), "A")
+    assert repr(json.loads(text)) == repr(values)
+    assert repr(loads(text)) == repr(values)
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=10),
+    st.sampled_from(["INT8", "INT16", "INT32"]),
+)
+def test_wide_integers_wrap(values: list[int], datatype: str) -> None:
+    raw = tensors.decode(values, datatype, len(values), "A")
+    assert np.array_equal(
+        np.frombuffer(raw, NUMPY[datatype]), np.array(values, np.int64).astype(NUMPY[datatype])
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "datatype", "text"),
+    [
+        ([1, True], "INT32", "non-signed-integer as signed-integer"),
+        ([1.0], "INT64", "non-signed-integer as signed-integer"),
+        (["1"], "UINT8", "non-unsigned-integer as unsigned-integer"),
+        ([-1], "UINT8", "non-unsigned-integer as unsigned-integer"),
+        ([2**63], "INT8", "non-signed-integer as signed-integer"),
+        ([300, 2**64], "UINT8", "non-unsigned-integer as unsigned-integer"),
+        ([1, True], "FP32", "non-number as double"),
+        ([None], "FP64", "non-number as double"),
+        ([1, 0], "BOOL", "non-boolean as boolean"),
+        ([{}], "INT32", "non-signed-integer as signed-integer"),
+        (["a", 1], "BYTES", "Unable to parse JSON bytes array: attempt to access JSON non-string"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(values: list[Any], datatype: str, text: str) -> None:
+    with pytest.raises(JsonFault, match=text):
+        tensors.decode(values, datatype, len(values), "A")
+
+
+@pytest.mark.parametrize(
+    "nested", [[1, 2, 3, 4], [[1, 2], [3, 4]], [1, [2, [[3]], []], 4], [[[[1, 2, 3, 4]]]]]
+)
+def test_lists_nest_in_any_way(nested: list[Any]) -> None:
+    assert tensors.flat(nested) == [1, 2, 3, 4]
+    with pytest.raises(JsonFault, match="Unable to parse 'data': Shape does not match true shape"):
+        tensors.decode(nested, "INT32", 3, "A")
+    with pytest.raises(JsonFault, match="Failed to parse 'data' field: shape does not match"):
+        tensors.decode(nested, "INT32", 5, "A")
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+def test_halves_have_no_json_form(datatype: str) -> None:
+    with pytest.raises(
+        InvalidArgument, match=f"receiving {datatype} data via JSON is not supported"
+    ):
+        tensors.decode([1.0], datatype, 1, "A")
+    with pytest.raises(InvalidArgument, match=f"sending {datatype} data via JSON is not supported"):
+        tensors.encode(b"\0\0", datatype, (1,), "A")
+
+
+def test_single_precision_is_written_as_the_double_it_equals() -> None:
+    values = np.array([0.1, 123456789, np.nan, -np.inf, np.inf, 3], np.float32)
+    text = tensors.encode(values.tobytes(), "FP32", (6,), "A")
+    assert text == b"[0.10000000149011612,123456792.0,NaN,-Infinity,Infinity,3.0]"
+
+
+def test_bytes_that_are_not_text_have_no_json_form() -> None:
+    with pytest.raises(InvalidArgument, match="output 'A' holds bytes that are not UTF-8"):
+        tensors.encode(b"\x01\0\0\0\xff", "BYTES", (1,), "A")
+    with pytest.raises(Internal, match="internal error"):
+        tensors.encode(b"\x05\0\0\0\xff", "BYTES", (1,), "A")
+
+
+@pytest.mark.parametrize("datatype", [*NUMERIC, "BOOL"])
+def test_long_tensors_are_written_in_parts(datatype: str) -> None:
+    values = (np.arange(100_000) % 2).astype(NUMPY[datatype])
+    raw = values.tobytes()
+    parts = list(tensors.encode_parts(memoryview(raw), datatype, values.shape, "A"))
+    assert len(parts) > 3
+    assert b"".join(parts) == tensors.encode(raw, datatype, values.shape, "A")
+
+
+# --- large JSON -------------------------------------------------------------------------------
+
+numbers = st.recursive(
+    st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False, width=16),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@pytest.fixture
+def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_arrays, "_SLICE", 3)
+    monkeypatch.setattr(large_arrays, "_WORTH_CUTTING", 1)
+
+
+def read_back(data: Any) -> list[Any]:
+    parts = data.parts() if isinstance(data, large_arrays.Numbers) else [data]
+    return [value for part in parts for value in tensors.flat(part)]
+
+
+@pytest.mark.usefixtures("tiny_slices")
+@settings(max_examples=300)
+@given(st.lists(numbers, min_size=1, max_size=8), st.sampled_from([None, 1, 3]))
+def test_slices_come_to_the_same_values(values: list[Any], indent: int | None) -> None:
+    tensor = {"name": "data", "data": values, "datatype": '"data":[', "shape": []}
+    body = json.dumps({"id": "x", "inputs": [tensor, {"data": values}]}, indent=indent).encode()
+    header = large_arrays.loads_large(body)
+    assert isinstance(header["inputs"][1]["data"], large_arrays.Numbers)
+    for found in header["inputs"]:
+        assert read_back(found["data"]) == tensors.flat(values)
+        found["data"] = values
+    assert header == json.loads(body)
+
+
+@pytest.mark.usefixtures("tiny_slices")
+@settings(max_examples=500)
+@given(st.lists(numbers, min_size=1, max_size=6), st.data())
+def test_what_is_not_json_is_found_in_slices_too(values: list[Any], data: st.DataObject) -> None:
+    text = bytearray(json.dumps({"inputs": [{"data": values}]}).encode())
+    at = data.draw(st.integers(0, len(text) - 1))
+    text[at : at + data.draw(st.integers(0, 2))] = data.draw(
+        st.sampled_from([b"", b",", b"]", b"[", b"}", b" ", b"1", b'"'])
+    )
+    body = bytes(text)
+    try:
+        expected = read_back(loads(body)["inputs"][0]["data"])
+    except (ShmserveError, LookupError, TypeError):
+        expected = None
+    try:
+        found = read_back(large_arrays.loads_large(body)["inputs"][0]["data"])
+    except (ShmserveError, LookupError, TypeError):
+        found = None
+    assert found == expected
+
+
+@pytest.mark.usefixtures("tiny_slices")
+def test_only_data_of_inputs_is_cut() -> None:
+    with pytest.raises(JsonFault, match="outside of 'inputs'"):
+        large_arrays.loads_large(b'{"parameters": {"data": [1, 2, 3, 4]}, "inputs": []}')
+    strings = b'{"inputs": [{"data": ["a", "b,", "c"]}], "x": "\\"data\\": [1, 2, 3, 4]"}'
+    assert large_arrays.loads_large(strings) == json.loads(strings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"inputs": [' + b'"data":[,' * 1_500_000,
+        b'{"inputs": {"data"' + b" " * (40 << 20) + b": []}}",
+        b'{"inputs": [' + b'"",' * 6_000_000 + b"[]," * 200 + b"[]]}",
+        b'{"inputs": [' + b'"",' * 6_000_000,
+        b'{"inputs": [' + b'{"data":[]},' * 2_000_000 + b"[]]}",
+    ],
+    ids=["short arrays", "blanks", "strings", "strings, cut off", "objects"],
+)
+def test_no_text_takes_much_longer_than_a_parser_does(text: bytes) -> None:
+    """Nobody else is answered meanwhile. The measure is what the standard library's parser takes
+    for as many bytes of strings; what this is about took tens of times as long."""
+    began = process_time()
+    json.loads(b"[" + b'"",' * (len(text) // 3) + b"1]")
+    parser = process_time() - began
+    began = process_time()
+    with contextlib.suppress(ShmserveError):
+        large_arrays.loads_large(text)
+    assert process_time() - began < 8 * parser
+
+
+def test_a_text_has_no_more_members_than_any_request() -> None:
+    """Objects cost ten times what numbers do, and a body has room for 20 million."""
+    brackets = json.dumps({"id": "{:" * 300_000}).encode()
+    assert loads(brackets) == json.loads(brackets)
+    for text in (b"[" + b"{}," * 300_000 + b"{}]", orjson.dumps(dict.fromkeys(_names(300_000)))):
+        with pytest.raises(InvalidArgument, match="more than 262144 objects or members"):
+            loads(text)
+
+
+def _names(count: int) -> list[str]:
+    return [f"{number}" for number in range(count)]
+
+
+def test_dimensions_and_parameters_have_a_number() -> None:
+    """They go on to schedulers and workers, and into texts."""
+    tensor = {"name": "A", "datatype": "INT32", "shape": [1] * 1025, "data": [1]}
+    with pytest.raises(InvalidArgument, match="'A' may have 1024 dimensions at most, it has 1025"):
+        parse_request({"inputs": [tensor]}, 0, "m", LIMIT)
+    parameters = dict.fromkeys(_names(16385), 1)
+    with pytest.raises(InvalidArgument, match="16384 parameters at most, this one has 16385"):
+        parse_request({"inputs": [], "parameters": parameters}, 0, "m", LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [("BYTES", ["a"] * 300_000), ("BYTES", [["b"]] * 300_000), ("BOOL", [True, False] * 150_000)],
+)
+def test_others_have_their_turn_while_a_long_list_is_read(datatype: str, values: list[Any]) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def read(header: bytes) -> WireRequest:
+        task = asyncio.create_task(others())
+        wire = await intake._parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
+        task.cancel()
+        return wire
+
+    tensor = {"name": "A", "datatype": datatype, "shape": [300_000], "data": values}
+    wire = asyncio.run(read(json.dumps({"inputs": [tensor]}).encode()))
+    assert wire.inputs[0].data == tensors.decode(values, datatype, 300_000, "A")
+    assert turns > 5
+
+
+def test_long_lists_are_refused_as_short_ones_are() -> None:
+    def refusal(values: list[Any]) -> str:
+        parts = tensors.parts(values)
+        with pytest.raises(ShmserveError) as by_parts:
+            list(tensors.decode_parts(parts, "BYTES", 50_000, "A"))
+        with pytest.raises(ShmserveError) as at_once:
+            tensors.decode(values, "BYTES", 50_000, "A")
+        assert by_parts.value.message == at_once.value.message
+        return by_parts.value.message
+
+    assert "shape does not match true shape" in refusal(["a"] * 49_999)
+    assert "shape does not match true shape" in refusal(["a"] * 50_001)
+    assert "non-string as string" in refusal([["a"] * 40_000, [1] * 10_000])
+
+
+def test_long_strings_are_written_in_parts() -> None:
+    words = [f"{number}\N{SNOWMAN}" for number in range(50_000)]
+    raw = b"".join(struct.pack("<I", len(word.encode())) + word.encode() for word in words)
+    parts = list(tensors.encode_parts(memoryview(raw), "BYTES", (50_000,), "A"))
+    assert len(parts) > 3
+    assert json.loads(b"".join(parts)) == words
+    for shape, broken in (((50_001,), raw), ((50_000,), raw[:-1]), ((50_000,), raw[:-10] + b"1")):
+        with pytest.raises(Internal, match="internal error"):
+            list(tensors.encode_parts(broken, "BYTES", shape, "A"))
+
+
+# --- binary ---------------------------------------------------------------------------------
+
+
+def test_binary_sizes_must_add_up() -> None:
+    def header(*sizes: Any) -> dict[str, Any]:
+        return {
+            "inputs": [
+                {
+                    "name": f"I{i}",
+                    "datatype": "INT8",
+                    "shape": [4],
+                    "parameters": {"binary_data_size": size},
+                }
+                for i, size in enumerate(sizes)
+            ]
+        }
+
+    assert [t.binary_size for t in parse_request(header(4, 0, 4), 8, "m", LIMIT).inputs] == [
+        4,
+        0,
+        4,
+    ]
+    with pytest.raises(
+        InvalidArgument,
+        match="unexpected size for input 'I1', expecting 3 additional bytes for model 'm'",
+    ):
+        parse_request(header(4, 4), 5, "m", LIMIT)
+    with pytest.raises(InvalidArgument, match="unexpected additional input data for model 'm'"):
+        parse_request(header(4, 4), 9, "m", LIMIT)
+    for size in (-1, 2**64, "4", 4.0, True, None):
+        with pytest.raises(JsonFault, match="Unable to parse 'binary_data_size'"):
+            parse_request(header(size), 4, "m", LIMIT)
+
+
+def test_a_raw_request_takes_its_shape_from_its_size() -> None:
+    request, body = raw_request(
+        Signature(identity_config("m", "FP32", [-1, 2], batch=4), "1"), b"\0" * 24
+    )
+    assert (request.inputs[0].name, request.inputs[0].shape, len(body)) == ("IN", (1, 3, 2), 24)
+    assert request.binary
+    request, body = raw_request(Signature(identity_config("m", "BYTES", [1]), "1"), b"abc")
+    assert (request.inputs[0].shape, body) == ((1,), b"\x03\0\0\0abc")
+
+
+def test_the_response_has_its_keys_in_order() -> None:
+    text = Form(WireRequest("7", [], []), "m", "1", Inferred((), {"p": 1})).json(())
+    assert list(json.loads(text)) == ["id", "model_name", "model_version", "parameters", "outputs"]
+    bare = Form(WireRequest("", [], []), "m", "1", Inferred(())).json(())
+    assert list(json.loads(bare)) == ["model_name", "model_version", "outputs"]
+
+
+def test_a_response_is_made_for_what_was_asked() -> None:
+    """Binary outputs have their size, others their array, those in regions neither."""
+    datas = {"A": b"\1\2", "B": b"\3\4", "C": b"\5\6"}
+    answer = Inferred(tuple(TensorRef(name, "INT8", (2,), data) for name, data in datas.items()))
+    region = RegionRange("r", 0, 2)
+    wire = WireRequest("", [], [WireOutput("A", True), WireOutput("C", False, region)])
+    form = Form(wire, "m", "1", answer)
+    assert [(output.name, output.binary) for output in form.outputs] == [("A", True), ("B", False)]
+    assert form.datas(answer) == [b"\1\2", b"\3\4"]
+    assert not form.whole  # C's bytes are in the answer, and are not sent
+    entries = json.loads(form.json((b"[1,2]",)))["outputs"]
+    assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]
+    assert entries[0]["parameters"] == {"binary_data_size": 2} and entries[1]["data"] == [1, 2]
+
+
+def test_an_output_must_have_room_in_its_region() -> None:
+    signature = Signature(SIMPLE, "1")
+    check_room(signature, "OUTPUT0", 128, 2)
+    with pytest.raises(
+        Internal, match=r"output 'OUTPUT0' \(127 bytes\) should be at least 128 bytes"
+    ):
+        check_room(signature, "OUTPUT0", 127, 2)
+    check_room(Signature(identity_config("m", "FP32", [-1]), "1"), "OUT", 0, 0)
+    check_room(Signature(identity_config("m", "BYTES", [4]), "1"), "OUT", 0, 0)
+
+
+# --- compression ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "chosen"),
+    [
+        *(
+            ("gzip", "gzip"),
+            ("deflate", "deflate"),
+            ("gzip, deflate", "gzip"),
+            ("deflate,gzip", "deflate"),
+            ("gzip;q=0.5;x=1, deflate;q=0.2", "gzip"),
+        ),
+        *(
+            ("identity, gzip", "identity"),
+            ("gzip;q=0.5, deflate;q=0.8", "deflate"),
+            ("gzip;q=0", "identity"),
+        ),
+        *(
+            ("*", "identity"),
+            ("br", "identity"),
+            ("gzip;q=abc", "identity"),
+            ("GZIP", "identity"),
+            ("", "identity"),
+        ),
+        *(
+            ("identity;q=0.5, gzip;q=0.1", "identity"),
+            ("gzip;level=9", "identity"),
+            (";q=1,,", "identity"),
+        ),
+    ],
+)
+def test_the_heaviest_encoding_wins(header: str, chosen: str) -> None:
+    assert accepted_encoding(header) == chosen
+
+
+def inflated(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
+    inflater = Inflater(limit)
+    pieces = [p for at in range(0, len(raw), step) for p in inflater.feed(raw[at : at + step])]
+    inflater.finish()
+    return b"".join(pieces)
+
+
+@given(st.binary(max_size=3000), st.integers(1, 4000), st.sampled_from(["gzip", "deflate"]))
+def test_compressed_bodies_survive(raw: bytes, step: int, encoding: str) -> None:
+    packed = b"".join(deflated([raw[:100], memoryview(raw)[100:]], encoding))
+    assert inflated(packed, step=step) == raw
+    assert (gzip if encoding == "gzip" else zlib).decompress(packed) == raw
+
+
+def test_members_follow_each_other() -> None:
+    assert inflated(gzip.compress(b"a") + gzip.compress(b"b")) == b"ab"
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_inflate_or_are_refused(raw: bytes) -> None:
+    for body in (raw, gzip.compress(b"x" * 50)[: len(raw)], gzip.compress(b"x") + raw):
+        with contextlib.suppress(InvalidArgument):
+            inflated(body)
+
+
+def test_what_comes_to_nothing_is_given_up() -> None:
+    """R13: members, or blocks, with nothing in them are not read for ever."""
+    nothing = gzip.compress(b"") * 100
+    with pytest.raises(InvalidArgument, match="mostly overhead"):
+        list(Inflater(LIMIT).feed(nothing))
+    blocks = zlib.compress(b"")[:2] + b"\0\0\0\xff\xff" * (LIMIT // 2)
+    with pytest.raises(InvalidArgument, match="mostly overhead"):
+        list(Inflater(LIMIT).feed(blocks))
+    many = b"".join(gzip.compress(random.Random(n).randbytes(2000)) for n in range(100))
+    assert sum(map(len, Inflater(LIMIT).feed(many))) == 200_000
+
+
+def test_a_bomb_stops_at_the_ceiling() -> None:
+    bomb = zlib.compress(bytes(200 * 1024 * 1024), 9)
+    pieces = Inflater(LIMIT).feed(bomb)
+    assert sum(len(next(pieces)) for _ in range(4)) == LIMIT
+    with pytest.raises(
+        InvalidArgument, match=f"exceeds the maximum allowed value of {LIMIT} bytes"
+    ):
+        next(pieces)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"", "nothing to be decompressed"),
+        (gzip.compress(b"x" * 99)[:-6], "truncated"),
+        (b"nope", "failed to decompress"),
+    ],
+)
+def test_what_is_not_compressed_is_refused(raw: bytes, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        inflated(raw)
+
+
+def test_encodings_by_name() -> None:
+    assert [check_encoding(name) for name in ("gzip", "GZip", "deflate", "identity")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    for name in ("br", "", "gzip, deflate"):
+        with pytest.raises(Unsupported, match="Unsupported compression type"):
+            check_encoding(name)
+
+
+def test_the_wire_form_is_little_endian() -> None:
+    assert tensors.decode([1, -2], "INT16", 2, "A") == struct.pack("<hh", 1, -2)
+    assert element_count((2, 3)) == 6

@@ -1,0 +1,305 @@
+"""HTTP connections: however the bytes of requests are cut, each gets its own answer, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.common.auth_tokens import Authorisation
+from shmserve.gateway.client_identity import Door, DoorKind
+from shmserve.gateway.http.body import Body, BodyTimeout
+from shmserve.gateway.http.connection_limits import Server
+from shmserve.gateway.http.protocol import Answer, Connection
+from shmserve.gateway.http.request import Request
+from shmserve.gateway.http.response import Reply, json_reply
+from shmserve.gateway.settings import Settings
+from tests.rigs.clocks import Clock
+
+_SETTINGS = Settings()
+_BODIES = (b"", b"{}", b"{1}", b"POST /a HTTP/1.1\r\n\r\n", bytes(300))
+_HEADS = (
+    ("POST", "/a", ()),
+    ("POST", "/a", ("X-Long: " + "x" * 50,)),
+    ("POST", "/b", ()),
+    ("GET", "/a", ()),
+)
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += bytes(data)
+
+    def close(self) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+async def repeat(request: Request) -> Reply:
+    """What was asked, as it was understood."""
+    body = await Body(request, _SETTINGS).read(1 << 20, "{size} {limit}")
+    long = request.headers.get("X-Long", "")
+    return json_reply([request.method, request.target, len(long), body.decode("latin-1")])
+
+
+def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, how: str) -> bytes:
+    """A request; `how` says how its body is framed."""
+    if how == "chunked":
+        framing = "Transfer-Encoding: chunked"
+        framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
+    else:
+        framing, framed = f"Content-Length: {len(body)}", body
+    lines = (f"{method} {path} HTTP/1.1", "Host: localhost", *lines, framing, "", "")
+    return "\r\n".join(lines).encode() + framed
+
+
+Asked = tuple[tuple[str, str, tuple[str, ...]], bytes, str]
+
+requests = st.lists(
+    st.tuples(
+        st.sampled_from(_HEADS),
+        st.sampled_from(_BODIES),
+        st.sampled_from(("length", "length", "length", "chunked")),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def connected(
+    answer: Answer = repeat, settings: Settings = _SETTINGS
+) -> tuple[Connection, Transport]:
+    """A new connection whose requests are repeated, or answered otherwise."""
+    door = Door(DoorKind.LOOPBACK, Authorisation({}, {}), None)
+    connection = Server(answer, settings, door, 10)()
+    transport = Transport()
+    connection.connection_made(transport)
+    return connection, transport
+
+
+async def answers(pieces: list[tuple[bytes, int]], count: int) -> list[Any]:
+    """The answers to bytes that come in `pieces`, with so many turns of the loop after each."""
+    loop = asyncio.get_running_loop()
+    connection, transport = connected()
+    for piece, turns in pieces:
+        connection.data_received(piece)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    end = loop.time() + 10
+    found: list[Any] = []
+    while len(found) < count and loop.time() < end:
+        await asyncio.sleep(0)
+        found = replies(transport.written)
+    connection.connection_lost(None)
+    await asyncio.sleep(0)
+    return found
+
+
+def replies(written: bytes) -> list[Any]:
+    found: list[Any] = []
+    while written:
+        head, _, rest = written.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Length: "), head
+        size = int(head.split(b"\r\n")[1].partition(b": ")[2])
+        found.append(json.loads(rest[:size]))
+        written = rest[size:]
+    return found
+
+
+@settings(max_examples=600)
+@given(
+    requests,
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12)), max_size=12),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+    st.integers(0, 12),
+)
+def test_every_request_is_answered_with_its_own(
+    asked: list[Asked], cuts: list[tuple[int, int]], behind: list[bool], turns: int
+) -> None:
+    """Cut anywhere, with heads and bodies apart or together, and more than one at a time."""
+    marks: dict[int, int] = {}  # where a piece ends, and the turns after it
+    stream = b""
+    for (head, body, how), apart in zip(asked, behind, strict=False):
+        raw = packed(*head, body, how)
+        if apart:
+            marks[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
+        stream += raw
+        marks[len(stream)] = turns
+    marks.update((cut, after) for cut, after in cuts if 0 < cut < len(stream))
+    pieces: list[tuple[bytes, int]] = []
+    start = 0
+    for mark in sorted(marks):
+        pieces.append((stream[start:mark], marks[mark]))
+        start = mark
+    wanted = [
+        [method, path, 50 * len(lines), body.decode("latin-1")]
+        for (method, path, lines), body, _ in asked
+    ]
+    assert asyncio.run(answers(pieces, len(asked))) == wanted
+
+
+@pytest.mark.parametrize("meanwhile", [0, 20])
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_known_may_stand_in_the_middle_of_something(apart: bool, meanwhile: int) -> None:
+    """Half a head behind a request, or while that is answered: what follows is the rest of it."""
+    known = packed("POST", "/a", (), b"{}", "length")
+    half = b"POST /b HTTP/1.1\r\nX-Long: "
+    pieces = [(known, 20), (known, 20)]
+    pieces += [(known, meanwhile), (half, 20)] if apart else [(known + half, 20)]
+    pieces.append((known, 20))
+    first = ["POST", "/a", 0, "{}"]
+    assert asyncio.run(answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
+
+
+def test_who_asks_on_and_on_takes_turns_with_others() -> None:
+    """A hundred requests that come in one piece are not all answered before a neighbour's one."""
+
+    async def ask() -> tuple[int, int]:
+        greedy, other = connected(), connected()
+        await asyncio.sleep(0)
+        greedy[0].data_received(packed("GET", "/a", (), b"", "length") * 100)
+        other[0].data_received(packed("GET", "/b", (), b"", "length"))
+        for _ in range(1000):
+            if other[1].written:
+                break
+            await asyncio.sleep(0)
+        before = len(replies(greedy[1].written))
+        await settle(1000)
+        after = len(replies(greedy[1].written))
+        for connection, _ in (greedy, other):
+            connection.connection_lost(None)
+        await asyncio.sleep(0)
+        return before, after
+
+    before, after = asyncio.run(ask())
+    assert before < 5
+    assert after == 100
+
+
+def test_what_is_behind_the_last_request_keeps_no_connection_from_making_room() -> None:
+    """One that is on its way out, and waits for its client to read, counts as idle."""
+
+    async def leave() -> tuple[bool, int]:
+        connection, transport = connected()
+        await asyncio.sleep(0)
+        last = packed("GET", "/a", ("Connection: close",), b"", "length")
+        connection.data_received(packed("GET", "/a", (), b"", "length") + last)
+        connection.data_received(packed("GET", "/b", (), b"", "length"))
+        assert connection.idle_since is None
+        await settle()
+        idle = connection.idle_since is not None
+        connection.connection_lost(None)
+        return idle, len(replies(transport.written))
+
+    assert asyncio.run(leave()) == (True, 2)
+
+
+async def settle(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_a_clock_that_others_have_started_costs_nobody_its_time() -> None:
+    """One coarse clock a connection: it ends only what was there during all of its time."""
+    known = packed("POST", "/a", (), b"{}", "length")
+
+    async def run() -> int:
+        connection, transport = connected()
+        await settle()
+        for _ in range(2):
+            connection.data_received(known)
+            await settle()
+        connection.data_received(known[:-2])  # starts the clock
+        connection.data_received(known[-2:])
+        await settle()
+        connection.data_received(known[:-2])
+        connection._tick()  # as if its time were over just now
+        await settle()
+        connection.data_received(known[-2:])
+        await settle()
+        connection.connection_lost(None)
+        await settle()
+        return len(replies(transport.written))
+
+    assert asyncio.run(run()) == 4
+
+
+def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
+    """Its clock still runs, and ends in the middle of the next one's head."""
+    first, second = (
+        packed("POST", "/a", (), b"{}", "length"),
+        packed("GET", "/b", (), b"", "length"),
+    )
+
+    async def run() -> tuple[int, bool]:
+        clock = Clock()
+        connection, transport = connected(settings=Settings(header_timeout_s=4, body_timeout_s=4))
+        await settle()
+        connection.data_received(first[:-2])
+        await clock.go_on(1)
+        connection.data_received(first[-2:])
+        await clock.go_on(2)
+        connection.data_received(second[:10])
+        await clock.go_on(1.5)
+        await clock.go_on(2)
+        connection.data_received(second[10:])
+        await settle()
+        answered = len(replies(transport.written))
+        connection.data_received(second[:10])
+        await clock.go_on(4.5)
+        ended = not connection.open
+        connection.connection_lost(None)
+        await settle()
+        return answered, ended
+
+    assert asyncio.run(run()) == (2, True)
+
+
+@pytest.mark.parametrize("sent", [0, 1])
+def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
+    known = packed("POST", "/a", (), b"{}", "length")
+
+    async def answer(request: Request) -> Reply:
+        try:
+            return await repeat(request)
+        except BodyTimeout:
+            return json_reply("late")
+
+    async def run() -> list[list[Any]]:
+        clock = Clock()
+        connection, transport = connected(answer, Settings(header_timeout_s=5, body_timeout_s=2))
+        await settle()
+        for _ in range(2):
+            connection.data_received(known)
+            await settle()
+        connection.data_received(known[: len(known) - 2 + sent])
+        found = []
+        for seconds in (1.9, 0.2):
+            await clock.go_on(seconds)
+            found.append(replies(transport.written)[2:])
+        connection.connection_lost(None)
+        await settle()
+        return found
+
+    assert asyncio.run(run()) == [[], ["late"]]

@@ -1,0 +1,175 @@
+"""Requests that nobody waits for any more: what they were answered takes up a worker's memory."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from shmserve.gateway.links.dispatcher import Dispatcher, Pending, Scheduler
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from tests.rigs.scheduler_rig import work_in_place
+
+WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
+
+
+class Link:
+    """Keeps what is posted."""
+
+    def __init__(self, endpoint: str, identity: str, take: Any) -> None:
+        self.posted: list[Any] = []
+
+        self.take = take
+        self.last_words: list[Any] = []
+        self.connected = True
+
+    def post(self, message: Any) -> None:
+        self.posted.append(message)
+
+    def hurry(self) -> None:
+        pass
+
+    def hear_out(self) -> None:
+        for message in self.last_words:
+            self.take(message)
+
+    def retire(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def answer() -> m.Finished:
+    place = Place(WORKER, 4096, 64)
+    return m.Finished(1, pack_inferred(Inferred((TensorRef("OUT", "INT8", (64,), place),))))
+
+
+@pytest.mark.parametrize("answered", ["before", "after"])
+def test_an_answer_that_is_not_read_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, answered: str
+) -> None:
+    """Once, whether it came before the request was given up or after."""
+    monkeypatch.setattr("shmserve.gateway.links.dispatcher.Link", Link)
+
+    async def give_up() -> list[Any]:
+        scheduler = Scheduler("ipc://nowhere", lambda scheduler: None)
+        submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
+        pending = Pending(
+            scheduler, submit, lambda: None, asyncio.get_running_loop().create_future()
+        )
+        scheduler.pending[1] = pending
+        if answered == "before":
+            scheduler._take(answer())
+        Dispatcher().cancel(pending)
+        if answered == "after":
+            scheduler._take(answer())
+        link: Any = scheduler.link
+        return list(link.posted)
+
+    posted = asyncio.run(give_up())
+    assert posted.count(m.Release(4321, [4096])) == 1
+    assert (m.Cancel(1) in posted) == (answered == "after")
+
+
+def failure(pending: Pending) -> str:
+    failed = pending.future.result()
+    assert isinstance(failed, m.Failed)
+    assert failed.code == "UNAVAILABLE" and failed.message.startswith("[request id: mine] ")
+    return failed.message
+
+
+@pytest.mark.parametrize("successor", ["ipc://new", ""])
+def test_what_a_lost_scheduler_had_is_dealt_with(
+    monkeypatch: pytest.MonkeyPatch, successor: str
+) -> None:
+    """What it had answered is read first; the rest goes to the successor, or is refused, as is what
+    may have been written over its own input."""
+    monkeypatch.setattr("shmserve.gateway.links.dispatcher.Link", Link)
+    released: list[int] = []
+
+    async def lose() -> tuple[Dispatcher, list[Pending]]:
+        dispatcher = Dispatcher()
+        scheduler = dispatcher.scheduler("ipc://old")
+        asked = [
+            dispatcher.submit(
+                scheduler,
+                m.Submit(number, 1, b"", 0, 0, 0, 0, work, "mine"),
+                partial(released.append, number),
+            )
+            for number, work in ((1, b""), (2, b""), (3, work_in_place()))
+        ]
+        link: Any = scheduler.link
+        link.last_words = [m.Finished(1, pack_inferred(Inferred(())))]
+        dispatcher.lost("ipc://old", successor)
+        return dispatcher, asked
+
+    dispatcher, (answered, other, in_place) = asyncio.run(lose())
+    assert isinstance(answered.future.result(), m.Finished)
+    assert list(dispatcher._schedulers) == ([successor] if successor else [])
+    if successor:
+        link: Any = dispatcher.scheduler(successor).link
+        assert link.posted == [other.submit]
+        assert not other.future.done()
+        assert "may be changed" in failure(in_place)
+        assert released == [1, 3]
+    else:
+        assert failure(other) == failure(in_place)
+        assert released == [1, 2, 3]
+
+
+def test_the_last_answer_of_a_lost_scheduler_takes_nothing_from_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gateway that was stopped meanwhile hears of both at once, and reads the answer after."""
+    monkeypatch.setattr("shmserve.gateway.links.dispatcher.Link", Link)
+
+    async def lose() -> None:
+        dispatcher = Dispatcher()
+        old = dispatcher.scheduler("ipc://old")
+        old.use()
+        submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
+        pending = dispatcher.submit(old, submit, lambda: None)
+        new = dispatcher.scheduler("ipc://new")
+        new.use()  # the model's, which is published anew
+        old.leave()
+        link: Any = old.link
+        link.last_words = [answer()]
+        dispatcher.lost("ipc://old", "ipc://new")
+        assert pending.scheduler is old and pending.future.done()
+        old.use()  # whoever sends its outputs
+        old.leave()
+        assert new.users == 1 and dispatcher.scheduler("ipc://new") is new
+
+    asyncio.run(lose())
+
+
+@pytest.mark.parametrize("known", ["before", "after", "never"])
+def test_what_is_read_when_its_scheduler_is_lost_is_given_back_by_way_of_the_successor(
+    monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
+    """Whether it was read before anybody knew of a successor, or long after that."""
+    monkeypatch.setattr("shmserve.gateway.links.dispatcher.Link", Link)
+
+    async def lose() -> tuple[list[Any], list[Any]]:
+        dispatcher = Dispatcher()
+        old = dispatcher.scheduler("ipc://old")
+        old.use()
+        link: Any = old.link
+        if known == "before":
+            link.connected = False
+            old.discard(answer())
+        dispatcher.lost("ipc://old", "" if known == "never" else "ipc://new")
+        if known != "before":
+            link.connected = False
+            old.discard(answer())
+        new: Any = dispatcher.scheduler("ipc://new").link
+        return link.posted, new.posted
+
+    old, new = asyncio.run(lose())
+    assert old == []
+    assert new == ([] if known == "never" else [m.Release(4321, [4096])])

@@ -1,0 +1,47 @@
+"""What a gateway does when it is told something that it knows only half of."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.gateway import process
+from shmserve.gateway.settings import Settings
+from shmserve.ipc import messages as m
+from shmserve.ipc.endpoints import control
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.transport.router import Router
+
+
+def test_the_last_answers_of_a_worker_can_be_read_when_its_end_is_heard_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come on two sockets. Its memory is let go all the same, a moment later."""
+    monkeypatch.setattr(process, "_LAST_ANSWERS_S", 0.05)
+
+    async def live() -> None:
+        front: Any = None
+        known = Settings(arena_byte_size=1 << 20)
+        gateway = process._Process("0", tmp_path, known, lambda gateway: front)
+        mappings = gateway._gateway.mappings
+        worker = Arena(4096)
+        place = worker.allocate(64)
+        worker.view(place)[:] = bytes(range(64))
+        mappings.view(place)
+        worker.close()  # from here on, only who has it mapped can read it
+        gateway._take(m.ProcessExited(place.memory.pid))
+        assert bytes(mappings.view(place)) == bytes(range(64))
+        await asyncio.sleep(0.1)  # a later timer
+        assert not len(mappings)
+        gateway._gateway.supervisor.close()
+        gateway._gateway.dispatcher.close()
+        gateway._gateway.arena.close()
+
+    router = Router(control(tmp_path))
+    try:
+        asyncio.run(live())
+    finally:
+        router.close()

@@ -1,0 +1,244 @@
+"""Answers and error texts beside those of a real Triton 2.51, recorded for the same requests."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, Inferred
+from tests.rigs.gateway_rig import (
+    SIMPLE,
+    Rig,
+    add_sub,
+    echo,
+    identity_config,
+    model_config,
+    rig,
+    tensor_config,
+)
+from tests.support.raw_http import Http, Reply
+
+RECORDED = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "data/triton_answers.jsonl").read_text().splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with rig(tmp_path_factory.mktemp("run")) as made:
+        made.publish(SIMPLE, made.scheduler(add_sub))
+        echoes = made.scheduler(echo)
+        for datatype in NUMPY:
+            made.publish(identity_config(f"id_{datatype}", datatype, [-1]), echoes)
+        made.publish(identity_config("b_BYTES", "BYTES", [1], batch=4), echoes)
+        made.publish(identity_config("b_FP32", "FP32", [-1], batch=4), echoes)
+        made.publish(identity_config("two", "FP32", [-1, -1]), echoes)
+        made.publish(identity_config("bf", "FP32", [2, 3]), echoes)
+        made.publish(identity_config("bytes2", "BYTES", [1]), echoes)
+        made.open()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(gateway: Rig) -> Iterator[Http]:
+    connection = Http(gateway.port)
+    yield connection
+    connection.close()
+
+
+def ordered(text: bytes) -> Any:
+    """JSON with the order of keys; anything else as it is."""
+    try:
+        return json.loads(text, object_pairs_hook=list)
+    except ValueError:
+        return text
+
+
+def split(body: bytes, header_length: str | None) -> tuple[Any, bytes]:
+    cut = len(body) if header_length is None else int(header_length)
+    return ordered(body[:cut]), body[cut:]
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=[case["name"] for case in RECORDED])
+def test_the_answer_is_tritons(http: Http, case: dict[str, Any]) -> None:
+    method = case.get("method", "POST")
+    body = case.get("body", "").encode("latin-1") or (b"" if method == "POST" else None)
+    reply = http.call(method, case["path"], body, case.get("headers"))
+    assert reply.status == case["status"]
+    size = case.get("header_length")
+    found = split(reply.body, reply.headers.get("Inference-Header-Content-Length"))
+    assert found == split(case["answer"].encode("latin-1"), size)
+    if reply.status == 200 and size is not None:
+        assert reply.headers["Content-Type"] == "application/octet-stream"
+
+
+def simple(**members: Any) -> dict[str, Any]:
+    row = list(range(16))
+    inputs = [
+        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": row}
+        for name in ("INPUT0", "INPUT1")
+    ]
+    return {"inputs": inputs, **members}
+
+
+def one(datatype: str, size: int, data: list[Any]) -> dict[str, Any]:
+    return {"inputs": [{"name": "IN", "datatype": datatype, "shape": [size], "data": data}]}
+
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+IN_REGION = [{"name": "OUTPUT0", "parameters": {"shared_memory_region": "r"}}]
+
+# Where 2.51 is wrong, or a newer one or a safer choice holds.
+OURS = {
+    ("simple", 400, "[request id: <id_unknown>] output 'OUTPUT0' already exists in request"): (
+        simple(outputs=[{"name": "OUTPUT0"}] * 2)
+    ),
+    (
+        "id_INT32",
+        400,
+        "JSON input 'IN' has a byte_size (4398046511104 bytes) that exceeds the maximum allowed "
+        "value of 67108864 bytes. Use --http-max-input-size to increase the limit.",
+    ): one("INT32", 2**40, [1]),
+    ("id_INT32", 500, "Failed to parse 'data' field: shape does not match true shape"): (
+        one("INT32", 2, [1])
+    ),
+    (
+        "id_BYTES",
+        500,
+        "Unable to parse 'data': shape does not match true shape of 'data' field",
+    ): one("BYTES", 1, ["a", "b"]),
+    ("simple", 400, "JSON nesting depth exceeds maximum allowed limit (100)"): (
+        b"[" * 101 + b"]" * 101
+    ),
+    (
+        "simple",
+        404,
+        "Unable to find shared memory region: 'r' (0 are registered; "
+        "register it before the request, and again after a restart of the server)",
+    ): simple(outputs=IN_REGION),
+}
+
+
+@pytest.mark.parametrize("expected", OURS, ids=lambda expected: expected[2][:40])
+def test_the_answer_is_ours(http: Http, expected: tuple[str, int, str]) -> None:
+    model, status, text = expected
+    reply = http.infer(model, OURS[expected])
+    assert (reply.status, reply.error) == (status, text)
+
+
+@pytest.mark.parametrize(
+    ("headers", "text"),
+    [
+        ({HEADER_LENGTH: "0x10"}, f"Unable to parse {HEADER_LENGTH}, got: 0x10"),
+        (
+            {HEADER_LENGTH: "2147483648"},
+            f"Unable to parse {HEADER_LENGTH}, value is out of range [ -2147483648, 2147483647 ], "
+            "got: 2147483648",
+        ),
+        ({"Content-Encoding": "gzip"}, "failed to decompress the request body"),
+    ],
+)
+def test_headers_are_checked_as_ours(http: Http, headers: dict[str, str], text: str) -> None:
+    reply = http.infer("simple", simple(), headers)
+    assert (reply.status, reply.error) == (400, text)
+
+
+def test_escaped_names_are_names(http: Http) -> None:
+    http.infer("sim%70le", simple()).ok()
+    assert http.infer("a%2Fb", simple()).error == "Request for unknown model: 'a/b' is not found"
+    assert http.get("/v2/models/..%2Fsimple").status == 404
+    assert http.get("/v2/models/%00").error == "Request for unknown model: '\0' is not found"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_responses_are_compressed_on_request(http: Http, encoding: str) -> None:
+    headers = {"Accept-Encoding": encoding}
+    reply = http.infer("simple", simple(parameters={"binary_data_output": True}), headers).ok()
+    assert reply.headers["Content-Encoding"] == encoding
+    size = int(reply.headers["Inference-Header-Content-Length"])
+    body = zlib.decompress(reply.body, 47)
+    assert [o["name"] for o in json.loads(body[:size])["outputs"]] == ["OUTPUT0", "OUTPUT1"]
+    assert len(body) - size == 128
+
+
+def test_headers_say_little(http: Http) -> None:
+    headers = http.infer("simple", simple()).ok().headers
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert not {"Server", "Date", "Access-Control-Allow-Origin"} & set(headers.keys())
+
+
+def test_another_sites_page_may_not_post(http: Http) -> None:
+    headers = {"Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"}
+    assert http.infer("simple", simple(), headers).status == 403
+    http.get("/v2", headers).ok()
+
+
+def test_wrong_encodings_name_the_right_ones(http: Http) -> None:
+    reply = http.infer("simple", simple(), {"Content-Encoding": "br"})
+    assert (reply.status, reply.headers["Accept-Encoding"]) == (501, "gzip, deflate")
+
+
+def test_versions_are_told_apart(gateway: Rig, http: Http) -> None:
+    def constant(value: bytes) -> Any:
+        def compute(request: Inference) -> Inferred:
+            return Inferred(
+                (TensorRef("OUT", "INT8", (1,), value),), {"n": 1.5, "s": "x", "b": True}
+            )
+
+        return compute
+
+    tensors = [tensor_config("IN", "INT8", [1])], [tensor_config("OUT", "INT8", [1])]
+    config = model_config("many", 0, *tensors)
+    for version in (10, 2):
+        scheduler = gateway.scheduler(constant(bytes([version])))
+        gateway.publish(config, scheduler, str(version), latest=version == 10)
+    request = {"inputs": [{"name": "IN", "datatype": "INT8", "shape": [1], "data": [0]}]}
+
+    def answer(path: str) -> tuple[Any, Any]:
+        found = http.infer(path, request).ok().json()
+        assert found["parameters"] == {"n": 1.5, "s": "x", "b": True}
+        return found["model_version"], found["outputs"][0]["data"]
+
+    assert answer("many") == ("10", [10])
+    assert answer("many/versions/2") == ("2", [2])
+    assert answer("many/versions/0010") == ("10", [10])
+    assert http.get("/v2/models/many").json()["versions"] == ["2", "10"]
+    assert http.get("/v2/models/many/versions/2").json()["versions"] == ["2"]
+    for missing in (http.infer(f"many/versions/{version}", request) for version in ("3", "003")):
+        assert missing.error == "Request for unknown model: 'many' version 3 is not found"
+
+
+def test_a_text_that_is_not_utf8_needs_the_binary_form(http: Http) -> None:
+    data = b"\x01\0\0\0\xff"
+    inputs = [("IN", "BYTES", [1], data)]
+    refused = http.infer_binary("id_BYTES", inputs)
+    assert refused.status == 400
+    assert "not UTF-8" in refused.error
+    reply = http.infer_binary("id_BYTES", inputs, parameters={"binary_data_output": True})
+    assert reply.tensors()["OUT"] == [b"\xff"]
+
+
+def test_nothing_internal_is_in_any_answer(gateway: Rig, http: Http) -> None:
+    words = [
+        str(gateway.run_dir),
+        str(gateway.process.pid),
+        "Traceback",
+        "/proc",
+        "shmserve/",
+        "ipc://",
+    ]
+    for case in RECORDED[:120]:
+        body = case.get("body", "").encode("latin-1")
+        reply: Reply = http.call(
+            case.get("method", "POST"), case["path"], body, case.get("headers")
+        )
+        shown = reply.body.decode("latin-1") + str(reply.headers)
+        assert not [word for word in words if word in shown]

@@ -1,0 +1,113 @@
+"""The arena's allocator tiles its memory exactly, and what one process writes another reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import gc
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.memory.arena import Arena, FreeList
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import Place
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5000)), max_size=60))
+def test_blocks_and_holes_always_tile_the_arena(steps: list[tuple[bool, int]]) -> None:
+    free_list = FreeList(16384)
+    held: list[int] = []
+    for allocate, number in steps:
+        if allocate:
+            offset = free_list.allocate(number)
+            if offset is not None:
+                assert offset % 64 == 0
+                held.append(offset)
+        elif held:
+            assert free_list.free(held.pop(number % len(held)))
+        free_list.check_integrity()
+    for offset in held:
+        assert free_list.free(offset)
+    assert free_list.used == 0
+    assert free_list.allocate(16384) == 0, "all holes have joined again"
+
+
+def test_a_second_or_forged_release_is_ignored() -> None:
+    free_list = FreeList(1024)
+    offset = free_list.allocate(100)
+    assert offset == 0
+    assert not free_list.free(64)
+    assert free_list.free(0)
+    assert not free_list.free(0)
+    free_list.check_integrity()
+
+
+def test_another_mapping_reads_what_was_written() -> None:
+    arena, reader = Arena(1 << 20), Mappings()
+    place = arena.allocate(5)
+    arena.view(place)[:] = b"hello"
+    assert bytes(reader.view(place)) == b"hello"
+    reader.drop(place.memory.id)
+    assert len(reader) == 0
+    arena.close()
+
+
+def test_a_full_arena_is_an_error_and_recovers() -> None:
+    arena = Arena(1 << 16)
+    place = arena.allocate(1 << 16)
+    with pytest.raises(Unavailable, match="is full"):
+        arena.allocate(1)
+    arena.free(place.offset)
+    assert arena.allocate(1 << 16).offset == 0
+    arena.close()
+
+
+def test_an_emptied_arena_gives_its_memory_back() -> None:
+    arena = Arena(1 << 28)
+    place = arena.allocate(1 << 27)
+    committed = os.fstat(arena.memory.fd).st_blocks * 512
+    arena.free(place.offset)
+    assert committed >= 1 << 27
+    assert os.fstat(arena.memory.fd).st_blocks * 512 <= 1 << 26
+    arena.view(arena.allocate(1 << 27))[-1:] = b"x"
+    arena.close()
+
+
+def test_an_arena_cannot_be_shrunk() -> None:
+    arena = Arena(1 << 16)
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.memory.fd, 0)
+    arena.close()
+
+
+def test_a_place_outside_its_memory_is_refused() -> None:
+    arena, reader = Arena(1 << 16), Mappings()
+    good = arena.allocate(64)
+    with pytest.raises(InvalidArgument):
+        reader.view(Place(good.memory, 1 << 16, 1))
+    with pytest.raises(InvalidArgument):
+        reader.view(Place(good.memory, -1, 1))
+    with pytest.raises(Unavailable):
+        reader.view(Place(dataclasses.replace(good.memory, id=1, inode=1), 0, 1))
+    with pytest.raises(Unavailable):
+        reader.view(Place(dataclasses.replace(good.memory, id=2, fd=9999), 0, 1))
+    reader.drop(good.memory.id)
+    arena.close()
+
+
+def test_an_object_that_large_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -f` counts for memory, too: said in words, and nothing is kept open."""
+
+    def too_large(*_: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", too_large)
+    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Unavailable, match=r"no server memory .*\(65536 bytes\): File too large"):
+        Arena(65536)
+    assert len(os.listdir("/proc/self/fd")) == before

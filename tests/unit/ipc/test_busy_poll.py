@@ -1,0 +1,103 @@
+"""When a scheduler or worker stays awake for a moment: what was waited for has come within it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from shmserve.ipc.transport.busy_poll import SPIN_NS, Spin
+from shmserve.workers import instance
+from shmserve.workers.instance import Instance
+
+SHORT, LONG = 50_000, 5_000_000
+
+
+def after(waits: list[int], requests: int = 1, cores: int = 2) -> Spin:
+    spin = Spin(cores)
+    for waited in waits:
+        spin.observe(requests, waited)
+    return spin
+
+
+def test_it_begins_asleep() -> None:
+    assert not Spin(2).worth(0) and not Spin(2).worth(1)
+
+
+def test_short_waits_are_worth_it_and_long_ones_end_it() -> None:
+    spin = after([SHORT] * 20)
+    assert spin.worth(1)
+    for _ in range(4):
+        spin.observe(1, LONG)
+    assert not spin.worth(1)
+
+
+def test_one_long_wait_is_forgotten_soon() -> None:
+    spin = after([SHORT] * 20)
+    spin.observe(1, 3_600_000_000_000)
+    for _ in range(10):
+        spin.observe(1, SHORT)
+    assert spin.worth(1)
+
+
+def test_many_requests_need_the_cores() -> None:
+    assert not after([SHORT] * 20, requests=2).worth(2)
+    spin = after([SHORT] * 20, requests=3)
+    spin.observe(1, SHORT)
+    assert not spin.worth(1), "there were three just now"
+    for _ in range(100):
+        spin.observe(1, SHORT)
+    assert spin.worth(1)
+
+
+def test_clients_and_workers_are_told_apart() -> None:
+    spin = after([SHORT] * 20, requests=1)
+    assert spin.worth(1) and not spin.worth(0)
+
+
+def test_there_must_be_a_core_for_the_others() -> None:
+    assert not after([SHORT] * 20, cores=1).worth(1)
+
+
+class Link:
+    """A worker's, at which something comes after so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.inbox: list[object] = []
+        self.waits: list[float | None] = []
+        self._looks = looks
+
+    def wait(self, timeout_s: float | None) -> bool:
+        self.waits.append(timeout_s)
+        return timeout_s is None or len(self.waits) >= self._looks
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
+    """How long a worker waits each time, until something comes with the look of that number."""
+
+    def wait(waited: int, live: int, looks: int, tick_ns: int = 0) -> list[float | None]:
+        clock = itertools.count(0, tick_ns)
+        monkeypatch.setattr(instance, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
+        link = Link(looks)
+        worker = object.__new__(Instance)
+        worker._context = SimpleNamespace(control=link)  # type: ignore[assignment]
+        worker._spin, worker._live = after([waited] * 20, live), live
+        assert worker._wait(None)
+        return link.waits
+
+    return wait
+
+
+def test_a_worker_that_is_asked_again_at_once_stays_awake(
+    waits: Callable[..., list[float | None]],
+) -> None:
+    assert waits(SHORT, 1, looks=3) == [0.0, 0.0, 0.0]
+    assert waits(SHORT, 1, looks=1 << 40, tick_ns=SPIN_NS // 2) == [0.0, None]
+
+
+def test_another_worker_sleeps(waits: Callable[..., list[float | None]]) -> None:
+    assert waits(LONG, 1, looks=1) == [None]
+    assert waits(SHORT, 5, looks=1) == [None]

@@ -1,0 +1,179 @@
+"""The registrar of regions: names, generations, and when a mapping ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import posix_ipc
+import pytest
+
+from shmserve.common.shm_access import NO_GROUP, Peer, ShmPolicy
+from shmserve.errors import AlreadyExists, InvalidArgument
+from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
+from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.registry import Registrar
+
+KEY = f"/test-{os.getpid()}-regions"
+ME = Peer(os.getuid(), tuple(os.getgroups()))
+POLICY = ShmPolicy(
+    allow=None,
+    group=NO_GROUP,
+    max_regions=100,
+    max_regions_per_uid=100,
+    max_byte_size=1 << 30,
+    max_byte_size_per_uid=1 << 30,
+    sparse_byte_size=1 << 20,
+    overlap="warn",
+)
+
+
+class Office:
+    """A registrar with one gateway, whose messages are written down."""
+
+    def __init__(self, policy: ShmPolicy = POLICY, devices: int = 0) -> None:
+        self.told: list[Any] = []
+        self.workers: list[Any] = []
+        handles = HandleCheck(devices, lambda _: [], lambda *_: None) if devices else None
+        self.registrar = Registrar(self.publish, lambda: [7], self.workers.append, policy, handles)
+
+    async def publish(self, make: Callable[[int], Any]) -> None:
+        self.told.append(make(1))
+
+
+def make_object(size: int = 8192) -> None:
+    posix_ipc.SharedMemory(KEY, posix_ipc.O_CREX, size=size).close_fd()
+
+
+@pytest.fixture
+def key() -> Iterator[str]:
+    make_object()
+    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    before = len(os.listdir("/proc/self/fd"))
+    yield KEY
+    posix_ipc.unlink_shared_memory(KEY)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_register_and_unregister(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        await office.registrar.register("r", key, 100, 1000, ME)
+        (published,) = office.told
+        assert isinstance(published, RegionPublished)
+        assert (published.offset, published.byte_size, published.object_size) == (100, 1000, 1100)
+        await office.registrar.unregister("r", ME)
+        withdrawn = office.told[-1]
+        assert withdrawn == RegionWithdrawn("r", published.memory_id, 1)
+        assert office.registrar.active() == []
+        assert office.workers == [], "a gateway may still have requests that use it"
+        office.registrar.released(7, published.memory_id)
+        assert office.workers == [MemoryDropped(published.memory_id)]
+
+    asyncio.run(steps())
+
+
+def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        await office.registrar.register("r", key, 0, 4096, ME)
+        await office.registrar.register("r", key, 0, 4096, ME)
+        assert len(office.told) == 1
+        for offset, size in ((0, 4095), (1, 4096)):
+            with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
+                await office.registrar.register("r", key, offset, size, ME)
+        office.registrar.close()
+
+    asyncio.run(steps())
+
+
+def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        await office.registrar.register("r", key, 0, 4096, ME)
+        posix_ipc.unlink_shared_memory(key)
+        make_object()
+        await office.registrar.register("r", key, 0, 8192, ME)
+        kinds = [type(message) for message in office.told]
+        assert kinds == [RegionPublished, RegionWithdrawn, RegionPublished]
+        assert office.told[0].inode != office.told[2].inode
+        office.registrar.gateway_exited(7)
+        assert len(office.workers) == 1
+        office.registrar.close()
+
+    asyncio.run(steps())
+
+
+def test_a_key_made_again_while_its_object_lives_under_another_name(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        await office.registrar.register("r", key, 0, 4096, ME)
+        os.link(f"/dev/shm{key}", f"/dev/shm{key}-kept")
+        try:
+            posix_ipc.unlink_shared_memory(key)
+            make_object()
+            with pytest.raises(AlreadyExists):
+                await office.registrar.register("r", key, 0, 4096, ME)
+        finally:
+            os.unlink(f"/dev/shm{key}-kept")
+            office.registrar.close()
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 0), (0, 8193), (8192, 1), (2**62, 2**62)])
+def test_ranges_outside_the_object(key: str, offset: int, size: int) -> None:
+    with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
+        asyncio.run(Office().registrar.register("r", key, offset, size, ME))
+
+
+def test_an_unknown_name_is_fine(key: str) -> None:
+    asyncio.run(Office().registrar.unregister("nobody", ME))
+
+
+def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (8192, 8192))
+
+    async def steps() -> None:
+        office = Office(devices=1)
+        pin = office.registrar.register
+        await pin("r", key, 4096, 1024, ME, pin=True)
+        assert office.told[-1].pinned
+        with pytest.raises(AlreadyExists):
+            await pin("r", key, 4096, 1024, ME)
+        text = r"4096 bytes cannot be pinned: 5120 of the 8192 bytes .*RLIMIT_MEMLOCK"
+        with pytest.raises(InvalidArgument, match=text):
+            await pin("s", key, 0, 4096, ME, pin=True)
+        await office.registrar.register("s", key, 0, 4096, ME)
+        assert not office.told[-1].pinned
+        await office.registrar.unregister("r", ME)
+        await office.registrar.unregister("s", ME)
+        office.registrar.gateway_exited(7)
+        await pin("s", key, 0, 8192, ME, pin=True)
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+        await pin("t", key, 0, 8192, ME, pin=True)
+        office.registrar.close()
+
+    asyncio.run(steps())
+
+
+def test_nothing_is_pinned_without_a_device_or_if_it_is_not_mapped(key: str) -> None:
+    async def steps() -> None:
+        office = Office()
+        with pytest.raises(InvalidArgument, match="the server has none"):
+            await office.registrar.register("r", key, 0, 4096, ME, pin=True)
+        await office.registrar.register("r", key, 0, 4096, ME)
+        office.registrar.close()
+        os.chmod(f"/dev/shm{key}", 0o666)  # whoever may write to it may truncate it
+        office = Office(devices=1)
+        with pytest.raises(InvalidArgument, match="not mapped, nor pinned"):
+            await office.registrar.register("r", key, 0, 4096, ME, pin=True)
+        office.registrar.close()
+
+    asyncio.run(steps())

@@ -1,0 +1,158 @@
+"""Every message survives the wire; no other bytes become one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc import messages
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    Inferred,
+    RequestedOutput,
+    pack_inference,
+    pack_inferred,
+    unpack_inference,
+    unpack_inferred,
+)
+from shmserve.ipc.transport import frames
+from shmserve.ipc.transport.records import MalformedMessage
+
+_CHANGES = 200_000
+
+ALL = [
+    value
+    for value in vars(messages).values()
+    if isinstance(value, type) and dataclasses.is_dataclass(value)
+]
+EXAMPLES: dict[Any, Any] = {
+    int: 7,
+    str: "x",
+    bytes: b"x",
+    bool: True,
+    float: 0.5,
+    list[int]: [1, 2],
+    list[list[Any]]: [[1, 2, b"x"]],
+    dict[str, Any]: {"a": 1},
+}
+
+
+def example(cls: type[Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    return cls(*(EXAMPLES[hints[field.name]] for field in dataclasses.fields(cls)))
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_every_message_survives_the_wire(cls: type[Any]) -> None:
+    message = example(cls)
+    assert frames.unpack(frames.pack([message, message])) == [message, message]
+
+
+def test_half_a_character_is_escaped() -> None:
+    (got,) = frames.unpack(frames.pack([messages.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)]))
+    assert got.message == r"a \ud800 b ☃"
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
+    raw = msgpack.unpackb(frames.pack([example(cls)]))
+    for index in range(1, len(raw[1])):
+        wrong = [raw[0], [*raw[1][:index], None, *raw[1][index + 1 :]]]
+        with pytest.raises(MalformedMessage):
+            frames.unpack(msgpack.packb(wrong))
+    with pytest.raises(MalformedMessage):
+        frames.unpack(msgpack.packb([raw[0], [*raw[1], 1]]))
+
+
+def test_text_that_is_no_unicode_travels_escaped() -> None:
+    """A model may say anything: the name of a file, say, whose bytes are not UTF-8."""
+    said = messages.LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
+    heard = messages.LoadFailed("INTERNAL", "no such file: n\\udce4me")
+    assert frames.unpack(frames.pack([said])) == [heard]
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(MalformedMessage):
+        frames.unpack(msgpack.packb([frames.VERSION + 1]))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
+    for unpack in (frames.unpack, unpack_inference, unpack_inferred):
+        with contextlib.suppress(MalformedMessage):
+            unpack(frame)
+
+
+def test_frames_that_were_changed_on_the_way() -> None:
+    """R2: each message, and each body, with bytes of it changed, doubled or lost: a message again,
+    or malformed.
+    """
+    chance = random.Random(3)
+    place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
+    tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (1,), b"\0\0\0\0"))
+    kinds: list[tuple[Callable[[bytes], Any], bytes]] = [
+        (frames.unpack, frames.pack([example(cls)])) for cls in ALL
+    ]
+    kinds += [
+        (unpack_inference, pack_inference(Inference("id", tensors, (RequestedOutput("c"),)))),
+        (unpack_inferred, pack_inferred(Inferred(tensors, {"x": "y"}))),
+    ] * 20
+    malformed = 0
+    for number in range(_CHANGES):
+        unpack, whole = kinds[number % len(kinds)]
+        frame = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(len(frame) + 1)
+            frame[at : at + chance.randint(0, 2)] = chance.randbytes(chance.randint(0, 2))
+        try:
+            unpack(bytes(frame))
+        except MalformedMessage:
+            malformed += 1
+    assert _CHANGES // 2 < malformed < _CHANGES
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=6),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
+    frame = msgpack.packb(value)
+    for unpack in (frames.unpack, unpack_inference, unpack_inferred):
+        with contextlib.suppress(MalformedMessage):
+            unpack(frame)
+
+
+def test_a_request_and_its_answer_survive_the_wire() -> None:
+    place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
+    tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (), b"\0\0\0\0"))
+    request = Inference(
+        "id", tensors, (RequestedOutput("c", place), RequestedOutput("d")), {"k": 1}
+    )
+    assert unpack_inference(pack_inference(request)) == request
+    answer = Inferred(tensors, {"x": "y"})
+    assert unpack_inferred(pack_inferred(answer)) == answer
+
+
+def test_a_place_outside_its_memory_is_malformed() -> None:
+    bad = Place(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
+    with pytest.raises(MalformedMessage):
+        unpack_inference(pack_inference(Inference("", (TensorRef("a", "FP32", (5,), bad),))))

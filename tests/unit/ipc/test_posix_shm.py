@@ -1,0 +1,135 @@
+"""Keys of clients' objects, and the objects themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import posix_ipc
+import pytest
+
+from shmserve.errors import Internal, InvalidArgument, Unavailable
+from shmserve.ipc.memory import posix_shm
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import Memory, Place
+
+KEY = f"/test-{os.getpid()}-posix"
+
+
+@pytest.fixture
+def sparse() -> Iterator[str]:
+    made = posix_ipc.SharedMemory(KEY, posix_ipc.O_CREX, size=1 << 20)
+    made.close_fd()
+    yield KEY
+    posix_ipc.unlink_shared_memory(KEY)
+
+
+@pytest.mark.parametrize("key", ["x", "/x", "//x"])
+def test_one_leading_slash(key: str) -> None:
+    assert posix_shm.normal_key("r", key) == "/x"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "/", "///", "/.", "/..", "/a/b", "/x\0y", "a b", "/" + "a" * 251, "/ünicode", "/../etc"],
+)
+def test_keys_that_could_name_something_else(key: str) -> None:
+    """R6: a key names a plain object."""
+    with pytest.raises(InvalidArgument, match="invalid shm key"):
+        posix_shm.normal_key("r", key)
+
+
+@pytest.mark.parametrize("key", ["/sem.x", "/nccl-1", "/triton_python_backend_shm_region_1"])
+def test_reserved_keys(key: str) -> None:
+    with pytest.raises(InvalidArgument, match="reserved prefix"):
+        posix_shm.normal_key("r", key)
+
+
+def test_pages_are_taken_at_registration(sparse: str) -> None:
+    shared = posix_shm.open_object(sparse)
+    try:
+        assert os.fstat(shared.fd).st_blocks == 0
+        assert posix_shm.unallocated(shared, 8192) == 8192
+        assert posix_shm.reserve("r", shared, 4096, 8192) == 8192
+        assert posix_shm.reserve("r", shared, 4096, 8192) == 0
+        assert os.fstat(shared.fd).st_blocks * 512 == 8192
+        assert os.fstat(shared.fd).st_size == 1 << 20
+    finally:
+        os.close(shared.fd)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, 0), (0, (1 << 20) + 1), (1 << 20, 1), (2**62, 2**62), (-1, 1)]
+)
+def test_ranges_outside_the_object(sparse: str, offset: int, size: int) -> None:
+    shared = posix_shm.open_object(sparse)
+    try:
+        with pytest.raises(InvalidArgument, match="invalid args"):
+            posix_shm.check_range("r", shared, offset, size)
+    finally:
+        os.close(shared.fd)
+
+
+def test_missing_and_wrong_objects_leave_no_descriptor() -> None:
+    gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+    before = len(os.listdir("/proc/self/fd"))
+    link = f"/dev/shm{KEY}-link"
+    fifo = f"/dev/shm{KEY}-fifo"
+    os.symlink("/etc/passwd", link)
+    os.mkfifo(fifo)
+    try:
+        for _ in range(100):
+            for key in (KEY + "-none", KEY + "-link", KEY + "-fifo"):
+                with pytest.raises(Internal):
+                    posix_shm.open_object(key)
+    finally:
+        os.unlink(link)
+        os.unlink(fifo)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@contextlib.contextmanager
+def leased(path: str) -> Iterator[None]:
+    """The file's owner is asked, and says nothing, when others open it."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, before)
+
+
+def test_nobody_waits_for_a_lease(sparse: str) -> None:
+    """Whoever may register an object may hold a lease on it, and all others' registrations would
+    wait behind its own until the kernel ends that, after 45 s."""
+    with leased(f"/dev/shm{sparse}"), pytest.raises(Internal, match="Unable to open"):
+        posix_shm.open_object(sparse)
+
+
+def test_nobody_waits_for_a_lease_on_what_a_program_shares() -> None:
+    fd = os.memfd_create("leased")
+    try:
+        os.ftruncate(fd, 4096)
+        place = Place(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096)
+        with leased(f"/proc/self/fd/{fd}"), pytest.raises(Unavailable, match="is gone"):
+            Mappings().view(place)
+        assert len(Mappings().view(place)) == 4096
+    finally:
+        os.close(fd)
+
+
+def test_a_folder_is_no_object() -> None:
+    folder = Path("/dev/shm") / f"test-{os.getpid()}-folder"
+    folder.mkdir()
+    try:
+        with pytest.raises(Internal, match="Unable to open shared memory region"):
+            posix_shm.open_object(f"/{folder.name}")
+    finally:
+        folder.rmdir()

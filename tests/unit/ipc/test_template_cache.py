@@ -1,0 +1,147 @@
+"""Requests and answers that are packed alike are read, and packed, once: with the same result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    Inferred,
+    InferredTemplate,
+    RequestedOutput,
+    pack_inference,
+    pack_inferred,
+    unpack_inference,
+)
+from shmserve.ipc.tensors.template_cache import Forms
+
+MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
+OUTPUTS = (RequestedOutput("OUT", Place(MEMORY, 4096, 64)),)
+
+sizes = st.lists(st.integers(0, 300), min_size=1, max_size=4)
+
+
+def inference(datas: list[bytes | Place], **more: Any) -> Inference:
+    return Inference(
+        more.pop("request_id", ""),
+        tuple(
+            TensorRef(f"IN{n}", "UINT8", (len(d) if isinstance(d, bytes) else d.byte_size,), d)
+            for n, d in enumerate(datas)
+        ),
+        **more,
+    )
+
+
+def taught(*works: bytes) -> Forms[int]:
+    """What knows these; the meaning is their number of inputs."""
+    forms: Forms[int] = Forms()
+    for work in works:
+        if forms.find(work) is None:
+            request = unpack_inference(work)
+            forms.learn(work, request, len(request.inputs))
+    return forms
+
+
+@given(sizes, st.data())
+def test_inline_tensors_are_found_where_they_are(sizes: list[int], data: st.DataObject) -> None:
+    def drawn() -> list[bytes | Place]:
+        return [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
+
+    first, second, third = (pack_inference(inference(drawn())) for _ in range(3))
+    forms = taught(first, second)
+    datas = [tensor.data for tensor in unpack_inference(third).inputs]
+    assert forms.find(third) == (len(datas), datas)
+
+
+@given(st.binary(max_size=400), st.binary(min_size=40, max_size=40))
+def test_what_is_not_alike_is_not_found(other: bytes, numbers: bytes) -> None:
+    work = pack_inference(inference([numbers], outputs=OUTPUTS))
+    forms = taught(work, work, work)
+    if found := forms.find(other):
+        assert [t.data for t in unpack_inference(other).inputs] == found[1]
+    moved = (RequestedOutput("OUT", Place(MEMORY, 8192, 64)),)
+    for changed in (
+        inference([numbers], outputs=moved),
+        inference([numbers], outputs=OUTPUTS, flags=1),
+        inference([numbers], outputs=OUTPUTS, priority=1),
+        inference([numbers], outputs=OUTPUTS, parameters={"a": 1}),
+    ):
+        assert forms.find(pack_inference(changed)) is None
+
+
+def test_inline_and_in_memory_may_be_mixed() -> None:
+    place = Place(MEMORY, 0, 16)
+    works = [pack_inference(inference([place, b"%04d" % n, place])) for n in range(3)]
+    assert taught(*works[:2]).find(works[2]) == (3, [b"0002"])
+
+
+def test_what_differs_each_time_is_not_learnt() -> None:
+    differing: list[dict[str, Any]] = [{"deadline_ns": 5}, {"request_id": "a"}]
+    for n, more in enumerate(differing):
+        work = pack_inference(inference([b"1234" * n], **more))
+        assert taught(work, work, work).find(work) is None
+
+
+def test_a_form_is_learnt_when_it_comes_again() -> None:
+    one, two = (pack_inference(inference([numbers])) for numbers in (b"1", b"2"))
+    assert taught(one).find(two) is None
+    assert taught(one, two).find(one) is not None
+
+
+def test_what_was_packed_in_another_way_is_not_cut() -> None:
+    # MessagePack has longer forms for the same numbers: 0 as an uint64 at the end.
+    work = pack_inference(inference([b"1234"]))
+    odd = work[:-1] + b"\xcf" + bytes(8)
+    assert unpack_inference(odd) == unpack_inference(work)
+    assert taught(odd, odd, odd).find(odd) is None
+
+
+def test_memory_is_bounded() -> None:
+    forms: Forms[None] = Forms()
+    for n in range(2000):
+        request = inference([bytes(n)])
+        for _ in range(2):
+            forms.learn(pack_inference(request), request, None)
+    assert 0 < len(forms._known) <= 256 and 0 < len(forms._seen) <= 256
+    few: Forms[None] = Forms(4)
+    for n in range(20):
+        answer = Inferred((TensorRef("O", "UINT8", (n,), bytes(n)),))
+        for _ in range(2):
+            few.learn(pack_inferred(answer), answer, None)
+    assert 0 < len(few._known) <= 4 and 0 < len(few._seen) <= 4
+
+
+@given(sizes, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
+def test_an_answer_is_filled_as_it_is_packed(
+    sizes: list[int], parameters: dict[str, int], data: st.DataObject
+) -> None:
+    def drawn() -> Inferred:
+        datas = [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
+        refs = (TensorRef(f"O{n}", "UINT8", (len(d),), d) for n, d in enumerate(datas))
+        return Inferred(tuple(refs), parameters)
+
+    first, second = drawn(), drawn()
+    datas = [ref.data for ref in second.outputs if isinstance(ref.data, bytes)]
+    assert InferredTemplate(first).fill(datas) == pack_inferred(second)
+
+
+def test_an_answer_is_known_by_its_form() -> None:
+    """Of answers in the client's region and beside it only the inline bytes differ."""
+
+    def answer(inline: bytes, at: int = 0) -> tuple[Inferred, bytes]:
+        placed = TensorRef("P", "INT8", (4,), Place(MEMORY, at, 4))
+        made = Inferred((placed, TensorRef("I", "INT8", (len(inline),), inline)))
+        return made, pack_inferred(made)
+
+    forms: Forms[str] = Forms()
+    for _ in range(2):
+        assert forms.find(answer(b"ab")[1]) is None
+        made, packed = answer(b"ab")
+        forms.learn(packed, made, "both")
+    assert forms.find(answer(b"xy")[1]) == ("both", [b"xy"])
+    assert forms.find(answer(b"xyz")[1]) is None
+    assert forms.find(answer(b"xy", at=5)[1]) is None, "another place"

@@ -1,0 +1,144 @@
+"""BYTES tensors on the wire, ranges, and what fits a model."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.datatypes import decode_bytes, encode_bytes
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.ranges import fits, whole
+from shmserve.ipc.tensors.signature import Signature
+
+EDGES = [0, 1, -1, 4095, 4096, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64]
+NEAR = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 2, edge + 2))
+
+
+@given(NEAR, NEAR, st.integers(0, 2**63 - 1))
+def test_a_range_fits_exactly_when_its_bytes_do(offset: int, size: int, limit: int) -> None:
+    """R8: one function decides whether a range fits."""
+    assert fits(offset, size, limit) == (offset >= 0 and size >= 0 and offset + size <= limit)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None, -1, 2**63, [1]])
+def test_what_is_no_size_is_refused_by_name(value: object) -> None:
+    with pytest.raises(InvalidArgument, match="'offset'"):
+        whole(value, "offset")
+
+
+@given(st.lists(st.binary(max_size=20), max_size=20))
+def test_bytes_survive(items: list[bytes]) -> None:
+    array = np.array([*items, None], dtype=np.object_)[:-1]
+    wire = encode_bytes(array)
+    assert list(decode_bytes(wire, (len(items),), "a", "m")) == items
+
+
+@given(st.binary(max_size=60), st.integers(0, 10))
+def test_any_bytes_decode_or_are_refused(raw: bytes, count: int) -> None:
+    with contextlib.suppress(InvalidArgument):
+        assert decode_bytes(raw, (count,), "a", "m").shape == (count,)
+
+
+def test_a_huge_count_is_refused_before_it_is_allocated() -> None:
+    with pytest.raises(InvalidArgument):
+        decode_bytes(b"\0\0\0\0", (2**40,), "a", "m")
+
+
+def config(batch: int = 8, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "m",
+        "max_batch_size": batch,
+        "input": [
+            {"name": "A", "data_type": "TYPE_FP32", "dims": [-1, 2]},
+            {"name": "B", "data_type": "TYPE_STRING", "dims": [1], **more},
+        ],
+        "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [2]}],
+    }
+
+
+def tensor(name: str, datatype: str, *shape: int) -> TensorRef:
+    size = 4
+    for dim in shape:
+        size *= dim
+    return TensorRef(name, datatype, shape, bytes(size))
+
+
+A, B = tensor("A", "FP32", 2, 3, 2), tensor("B", "BYTES", 2, 1)
+
+
+def test_a_request_that_fits() -> None:
+    admission = Signature(config(), "1").admit("", [A, B], [RequestedOutput("Y")])
+    assert admission.batch_size == 2
+    assert admission.shape_key == Signature(config(), "1").admit("", [B, A], []).shape_key
+    other = tensor("A", "FP32", 2, 4, 2)
+    assert admission.shape_key != Signature(config(), "1").admit("", [other, B], []).shape_key
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "text"),
+    [
+        (
+            [A],
+            [],
+            "expected 2 inputs but got 1 inputs for model 'm'. Got input(s) ['A'], but missing",
+        ),
+        ([A, B, tensor("C", "FP32", 2)], [], "expected 2 inputs but got 3 inputs"),
+        ([A, tensor("C", "FP32", 2)], [], "unexpected inference input 'C' for model 'm'"),
+        ([A, A], [], "input 'A' already exists in request"),
+        ([A, B], ["Z"], "unexpected inference output 'Z' for model 'm'"),
+        ([A], ["Z"], "unexpected inference output 'Z' for model 'm'"),
+        ([A, B], ["Y", "Y"], "output 'Y' already exists in request"),
+        (
+            [tensor("A", "INT32", 2, 3, 2), B],
+            [],
+            "inference input 'A' data-type is 'INT32', but model",
+        ),
+        (
+            [tensor("A", "FP32", 2, 3, 3), B],
+            [],
+            "Expected [-1,-1,2], got [2,3,3]. NOTE: Setting a non-zero",
+        ),
+        ([tensor("A", "FP32"), B], [], "input 'A' has no shape but model requires batch dimension"),
+        (
+            [tensor("A", "FP32", 9, 3, 2), tensor("B", "BYTES", 9, 1)],
+            [],
+            "batch-size must be <= 8 for 'm'",
+        ),
+        ([A, tensor("B", "BYTES", 1, 1)], [], "input 'B' batch size does not match other inputs"),
+        ([TensorRef("A", "FP32", (2, 3, 2), b"123"), B], [], "Expected 48, got 3"),
+        (
+            [TensorRef("A", "FP32", (2, 2**60, 2), b""), tensor("B", "BYTES", 2, 1)],
+            [],
+            "byte size overflow for input 'A': element count (4611686018427387904) *",
+        ),
+        # No array can have such a shape, though it would be empty.
+        (
+            [TensorRef("A", "FP32", (0, 2**60, 2), b""), TensorRef("B", "BYTES", (0, 1), b"")],
+            [],
+            "input 'A' for model 'm' is too large",
+        ),
+    ],
+)
+def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        Signature(config(), "1").admit("r", inputs, [RequestedOutput(name) for name in outputs])
+    assert text in error.value.message
+    prefixed = error.value.message.startswith("[request id: r] ")
+    assert prefixed != text.startswith("unexpected inference")
+    assert type(error.value) is InvalidArgument
+
+
+def test_optional_inputs() -> None:
+    signature = Signature(config(optional=True), "1")
+    without = signature.admit("", [A], [])
+    with_b = signature.admit("", [A, B], [])
+    assert without.shape_key != with_b.shape_key
+    with pytest.raises(InvalidArgument, match="between 1 and 2 but got 1 inputs"):
+        signature.admit("", [B], [])

@@ -1,0 +1,176 @@
+"""Dealers and routers over real sockets: order, identities, ends, slow peers, libzmq."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.transport import frames, zmtp
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.router import Router
+from tests.rigs.arrivals import arrived, send_raw
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[Router]:
+    made = Router(f"ipc://{tmp_path}/r")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def dealer(router: Router) -> Iterator[Dealer]:
+    made = Dealer(router.endpoint, "me")
+    yield made
+    made.close()
+
+
+def test_who_closes_late_leaves_anothers_socket(tmp_path: Path) -> None:
+    """As a server does whose run directory was removed, and is another one's by now."""
+    endpoint = f"ipc://{tmp_path}/both"
+    first, second = Router(endpoint), Router(endpoint)
+    first.close()
+    dealer = Dealer(endpoint, "me")
+    dealer.send(m.Cancel(7))
+    assert arrived(second) == [(b"me", m.Cancel(7))]
+    dealer.close()
+    second.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_messages_both_ways_in_order(router: Router, dealer: Dealer) -> None:
+    for number in range(5):
+        dealer.post(m.Cancel(number))
+    dealer.flush()
+    dealer.send(m.Cancel(5))
+    got: list[Any] = []
+    while len(got) < 6:
+        got += arrived(router)
+    assert got == [(b"me", m.Cancel(number)) for number in range(6)]
+    router.post(b"me", m.Settled(1))
+    router.post(b"me", m.Settled(2))
+    router.post(b"nobody", m.Settled(3))
+    router.flush()
+    assert arrived(dealer) == [m.Settled(1), m.Settled(2)]
+
+
+def test_what_cannot_be_packed_is_not_sent_again(router: Router, dealer: Dealer) -> None:
+    with pytest.raises(TypeError):
+        dealer.send(m.ConfigCompleted({"max_batch_size": object()}))
+    dealer.send(m.Cancel(7))
+    assert arrived(router) == [(b"me", m.Cancel(7))]
+
+
+def test_what_cannot_be_packed_for_one_peer_keeps_nothing_from_another(
+    router: Router, dealer: Dealer
+) -> None:
+    other = Dealer(router.endpoint, "other")
+    for link in (dealer, other):
+        link.send(m.Cancel(1))
+        assert arrived(router)
+    router.post(b"other", m.Settled(1))
+    router.post(b"me", m.Answered(2, {"found": object()}))
+    router.post(b"me", m.Settled(3))
+    with pytest.raises(TypeError):
+        router.flush()
+    router.post(b"me", m.Settled(4))
+    router.post(b"other", m.Settled(5))
+    router.flush()
+    assert arrived(dealer) == [m.Settled(4)]
+    got: list[Any] = []
+    while len(got) < 2:
+        got += arrived(other)
+    assert got == [m.Settled(1), m.Settled(5)] and not other.wait(0)
+    other.close()
+
+
+def test_last_words_arrive_after_the_end(router: Router, dealer: Dealer) -> None:
+    dealer.send(m.Cancel(7))
+    dealer.close()
+    assert arrived(router) == [(b"me", m.Cancel(7))]
+    assert arrived(router, 0.2) == [] and not router.wait(0)
+
+
+def test_a_peer_that_does_not_read_costs_no_wait(router: Router, dealer: Dealer) -> None:
+    """More than any socket buffer holds, both ways at once; nothing is lost."""
+    dealer.send(m.Cancel(1))
+    assert arrived(router)
+    large = m.Finished(2, bytes(3 << 20))
+    dealer.send(large)
+    router.post(b"me", large)
+    router.flush()
+    there: list[Any] = []
+    back: list[Any] = []
+    while not (there and back):
+        there += router.receive()
+        back += dealer.receive()
+    assert there == [(b"me", large)] and back == [large]
+
+
+def test_an_identity_that_is_taken_is_refused(router: Router, dealer: Dealer) -> None:
+    dealer.send(m.Cancel(1))
+    assert arrived(router)
+    thief = Dealer(router.endpoint, "me")
+    thief.send(m.Cancel(2))
+    assert arrived(router, 0.5) == []
+    assert arrived(thief, 0.5) == [] and not thief.connected
+    router.post(b"me", m.Settled(1))
+    router.flush()
+    assert arrived(dealer) == [m.Settled(1)]
+    thief.close()
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    dealer = Dealer(f"ipc://{tmp_path}/none", "me")
+    dealer.send(m.Cancel(1))
+    assert dealer.receive() == [] and not dealer.connected and not dealer.wait(0)
+    dealer.close()
+
+
+def test_the_other_end_goes(router: Router, dealer: Dealer) -> None:
+    dealer.send(m.Cancel(1))
+    assert arrived(router)
+    router.post(b"me", m.Settled(1))
+    router.flush()
+    router.close()
+    assert arrived(dealer) == [m.Settled(1)]
+    dealer.send(m.Cancel(2))
+    assert arrived(dealer, 0.5) == [] and not dealer.connected
+    dealer.send(m.Cancel(3))
+
+
+def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: Dealer) -> None:
+    send_raw(
+        dealer, b"", zmtp.frame(b"garbage") + b"\1\1a\0\1b" + zmtp.frame(frames.pack([m.Drain()]))
+    )
+    assert arrived(router) == [(b"me", m.Drain())] and router.malformed == 2
+    with socket.socket(socket.AF_UNIX) as plain:
+        plain.connect(router.endpoint.removeprefix("ipc://"))
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert arrived(router, 0.5) == []
+        plain.settimeout(5)
+        assert plain.recv(1000).startswith(zmtp.GREETING)
+
+
+def test_libzmq_at_the_other_end(router: Router) -> None:
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as theirs:
+            theirs.setsockopt(zmq.IDENTITY, b"theirs")
+            theirs.connect(router.endpoint)
+            for size in (1, 300, 100_000):
+                theirs.send(frames.pack([m.Finished(size, bytes(size))]))
+                assert arrived(router) == [(b"theirs", m.Finished(size, bytes(size)))]
+                router.post(b"theirs", m.Finished(size, bytes(size)))
+                router.flush()
+                while not theirs.poll(10):
+                    list(router.receive())
+                assert frames.unpack(theirs.recv()) == [m.Finished(size, bytes(size))]
+    finally:
+        context.destroy(0)

@@ -1,0 +1,78 @@
+"""ZMTP: what is framed comes out again however it is cut, and nothing else is believed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc.transport import zmtp
+
+HANDSHAKE = zmtp.GREETING + zmtp.ready("DEALER", b"me")
+
+
+def fed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
+    """A decoder that got `data` in pieces, and the messages that it found."""
+    decoder = zmtp.Decoder()
+    messages: list[bytes] = []
+    edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    for start, end in itertools.pairwise(edges):
+        if not decoder.broken:
+            messages += decoder.feed(data[start:end])
+    return decoder, messages
+
+
+BODIES = st.lists(st.one_of(st.binary(max_size=300), st.integers(0, 5000).map(bytes)), max_size=8)
+CUTS = st.lists(st.integers(0, 100_000), max_size=12)
+
+
+@given(BODIES, CUTS)
+def test_messages_come_out_however_they_are_cut(bodies: list[bytes], cuts: list[int]) -> None:
+    data = HANDSHAKE + b"".join(map(zmtp.frame, bodies))
+    decoder, messages = fed(data, cuts)
+    assert not decoder.broken and messages == bodies
+    assert decoder.properties == {"socket-type": b"DEALER", "identity": b"me"}
+
+
+@given(st.binary(max_size=400), CUTS)
+def test_any_bytes_are_a_broken_connection_or_nothing(data: bytes, cuts: list[int]) -> None:
+    for start in (b"", zmtp.GREETING, HANDSHAKE):
+        decoder, messages = fed(start + data, cuts)
+        assert decoder.broken or decoder.properties is not None or not messages
+
+
+def test_messages_of_several_parts_and_commands_are_dropped() -> None:
+    ping = b"\x04\x07\x04PING\x00\x00"
+    data = HANDSHAKE + b"\x01\x01a\x01\x01b\x00\x01c" + ping + zmtp.frame(b"one")
+    decoder, messages = fed(data, [])
+    assert messages == [b"one"] and decoder.dropped == 1 and not decoder.broken
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"GET / HTTP/1.1\r\n", "not ZMTP"),
+        (b"\xff" + bytes(8) + b"\x7e" + bytes(60), "not ZMTP"),
+        (zmtp.GREETING[:10] + b"\x01" + zmtp.GREETING[11:], "version"),
+        (zmtp.GREETING.replace(b"NULL\0", b"CURVE"), "mechanism"),
+        (zmtp.GREETING + zmtp.frame(b"too early"), "before the handshake"),
+        (zmtp.GREETING + b"\x04\x06\x05HELLO", "without READY"),
+        (zmtp.GREETING + b"\x04\x09\x05READY\x0bSo", "cut short"),
+        (zmtp.GREETING + b"\x04\x0c\x05READY\x01a\x00\x00\x00\x09", "cut short"),
+        (HANDSHAKE + b"\x02" + (2**63).to_bytes(8, "big"), "too large"),
+        (HANDSHAKE + b"\x08\x00", "unknown flags"),
+    ],
+)
+def test_what_is_not_spoken_here(data: bytes, why: str) -> None:
+    decoder, messages = fed(data, [])
+    assert why in decoder.broken and messages == []
+
+
+def test_a_large_message_is_announced_before_it_is_kept() -> None:
+    decoder = zmtp.Decoder()
+    decoder.feed(HANDSHAKE + b"\x02" + (1 << 20).to_bytes(8, "big"))
+    for _ in range(15):
+        assert decoder.feed(bytes(1 << 16)) == []
+    assert [len(message) for message in decoder.feed(bytes(1 << 16))] == [1 << 20]

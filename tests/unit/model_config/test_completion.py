@@ -1,0 +1,239 @@
+"""What a configuration leaves open: the server's defaults and the model's own word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.model_config import (
+    ModelConfig,
+    ModelDefaults,
+    detect_backend,
+    from_json,
+    ignored_fields,
+    merge_autocomplete,
+    normalise,
+    parse_pbtxt,
+    read_pbtxt,
+    to_dict,
+    unsupported,
+)
+from shmserve.proto import model_config_pb2
+from tests.rigs.marked_configs import PYTHON, place
+from tests.support.repositories import identity_config
+
+RECORDED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("data").joinpath("triton_configs.json").read_text()
+)
+COMPLETED = {
+    "max_batch_size": 4,
+    "input": [
+        {"name": "IN", "data_type": "TYPE_FP32", "dims": [-1, 3]},
+        {"name": "MASK", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
+    ],
+    "output": [{"name": "OUT", "data_type": "TYPE_BF16", "dims": [-1]}],
+    "dynamic_batching": {},
+}
+
+
+# --- filling in --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "files", "expected"),
+    [
+        ("", ["model.py"], ("python", "", "model.py")),
+        ("", ["model.pt"], ("pytorch", "pytorch_libtorch", "model.pt")),
+        ("", ["model.pt2", "notes.txt"], ("pytorch", "pytorch_libtorch", "model.pt2")),
+        ("", ["model.pt", "model.py"], ("pytorch", "pytorch_libtorch", "model.pt")),
+        ("", ["other"], ("", "", "")),
+        ('platform: "pytorch_libtorch"', [], ("pytorch", "pytorch_libtorch", "model.pt")),
+        ('platform: "tensorrt_plan"', ["model.py"], ("", "tensorrt_plan", "")),
+        ('platform: "ensemble"', ["model.py"], ("", "ensemble", "")),
+        ('backend: "pytorch"', ["model.py"], ("pytorch", "pytorch_libtorch", "model.py")),
+        ('backend: "pytorch" runtime: "model.py"', ["model.pt"], ("pytorch", "", "model.py")),
+        ('backend: "python"', ["x.py"], ("python", "", "model.py")),
+        ('default_model_filename: "net.pt2"', [], ("pytorch", "pytorch_libtorch", "net.pt2")),
+        ('default_model_filename: "net.py"', ["model.pt"], ("python", "", "net.py")),
+        ('backend: "mine" default_model_filename: "a"', [], ("mine", "", "a")),
+    ],
+)
+def test_finds_the_backend(text: str, files: list[str], expected: tuple[str, str, str]) -> None:
+    config = detect_backend(parse_pbtxt(text), "m", files)
+    assert (config.backend, config.platform, config.default_model_filename) == expected
+    assert config.name == "m"
+
+
+@pytest.mark.parametrize(
+    ("groups", "gpus", "expected"),
+    [
+        ("", 0, [("m", "KIND_CPU", 1, [])]),
+        ("", 2, [("m", "KIND_GPU", 1, [0, 1])]),
+        ("instance_group { count: 3 }", 0, [("m_0", "KIND_CPU", 3, [])]),
+        ("instance_group { count: -3 }", 0, [("m_0", "KIND_CPU", 1, [])]),
+        ("instance_group { gpus: 1 }", 2, [("m_0", "KIND_GPU", 1, [1])]),
+        ("instance_group { gpus: 2 }", 2, [("m_0", "KIND_CPU", 1, [2])]),
+        ("instance_group { kind: KIND_CPU }", 2, [("m_0", "KIND_CPU", 1, [])]),
+        ("instance_group { kind: KIND_MODEL }", 2, [("m_0", "KIND_MODEL", 1, [])]),
+        (
+            'instance_group { name: "a" kind: KIND_GPU gpus: 0 } instance_group { kind: KIND_GPU }',
+            2,
+            [("a", "KIND_GPU", 1, [0]), ("m_1", "KIND_GPU", 1, [0, 1])],
+        ),
+    ],
+)
+def test_resolves_instances(
+    groups: str, gpus: int, expected: list[tuple[str, str, int, list[int]]]
+) -> None:
+    config = to_dict(normalise(parse_pbtxt(groups), "m", gpus))
+    found = [(g["name"], g["kind"], g["count"], g["gpus"]) for g in config["instance_group"]]
+    assert found == expected
+
+
+def test_the_servers_defaults_fill_only_what_a_model_leaves_open() -> None:
+    defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
+
+    def filled(text: str) -> ModelConfig:
+        return normalise(parse_pbtxt(text), "m", 0, defaults)
+
+    open_ = filled("")
+    assert open_.max_batch_size == 4
+    assert list(open_.dynamic_batching.preferred_batch_size) == [4]
+    assert open_.dynamic_batching.max_queue_delay_microseconds == 7
+    assert not filled("max_batch_size: 0").HasField("dynamic_batching")
+    assert filled("max_batch_size: 2").max_batch_size == 2
+    set_ = filled("dynamic_batching { max_queue_delay_microseconds: 0 }")
+    assert set_.dynamic_batching.max_queue_delay_microseconds == 0
+    assert filled("sequence_batching {}").WhichOneof("scheduling_choice") == "sequence_batching"
+    assert filled('platform: "ensemble" ensemble_scheduling {}').max_batch_size == 0
+    assert normalise(parse_pbtxt(""), "m", 0, ModelDefaults()).max_batch_size == 0
+    assert not normalise(parse_pbtxt("max_batch_size: 2"), "m", 0).HasField("dynamic_batching")
+
+
+# --- what a model says of itself ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        (
+            'input { name: "IN" @data_type: TYPE_INT32 }',
+            "input[0].data_type",
+            "unable to load model 'm', configuration expects datatype TYPE_INT32 for input 'IN', "
+            "model provides TYPE_FP32",
+        ),
+        (
+            'output { name: "OUT" @dims: 3 }',
+            "output[0].dims",
+            "model 'm', tensor 'OUT': the model expects dims [-1] but the model configuration "
+            "specifies dims [3]",
+        ),
+        (
+            "@max_batch_size: 8",
+            "max_batch_size",
+            "configuration specified max_batch_size 8, but in auto-complete-config function for "
+            "model 'm' specified max_batch_size 4",
+        ),
+        (
+            "@sequence_batching {}",
+            "sequence_batching",
+            "Configuration specified scheduling_choice as 'sequence_batching', but "
+            "auto-complete-config function for model 'm' tries to set scheduling_choice as "
+            "'dynamic_batching'",
+        ),
+    ],
+)
+def test_a_model_that_contradicts_its_configuration_is_refused(
+    text: str, key: str, expected: str
+) -> None:
+    text = PYTHON + text
+    config, source = read_pbtxt(text.replace("@", ""), "f")
+    with pytest.raises(InvalidArgument) as caught:
+        merge_autocomplete(config, COMPLETED, source)
+    assert caught.value.message == f"{place(text)}{key}: {expected}"
+
+
+def test_what_the_author_wrote_stays_but_for_a_batch_size_that_the_model_raises() -> None:
+    written = parse_pbtxt(
+        'name: "m" max_batch_size: 2 input { name: "IN" format: FORMAT_NHWC dims: [-1, 3] } '
+        'output { name: "MORE" } dynamic_batching { preferred_batch_size: 1 }'
+        "model_transaction_policy { decoupled: false }"
+    )
+    before = to_dict(written)
+    merged = merge_autocomplete(written, {**COMPLETED, "instance_group": [{"count": 9}]})
+    assert to_dict(written) == before
+    assert merged.max_batch_size == 4
+    assert [io.name for io in merged.input] == ["IN", "MASK"]
+    assert merged.input[0].data_type == model_config_pb2.TYPE_FP32
+    assert merged.input[0].format == model_config_pb2.ModelInput.FORMAT_NHWC
+    assert merged.input[1].optional
+    assert [io.name for io in merged.output] == ["MORE", "OUT"]
+    assert list(merged.dynamic_batching.preferred_batch_size) == [1]
+    assert not merged.instance_group
+    with pytest.raises(InvalidArgument, match="trying to change decoupled property"):
+        merge_autocomplete(written, {"model_transaction_policy": {"decoupled": True}})
+    with pytest.raises(
+        InvalidArgument, match=r"auto-completed configuration: input\[0\].dims\[0\]"
+    ):
+        merge_autocomplete(written, {"input": [{"name": "X", "dims": ["a"]}]})
+
+
+def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
+    """The supervisor does nothing else meanwhile: measured against reading what the model says."""
+    written = parse_pbtxt(identity_config("m", "FP32", [1], inputs=4000))
+    completed = to_dict(written)
+    began = process_time()
+    from_json(completed)
+    reading = process_time() - began
+    began = process_time()
+    assert merge_autocomplete(written, completed) == written
+    assert process_time() - began < 4 * reading
+
+
+# --- what is not done --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", None),
+        ("dynamic_batching {}", None),
+        ("sequence_batching {}", "sequence_batching is not supported, required by model 'm'"),
+        ('platform: "ensemble"', "ensemble_scheduling is not supported, required by model 'm'"),
+        (
+            "model_transaction_policy { decoupled: true }",
+            "the 'decoupled' transaction policy is not supported, required by model 'm'",
+        ),
+    ],
+)
+def test_what_is_not_served_is_said(text: str, expected: str | None) -> None:
+    assert unsupported(parse_pbtxt('name: "m" ' + text)) == expected
+
+
+def test_what_has_no_effect_is_listed() -> None:
+    config = normalise(parse_pbtxt(RECORDED["rich"]["pbtxt"]), "rich", 0)
+    assert ignored_fields(config) == [
+        "batch_input",
+        "batch_output",
+        "cc_model_filenames",
+        "metric_tags",
+        "model_warmup",
+        "model_operations",
+        "optimization.graph",
+        "optimization.cuda",
+        "optimization.execution_accelerators",
+        "optimization.priority",
+        "optimization.input_pinned_memory",
+        "instance_group[0].rate_limiter",
+        "instance_group[1].host_policy",
+        "output[0].label_filename",
+        "dynamic_batching.priority_levels",
+        "dynamic_batching.priority_queue_policy",
+        "dynamic_batching.default_queue_policy.timeout_action",
+    ]
+    assert ignored_fields(normalise(parse_pbtxt(RECORDED["simple"]["pbtxt"]), "simple", 0)) == []

@@ -1,0 +1,205 @@
+"""The rules of sequences and ensembles, with Triton's words, keys and places."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rigs.marked_configs import IO, PYTHON, place, problems
+
+SEQUENCE = (
+    'sequence_batching { control_input { name: "C" @control { kind: CONTROL_SEQUENCE_%s } } }'
+)
+STATE = 'sequence_batching { state { input_name: "s" data_type: TYPE_INT32 dims: [%s] %s } }'
+INITIAL = 'initial_state { name: "i" data_type: TYPE_INT32 @dims: [%s] zero_data: true }'
+CONTROL = "sequence_batching.control_input[0].control[0]"
+FIRST = "sequence_batching.state[0].initial_state[0]"
+
+
+def at(text: str, what: str) -> str:
+    """`text` with its only mark before `what` instead."""
+    return text.replace("@", "").replace(what, "@" + what, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        (SEQUENCE % "START bool_false_true: [false, true]", "", ""),
+        (SEQUENCE % "CORRID data_type: TYPE_STRING", "", ""),
+        (STATE % ("-1, 2", INITIAL % "3, 2"), "", ""),
+        (
+            at(SEQUENCE % "CORRID data_type: TYPE_FP32", "data_type"),
+            f"{CONTROL}.data_type",
+            "unexpected data type for control CONTROL_SEQUENCE_CORRID for m. Allowed data types "
+            "are TYPE_UINT64, TYPE_INT64, TYPE_UINT32, TYPE_INT32 and TYPE_STRING",
+        ),
+        (
+            SEQUENCE % "START",
+            CONTROL,
+            "sequence batching must specify either 'int32_false_true', 'fp32_false_true' or "
+            "'bool_false_true' for CONTROL_SEQUENCE_START for m",
+        ),
+        (
+            at(SEQUENCE % "START int32_false_true: [0,1] fp32_false_true: [0,1]", "fp32"),
+            f"{CONTROL}.fp32_false_true",
+            "sequence batching specifies more than one from 'int32_false_true', 'fp32_false_true' "
+            "and 'bool_false_true' for CONTROL_SEQUENCE_START for m",
+        ),
+        (
+            at(SEQUENCE % "END int32_false_true: [0,1,2]", "int32"),
+            f"{CONTROL}.int32_false_true",
+            "sequence batching control 'int32_false_true' must have exactly 2 entries for "
+            "CONTROL_SEQUENCE_END for m",
+        ),
+        (
+            at(SEQUENCE % "CORRID data_type: TYPE_INT32 int32_false_true: [0,1]", "int32"),
+            f"{CONTROL}.int32_false_true",
+            "sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or "
+            "'bool_false_true' for CONTROL_SEQUENCE_CORRID for m",
+        ),
+        (
+            at(SEQUENCE.replace('name: "C"', "") % "END int32_false_true: [0,1]", "control_input"),
+            "sequence_batching.control_input[0].name",
+            "sequence batching control tensor must have a name for m",
+        ),
+        (
+            SEQUENCE.replace("@", "").replace(
+                "} }", "} control { @kind: CONTROL_SEQUENCE_END %s } }", 1
+            )
+            % ("END int32_false_true: [0,1]", "int32_false_true: [0,1]"),
+            "sequence_batching.control_input[0].control[1].kind",
+            "sequence batching specifies multiple CONTROL_SEQUENCE_END tensors for m",
+        ),
+        (
+            "sequence_batching { direct { @minimum_slot_utilization: 1.5 } }",
+            "sequence_batching.direct.minimum_slot_utilization",
+            "sequence batching minimum slot utilization must be in range (0.0, 1.0] for m",
+        ),
+        (
+            "sequence_batching { oldest { preferred_batch_size: [1, @3] } }",
+            "sequence_batching.oldest.preferred_batch_size[1]",
+            "sequence batching preferred batch size must be <= max batch size for m",
+        ),
+        (
+            "sequence_batching { oldest { @preferred_batch_size: 0 } }",
+            "sequence_batching.oldest.preferred_batch_size[0]",
+            "sequence batching preferred batch size must be positive for m",
+        ),
+        (
+            at(STATE % ("1", INITIAL % "1" + INITIAL % "1"), "initial_state"),
+            "sequence_batching.state[0].initial_state",
+            "initial_state field for state input 's' must contain exactly one or zero element. "
+            "Found '2' elements.",
+        ),
+        (
+            at(STATE % ("1", (INITIAL % "1").replace('name: "i"', "")), "initial_state"),
+            f"{FIRST}.name",
+            "Field 'name' must be set when using initial_state for state input 's'.",
+        ),
+        (
+            at(STATE % ("1", (INITIAL % "1").replace("INT32", "FP32")), "data_type: TYPE_FP32"),
+            f"{FIRST}.data_type",
+            "The data type used for 'initial_state' field of state 's' does not match the state "
+            "data type.",
+        ),
+        (
+            at(STATE % ("1", (INITIAL % "1").replace("zero_data: true", "")), "initial_state"),
+            FIRST,
+            "initial_state setting expects state's' to have state_data set",
+        ),
+        (
+            STATE % ("1", INITIAL % "1, 1"),
+            f"{FIRST}.dims",
+            "Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions "
+            "for state input 's'. 2 != 1",
+        ),
+        (
+            at(STATE % ("1, -1", INITIAL % "1, -1"), "-1] zero"),
+            f"{FIRST}.dims[1]",
+            "'initial_state' field for state input name 's' contains variable dimensions.",
+        ),
+        (
+            at(STATE % ("1, 1", INITIAL % "1, 2"), "2] zero"),
+            f"{FIRST}.dims[1]",
+            "'initial_state' dim for input name 's' doesn't match 'state' dim description. 2 != 1",
+        ),
+    ],
+)
+def test_sequences_are_checked_though_not_served(text: str, key: str, expected: str) -> None:
+    text = PYTHON + "max_batch_size: 2 " + IO + text
+    assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
+
+
+STEP = 'model_name: "x" input_map { key: "a" value: "I" } output_map { key: "b" value: "O" }'
+ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        ("ensemble_scheduling { step { %s } }", "", ""),
+        (
+            "",
+            "ensemble_scheduling",
+            "ensemble scheduling must be set for ensemble m whose platform is ensemble",
+        ),
+        (
+            "ensemble_scheduling { step { %s } } @instance_group {}",
+            "instance_group",
+            "instance group should not be specified for ensemble 'm'",
+        ),
+        (
+            "ensemble_scheduling { step { %s } } @optimization {}",
+            "optimization",
+            "optimization should not be specified for ensemble 'm'",
+        ),
+        (
+            "ensemble_scheduling { step { %s } } @model_warmup {}",
+            "model_warmup",
+            "model_warmup can not be specified for ensemble 'm'",
+        ),
+        (
+            '@backend: "python" ensemble_scheduling { step { %s } }',
+            "backend",
+            "Ensemble model 'm' must have platform type 'ensemble' and empty backend type",
+        ),
+        (
+            'input { @name: "Z" data_type: TYPE_FP32 dims: 1 } ensemble_scheduling { step { %s } }',
+            "input[1].name",
+            "ensemble input 'Z' for ensemble m' is not used",
+        ),
+        (
+            'output { @name: "Z" data_type: TYPE_FP32 dims: 1 }ensemble_scheduling { step { %s } }',
+            "output[1].name",
+            "ensemble output 'Z' for ensemble m' is not used",
+        ),
+        (
+            'ensemble_scheduling { step { %s @output_map { key: "c" value: "O" } } }',
+            'ensemble_scheduling.step[0].output_map["c"]',
+            "ensemble tensor 'O' can appear in an output map only once for ensemble 'm' step 0",
+        ),
+        (
+            'ensemble_scheduling { step { %s } step { %s model_name: "x" @input_map: [] } }',
+            "ensemble_scheduling.step[1].input_map",
+            "must specify 'input_map' in step 1 of ensemble 'm'",
+        ),
+    ],
+)
+def test_ensembles_are_checked_though_not_served(text: str, key: str, expected: str) -> None:
+    second = STEP[STEP.index("output_map") :].replace('"O"', '"P"')
+    text = ENSEMBLE + text.replace("%s", STEP, 1).replace("%s", second)
+    assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
+
+
+def test_what_an_ensemble_lacks_is_placed_where_it_would_be() -> None:
+    text = ENSEMBLE + f"ensemble_scheduling {{ step {{ {STEP} }} @step {{}} }}"
+    step = place(text)
+    assert problems(text).splitlines() == [
+        f"{step}ensemble_scheduling.step[1].{field}: must specify '{field}' in step 1 of "
+        "ensemble 'm'"
+        for field in ("model_name", "input_map", "output_map")
+    ]
+    text = ENSEMBLE.replace('platform: "ensemble"', "") + "@ensemble_scheduling {}"
+    assert problems(text).splitlines()[:2] == [
+        "f: platform: unexpected platform type '' for m",
+        f"{place(text)}ensemble_scheduling.step: must specify 'step' for ensemble 'm'",
+    ]

@@ -1,0 +1,269 @@
+"""Where what is said about a configuration points to, and what is not said beside what could not
+be read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format, text_format
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidArgument
+from shmserve.model_config import (
+    ModelConfig,
+    Source,
+    normalise,
+    read_json,
+    read_pbtxt,
+    validate,
+)
+from shmserve.model_config.diagnostics import Key, shown
+from tests.rigs.marked_configs import IO, PYTHON, places, problems
+from tests.unit.model_config.test_parse import FRAGMENTS, configs
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = sorted(
+    path for folder in ("tests", "bench", "examples") for path in (ROOT / folder).rglob("*.pbtxt")
+)
+
+
+def pointed(text: str, at: str) -> str:
+    """The text from a position on, which must be inside of it."""
+    line, column = map(int, at.split(":"))
+    lines = text.split("\n")
+    assert 1 <= line <= len(lines)
+    rest = lines[line - 1][column - 1 :]
+    assert column >= 1
+    assert rest
+    return rest
+
+
+def of_map(key: Key) -> bool:
+    """Whether it is within a map's member, which text format and JSON write quite differently."""
+    return "key" in key or "value" in key
+
+
+def names_what_is_there(text: str, source: Source, quote: str = "") -> None:
+    """Every place of a key is where its name is written, and that of an element there or at it."""
+    for key, at in source.places.items():
+        rest, name = pointed(text, at), key[-1]
+        if isinstance(name, str) and name[0] != "[":
+            assert rest.startswith(f"{quote}{name}{quote}") or of_map(key)
+        elif isinstance(name, int) and not quote:
+            assert rest.startswith(str(key[-2])) or rest[0] not in " \t,:]}#"
+        else:
+            assert rest[0] not in " \t,:]}#"
+
+
+# --- places ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_every_key_of_a_real_file_is_found_in_it(path: Path, newline: str) -> None:
+    text = path.read_text().replace("\n", newline)
+    config, source = read_pbtxt(text)
+    names_what_is_there(text, source)
+    flat = " ".join(line.partition("#")[0] for line in path.read_text().splitlines())
+    again, in_one_line = read_pbtxt(flat)
+    assert again == config
+    assert in_one_line.places.keys() == source.places.keys()
+    names_what_is_there(flat, in_one_line)
+
+
+@given(configs, st.booleans(), st.booleans())
+def test_every_key_of_a_text_is_found_in_it(config: ModelConfig, flat: bool, short: bool) -> None:
+    text = text_format.MessageToString(
+        config, as_one_line=flat, use_short_repeated_primitives=short
+    )
+    names_what_is_there(text, read_pbtxt(text)[1])
+
+
+@given(configs, st.sampled_from([None, 1, "\t"]), st.booleans())
+def test_every_key_of_json_is_found_in_it(
+    config: ModelConfig, indent: int | str | None, ascii_only: bool
+) -> None:
+    written = json_format.MessageToDict(config, preserving_proto_field_name=True)
+    text = json.dumps(written, indent=indent, ensure_ascii=ascii_only)
+    names_what_is_there(text, read_json(text)[1], '"')
+
+
+@given(
+    st.lists(st.sampled_from([*FRAGMENTS, *IO.split("\n"), "\n", "\r\n"]), max_size=6),
+    st.integers(0, 1),
+    st.booleans(),
+)
+def test_whatever_is_wrong_the_place_is_in_the_text(
+    fragments: list[str], gpus: int, complete: bool
+) -> None:
+    text = " ".join(fragments)
+    try:
+        config, source = read_pbtxt(text, "f")
+        validate(normalise(config, "m", gpus), gpu_count=gpus, complete=complete, source=source)
+    except InvalidArgument as error:
+        for line in error.message.splitlines():
+            found = re.match(r"f:((\d+:\d+): |(?! \d))", line)
+            assert found, line
+            if found[2]:
+                pointed(text + ".", found[2])  # also what is missing at the very end
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("input { name: 'a' dims: 3 @dims: 0 }", "input[0].dims[1]"),
+        ("input { name: 'a' dims: [3, # 0,\n @0] }", "input[0].dims[1]"),
+        ("input: { name: 'a' }\ninput: < name: 'b' @dims: 0; >", "input[1].dims[0]"),
+        ("input [ { name: 'a' }, { name: 'b', dims: [@-7] } ]", "input[1].dims[0]"),
+        ("input { name: 'a' }\r\n\tinput [ { name: 'b' @dims: 0 } ]", "input[1].dims[0]"),
+        ("input { name: 'é\u20ac\U0001f600' @dims: 0 }", "input[0].dims[0]"),
+    ],
+)  # fmt: skip
+def test_points_at_an_element_however_it_is_written(text: str, expected: str) -> None:
+    (at,) = places(PYTHON + text)
+    assert problems(PYTHON + text, complete=False).startswith(f"{at}{expected}: model input ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"input": [{"name": "a", "dims": [1, @0]}]}', "input[0].dims[1]"),
+        (
+            '{"output": null, "input": [{"name": "a", "format": null},\n @{"dims": [1]}]}',
+            "input[1].name",
+        ),
+        ('{"input": [{"name": "\\"[{,\\\\", "dims": ["-1", @"0"]}]}', "input[0].dims[1]"),
+        (
+            '{"dynamicBatching": {"preferredBatchSize":\n[1,@2]}, "maxBatchSize": "1"}',
+            "dynamic_batching.preferred_batch_size[1]",
+        ),
+    ],
+)
+def test_points_into_json(text: str, expected: str) -> None:
+    (at,) = places(text)
+    config, source = read_json(text.replace("@", ""), "f")
+    config.backend = "python"
+    with pytest.raises(InvalidArgument) as caught:
+        validate(normalise(config, "m", 0), gpu_count=0, complete=False, source=source)
+    (line,) = caught.value.message.splitlines()
+    assert line.startswith(f"{at}{expected}: ")
+
+
+def test_a_configuration_that_nobody_wrote_has_keys_alone() -> None:
+    config = normalise(ModelConfig(backend="python", max_batch_size=-1), "m", 0)
+    with pytest.raises(InvalidArgument, match=r"\Amax_batch_size: 'max_batch_size' must be non-"):
+        validate(config, gpu_count=0, complete=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (("output", 0, "name"), "output[0].name"),
+        (("a", 3, "b", '["x y"]', 0), 'a[3].b["x y"][0]'),
+        (("no\nline",), "no\\nline"),
+    ],
+)
+def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
+    assert shown(key) == expected
+
+
+# --- what follows from what could not be read ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "unread", "more"),
+    [
+        # Unreadable is not the same as missing.
+        ("input { name: 'a' data_type: TYPE_Q dims: 1 }", ["input[0].data_type"], []),
+        ("input { name: 'a' data_type: TYPE_FP32 dims: x }", ["input[0].dims[0]"], []),
+        ("input { name: 3 data_type: TYPE_FP32 dims: 1 }", ["input[0].name"], []),
+        ("input: 5", ["input[0]"], []),
+        ("input { name: 'a' data_type: TYPE_FP32 dims [1] }", ["input[0].dims"], []),
+        # Nor is misspelt.
+        ("input { name: 'a' data_typ: TYPE_FP32 dims: 1 }", ["input[0].data_typ"], []),
+        ("input { nam: 'a' data_type: TYPE_FP32 dims: 1 }", ["input[0].nam"], []),
+        ("max_batchsize: 8 dynamic_batching { preferred_batch_size: 4 }", ["max_batchsize"], []),
+        # What was read is checked all the same.
+        (
+            "input { name: 'a' data_type: TYPE_Q dims: [x, 1, 0] format: FORMAT_NCHW }",
+            ["input[0].data_type", "input[0].dims[0]"],
+            ["input[0].dims[2]"],
+        ),
+        (
+            "input [ 5, { name: 'b' } ] max_batch_size: -1",
+            ["input[0]"],
+            ["max_batch_size", "input[1].data_type", "input[1].dims"],
+        ),
+        ("max_batch_size: x dynamic_batching { preferred_batch_size: [4, 0] }", ["max_batch_size"],
+         ["dynamic_batching.preferred_batch_size[1]"]),
+        # A rule about two things needs both.
+        (
+            "input { name: 'a' data_type: TYPE_FP32 dims: [0, 4] reshape { shape: 4 } }",
+            [],
+            ["input[0].dims[0]"],
+        ),
+        (
+            "input { name: 'a' data_type: TYPE_FP32 dims: [x, 4] reshape { shape: 4 } }",
+            ["input[0].dims[0]"],
+            [],
+        ),
+        ("instance_group { kind: KIND_Q gpus: 0 }", ["instance_group[0].kind"], []),
+        (
+            "instance_group [ { name: 3 }, { name: 'a' }, { name: 'a' } ]",
+            ["instance_group[0].name"],
+            ["instance_group[2].name"],
+        ),
+        ("input { name: 3 } batch_input { data_type: TYPE_FP32 source_input: 'a' }",
+         ["input[0].name"], []),
+        (
+            "sequence_batching { control_input { name: 'c' control { kind: Q } control { "
+            "int32_false_true: [0, 1] } } }",
+            ["sequence_batching.control_input[0].control[0].kind"],
+            [],
+        ),
+        (
+            "dynamic_batching { priority_levels: 1 default_priority_level: x priority_queue_policy "
+            "{ key: x } priority_queue_policy { key: 2 } }",
+            ["dynamic_batching.default_priority_level",
+             "dynamic_batching.priority_queue_policy.key"],
+            ["dynamic_batching.priority_queue_policy[2]"],
+        ),
+        # One of two that exclude each other.
+        (
+            "dynamic_batching { preferred_batch_size: 1 } sequence_batching { oldest {} }",
+            ["sequence_batching"],
+            ["dynamic_batching.preferred_batch_size[0]"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_only_follows_is_not_told(text: str, unread: list[str], more: list[str]) -> None:
+    lines = problems(PYTHON + text).splitlines()
+    assert [line.split(": ")[1] for line in lines] == unread + more
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("bakend: 'python'", ["bakend"]),
+        ("backend: 5", ["backend"]),
+        ("bakend: 'python' platform: 'x'", ["bakend"]),
+        (
+            "platform: ensemble ensemble_scheduling { step { model_name: 'x' "
+            "input_map { key: 'a' value: 'I' } output_map { key: 'b' value: 'O' } } }" + IO,
+            ["platform"],
+        ),
+        (
+            "platform: 'ensemble' ensemble_scheduling { step { model_name: 'x' input_mapp {} "
+            "output_map { key: 'b' value: 3 } } }" + IO,
+            ["ensemble_scheduling.step[0].input_mapp",
+             "ensemble_scheduling.step[0].output_map.value"],
+        ),
+    ],
+)  # fmt: skip
+def test_nor_about_what_a_model_is(text: str, keys: list[str]) -> None:
+    lines = problems(text).splitlines()
+    assert [line.split(": ")[1] for line in lines] == keys

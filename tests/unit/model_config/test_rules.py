@@ -1,0 +1,339 @@
+"""Every rule of a configuration, with Triton's words, the key it is about and the place of that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.model_config import LoadProblem, normalise, parse_pbtxt, validate
+from tests.rigs.marked_configs import IO, PYTHON, place, places, problems
+
+DIM_TEXT = "dimension must be integer >= 1, or -1 to indicate a variable-size dimension for m"
+BATCH = "max_batch_size: 4 " + IO
+DYNAMIC = BATCH + "dynamic_batching { "
+DELAY = "value { timeout_action: DELAY default_timeout_microseconds: 1 }"
+NO_DELAY = (
+    "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for m"
+)
+LEVEL = "priority_levels: 1 default_priority_level: 1 "
+RULES = [
+    (
+        "@max_batch_size: -1" + IO,
+        "max_batch_size",
+        "'max_batch_size' must be non-negative value for m",
+    ),
+    (
+        "@input { data_type: TYPE_FP32 dims: 1 }",
+        "input[0].name",
+        "model input must specify 'name' for m",
+    ),
+    (
+        '@input { name: "I" dims: 1 }',
+        "input[0].data_type",
+        "model input 'I' must specify 'data_type' for m",
+    ),
+    (
+        '@input { name: "I" data_type: TYPE_FP32 }',
+        "input[0].dims",
+        "model input 'I' must specify 'dims' for m",
+    ),
+    (
+        'output [\n @{ name: "O" data_type: TYPE_FP32 }\n]',
+        "output[0].dims",
+        "model output 'O' must specify 'dims' for m",
+    ),
+    (
+        'input { name: "I" data_type: TYPE_FP32 @dims: 0 }',
+        "input[0].dims[0]",
+        f"model input 'I' {DIM_TEXT}",
+    ),
+    (
+        'input { name: "I" data_type: TYPE_FP32 dims: [1, @-2] }',
+        "input[0].dims[1]",
+        f"model input 'I' {DIM_TEXT}",
+    ),
+    (
+        IO + 'input { @name: "I" data_type: TYPE_FP32 dims: 1 }',
+        "input[1].name",
+        "model input 'I' is specified more than once for m",
+    ),
+    (
+        'input { name: "I" data_type: TYPE_FP32 dims: 1 @format: FORMAT_NHWC }',
+        "input[0].format",
+        "model input NHWC/NCHW require 3 dims for m",
+    ),
+    (
+        'input { name: "I" data_type: TYPE_FP32 dims: 1 @is_shape_tensor: true }',
+        "input[0].is_shape_tensor",
+        "shape tensors are only supported for TensorRT platform for m",
+    ),
+    (
+        'output { name: "I" data_type: TYPE_FP32 dims: 1 @is_non_linear_format_io: true }',
+        "output[0].is_non_linear_format_io",
+        "Non-linear IO format is only supported for the TensorRT platform for m",
+    ),
+    (
+        DYNAMIC + "@preferred_batch_size: 0 }",
+        "dynamic_batching.preferred_batch_size[0]",
+        "dynamic batching preferred size must be positive for m",
+    ),
+    (
+        DYNAMIC + "preferred_batch_size: 4 @preferred_batch_size: 5 }",
+        "dynamic_batching.preferred_batch_size[1]",
+        "dynamic batching preferred size must be <= max batch size for m",
+    ),
+    (
+        BATCH + "@dynamic_batching { priority_levels: 2 }",
+        "dynamic_batching.default_priority_level",
+        "default priority level must be in range [1, 2] for m",
+    ),
+    (
+        DYNAMIC + LEVEL + "@priority_queue_policy { key: 3 value {} } }",
+        "dynamic_batching.priority_queue_policy[3]",
+        "priority queue policy must have priority level in range [1, 1] for m",
+    ),
+    (
+        DYNAMIC + "preserve_ordering: true @priority_levels: 2 default_priority_level: 1 }",
+        "dynamic_batching.priority_levels",
+        "Only one priority level is allowed when 'preserve_ordering' is true for m",
+    ),
+    (
+        DYNAMIC + "preserve_ordering: true @default_queue_policy " + DELAY[6:] + " }",
+        "dynamic_batching.default_queue_policy",
+        NO_DELAY,
+    ),
+    (
+        DYNAMIC
+        + "preserve_ordering: true "
+        + LEVEL
+        + "priority_queue_policy [ @{ key: 1 "
+        + DELAY
+        + "} ] }",
+        "dynamic_batching.priority_queue_policy[1]",
+        NO_DELAY,
+    ),
+    (
+        IO + "instance_group { @kind: KIND_GPU }",
+        "instance_group[0].kind",
+        "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
+    ),
+    (
+        IO + "instance_group { kind: KIND_GPU @gpus: 3 }",
+        "instance_group[0].gpus[0]",
+        "instance group m_0 of model m specifies invalid or unsupported gpu id 3. "
+        "Available GPUs are: ",
+    ),
+    (
+        IO + "instance_group { @count: 2000000000 }",
+        "instance_group[0].count",
+        "instance group m_0 of model m has count 2000000000, more than 4096",
+    ),
+    (
+        IO + "instance_group { kind: KIND_CPU @gpus: 0 }",
+        "instance_group[0].gpus",
+        "instance group m_0 of model m has kind KIND_CPU but specifies one or more GPUs",
+    ),
+    (
+        IO + "instance_group { kind: KIND_MODEL @gpus: [0, 1] }",
+        "instance_group[0].gpus",
+        "instance group m_0 of model m has kind KIND_MODEL but specifies one or more GPUs",
+    ),
+    (
+        IO + 'instance_group { kind: KIND_CPU @profile: "1" }',
+        "instance_group[0].profile",
+        "instance group m_0 of model m and platform specifies profile field which is only "
+        "supported for TensorRT models",
+    ),
+    (
+        IO + 'instance_group { name: "a" } instance_group { @name: "a" }',
+        "instance_group[1].name",
+        "instance group a of model m is specified more than once",
+    ),
+    (
+        IO + 'batch_input { target_name: "x" @data_type: TYPE_INT64 source_input: "I" }',
+        "batch_input[0].data_type",
+        "batch input data type must be TYPE_INT32 or TYPE_FP32 for m",
+    ),
+    (
+        IO + '@batch_input { target_name: "x" data_type: TYPE_INT32 }',
+        "batch_input[0].source_input",
+        "batch input kind 'BATCH_ELEMENT_COUNT' expects 1 source input, got 0 for m",
+    ),
+    (
+        IO + 'batch_output { target_name: "O" @source_input: "X" }',
+        "batch_output[0].source_input[0]",
+        "unknown source input name 'X' for m",
+    ),
+    (
+        IO + 'batch_output { target_name: [@"X"] source_input: "I" }',
+        "batch_output[0].target_name[0]",
+        "unknown target output name 'X' for m",
+    ),
+    (
+        IO + 'batch_output { target_name: ["O", @"O"] source_input: "I" }',
+        "batch_output[0].target_name[1]",
+        "target output name 'O' can only be specified once for m",
+    ),
+    (
+        IO + "response_cache { @enable: true } sequence_batching {}",
+        "response_cache.enable",
+        "Response Cache does not currently support model m with sequence batching scheduler. "
+        "Please disable the response cache.",
+    ),
+    (
+        IO + "response_cache { @enable: true } model_transaction_policy { decoupled: true }",
+        "response_cache.enable",
+        "Response Cache does not currently support model m with 'decoupled' transaction policy. "
+        "Please disable the response cache.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "expected"), RULES)
+def test_each_rule_has_tritons_text(text: str, key: str, expected: str) -> None:
+    assert problems(PYTHON + text) == f"{place(PYTHON + text)}{key}: {expected}"
+
+
+def test_every_broken_rule_is_named() -> None:
+    text = (
+        PYTHON
+        + """@max_batch_size: -1
+@input {
+  name: "I"
+  dims: [ 1, @0,
+          @-3 ]
+}
+output [ @{ name: "O" } ]
+dynamic_batching { @preferred_batch_size: 5 }
+instance_group [ { @kind: KIND_GPU } ]
+"""
+    )
+    size, first, dim, other, out, preferred, kind = places(text)
+    assert problems(text).splitlines() == [
+        f"{size}max_batch_size: 'max_batch_size' must be non-negative value for m",
+        f"{preferred}dynamic_batching.preferred_batch_size[0]: "
+        "dynamic batching preferred size must be <= max batch size for m",
+        f"{first}input[0].data_type: model input 'I' must specify 'data_type' for m",
+        f"{dim}input[0].dims[1]: model input 'I' {DIM_TEXT}",
+        f"{other}input[0].dims[2]: model input 'I' {DIM_TEXT}",
+        f"{out}output[0].data_type: model output 'O' must specify 'data_type' for m",
+        f"{out}output[0].dims: model output 'O' must specify 'dims' for m",
+        f"{kind}instance_group[0].kind: "
+        "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
+    ]
+
+
+def test_what_a_model_may_still_complete_is_no_mistake_yet() -> None:
+    text = PYTHON + 'input { name: "I" } batch_output { target_name: "O" source_input: "I" }'
+    assert problems(text, complete=False) == ""
+    assert "must specify 'dims'" in problems(text)
+    assert "dimension must be" in problems(PYTHON + 'input { name: "I" dims: 0 }', complete=False)
+
+
+def test_gpus_are_checked_against_the_hosts() -> None:
+    text = PYTHON + IO + "instance_group { kind: KIND_GPU gpus: [0, 2] }"
+    assert problems(text, gpus=3) == ""
+    assert problems(text, gpus=2).endswith(
+        "invalid or unsupported gpu id 2. Available GPUs are: 0, 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "batch", "expected"),
+    [
+        ([4], [2, 2], 0, ""),
+        ([2, 4, -1, 6], [8, -1, 1, 6], 0, ""),
+        ([1], [], 1, ""),
+        ([1, 1], [], 1, ""),
+        ([-1], [1, -1], 0, ""),
+        ([1], [], 0, "cannot have empty reshape for non-batching model as scalar tensors are not"),
+        ([2], [], 1, "has different size for dims and reshape"),
+        ([4], [3], 0, "has different size for dims and reshape"),
+        ([4], [-1], 0, "has different size for dims and reshape"),
+        ([-1, 2], [-1, 3], 0, "has different size for dims and reshape"),
+        ([-1, 2], [-1, -1], 0, "has different number of variable-size dimensions for dims and"),
+        ([4], [0], 0, "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size"),
+    ],
+)
+def test_a_reshape_keeps_the_elements(
+    dims: list[int], shape: list[int], batch: int, expected: str
+) -> None:
+    text = (
+        f'{PYTHON} max_batch_size: {batch} input {{ name: "I" data_type: TYPE_FP32 dims: {dims} '
+        f"reshape {{ @shape: {shape} }} }}"
+    )
+    key = "input[0].reshape.shape"
+    if shape == [0]:
+        key, text = f"{key}[0]", text.replace("@shape: [", "shape: [@")
+    found = problems(text)
+    assert found.startswith(f"{place(text)}{key}: model input 'I' {expected}" if expected else "")
+    assert bool(found) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (IO, "backend: must specify 'platform' or 'backend' for 'm'"),
+        (
+            '@platform: "tensorrt_plan"' + IO,
+            "platform: unexpected platform type 'tensorrt_plan' for m",
+        ),
+        (
+            'backend: "pytorch" @platform: "onnxruntime_onnx"' + IO,
+            "platform: unexpected 'platform' and 'backend' pair, got:onnxruntime_onnx, pytorch",
+        ),
+        ('platform: "pytorch_libtorch" backend: "pytorch"' + IO, ""),
+        ('backend: "mine"' + IO, ""),
+    ],
+)
+def test_platform_and_backend_go_together(text: str, expected: str) -> None:
+    assert problems(text) == (place(text) + expected if expected else "")
+
+
+def test_labels_lie_in_the_models_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "labels.txt").write_text("a\n")
+    (tmp_path / "secret.txt").write_text("a\n")
+    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
+    text = PYTHON + 'output {{ name: "O" data_type: TYPE_FP32 dims: 1 @label_filename: "{}" }}'
+    key = f"{place(text.format(''))}output[0].label_filename: "
+    assert problems(text.format("labels.txt"), folder=folder) == ""
+    for outside in ("../secret.txt", "link.txt", "/etc/passwd"):
+        assert problems(text.format(outside), folder=folder) == (
+            f"{key}label file '{outside}' of output 'O' for m must be inside the model directory"
+        )
+    assert problems(text.format("none.txt"), folder=folder).endswith("for m does not exist")
+    assert problems(text.format("a\\0b"), folder=folder).endswith("for m is not a valid path")
+
+
+@pytest.mark.parametrize("field", ["default_model_filename", "runtime"])
+@pytest.mark.parametrize("file", ["../2/model.py", "/etc/passwd", "a/../../x.py", "..", "a\\0b"])
+def test_model_files_lie_in_the_version_folder(field: str, file: str) -> None:
+    """R17: nothing that a configuration names is outside of the model."""
+    text = f'{PYTHON} {IO} @{field}: "{file}"'
+    found = problems(text)
+    expected = f"'{field}' for m must be inside the version folder, got: "
+    assert found.startswith(f"{place(text)}{field}: {expected}")
+    for inside in ("model.py", "code/my..model.py"):
+        assert problems(f'{PYTHON} {IO} {field}: "{inside}"') == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "late"),
+    [
+        ("instance_group { kind: KIND_GPU }", True),
+        ('input { name: "I" dims: 0 }', True),
+        ('input { name: "I" dims: 0 } max_batch_size: -1', False),
+        ("dynamic_batching { preferred_batch_size: 5 }", False),
+    ],
+)
+def test_what_is_wrong_with_a_version_is_told_from_what_is_wrong_with_the_file(
+    text: str, late: bool
+) -> None:
+    config = normalise(parse_pbtxt(PYTHON + text), "m", 0)
+    with pytest.raises(InvalidArgument) as caught:
+        validate(config, gpu_count=0, complete=False)
+    assert isinstance(caught.value, LoadProblem) is late

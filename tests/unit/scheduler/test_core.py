@@ -1,0 +1,680 @@
+"""A request's way through the scheduler, and what happens when something ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc import messages as m
+from shmserve.scheduler.requests.request import NEVER
+from tests.rigs.scheduler_rig import GATEWAY, MS, Rig, body_in_arena, ok, work_in_place
+
+OTHER = b"7001.cd"
+EXPIRED = "Request timeout expired"
+
+
+def failed(number: int, code: str, message: str, early: bool = False) -> m.Failed:
+    """An error without a hint when to come back."""
+    return m.Failed(number, code, message, 0, early)
+
+
+# --- the plain way --------------------------------------------------------------------------------
+
+
+def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
+    rig = Rig()
+    peer = rig.start()
+    first, second = rig.submit(2)
+    _, batch = rig.execute()
+    assert [work for _, _, work in batch.requests] == [b"w1"]
+    assert (batch.requests[0][1], batch.live) == (7000, 2)
+    rig.finish(peer, batch)
+    assert rig.answers() == [m.Finished(first, b"done")]
+    _, batch = rig.execute()
+    assert batch.live == 1
+    rig.finish(peer, batch)
+    assert rig.answers() == [m.Finished(second, b"done")]
+    assert rig.wake_ns == NEVER
+
+
+def test_requests_that_come_together_run_together() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    numbers = rig.submit(11)
+    _, batch = rig.execute()
+    assert len(batch.requests) == 8
+    rig.finish(peer, batch)
+    assert rig.answers() == [m.Finished(number, b"done") for number in numbers[:8]]
+    assert len(rig.execute()[1].requests) == 3
+
+
+def test_each_instance_gets_a_batch() -> None:
+    rig = Rig({})
+    peers = [rig.start(0, 100), rig.start(1, 101)]
+    rig.submit(9)
+    assert [(peer, len(batch.requests)) for peer, batch in rig.executes()] == [
+        (peers[0], 8),
+        (peers[1], 1),
+    ]
+
+
+def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
+    rig = Rig({"max_queue_delay_microseconds": 100})
+    rig.submit()
+    assert rig.wake_ns == NEVER
+    rig.start()
+    assert rig.wake_ns == rig.now + 100_000
+    rig.pass_time(99_999)
+    assert rig.executes() == []
+    rig.pass_time(1)
+    assert len(rig.execute()[1].requests) == 1
+
+
+def test_replies_may_come_in_any_order_and_fail_one_by_one() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    first, second = rig.submit(2)
+    _, batch = rig.execute()
+    keys = [key for key, _, _ in batch.requests]
+    rig.finish(peer, batch, [keys[1], "INVALID_ARG", "bad row", b""], ok(keys[0]))
+    assert rig.answers() == [
+        m.Finished(first, b"done"),
+        failed(second, "INVALID_ARG", "bad row"),
+    ]
+
+
+def test_the_hook_holds_the_dynamic_batcher_until_enough_requests_came() -> None:
+    rig = Rig({}, delay_scheduler=3)
+    peer = rig.start()
+    rig.submit(2)
+    assert rig.executes() == []
+    rig.submit(1)
+    _, batch = rig.execute()
+    assert len(batch.requests) == 3
+    rig.finish(peer, batch)
+    rig.submit(1)
+    assert len(rig.execute()[1].requests) == 1
+
+
+def test_answers_keep_the_order_of_requests_where_the_model_asks_for_it() -> None:
+    rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
+    rig.start(0, 100)
+    rig.start(1, 101)
+    rig.start(2, 102)
+    first, second, third = rig.submit(3)
+    (one, batch1), (two, batch2), (three, batch3) = rig.executes()
+    rig.finish(three, batch3)
+    rig.finish(two, batch2, [batch2.requests[0][0], "INTERNAL", "no", b""])
+    assert rig.answers() == []
+    rig.finish(one, batch1)
+    assert rig.answers() == [
+        m.Finished(first, b"done"),
+        failed(second, "INTERNAL", "no"),
+        m.Finished(third, b"done"),
+    ]
+
+
+def test_an_ordered_answer_does_not_wait_for_a_request_that_was_given_up() -> None:
+    rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
+    rig.start(0, 100)
+    rig.start(1, 101)
+    (first,) = rig.submit(timeout_ns=5 * MS)
+    (second,) = rig.submit()
+    _, (two, batch2) = rig.executes()
+    rig.finish(two, batch2)
+    assert rig.answers() == []
+    rig.pass_time(6 * MS)
+    assert rig.answers() == [
+        failed(first, "UNAVAILABLE", EXPIRED, early=True),
+        m.Finished(second, b"done"),
+    ]
+
+
+def test_a_held_answer_that_is_not_wanted_gives_its_outputs_back() -> None:
+    rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
+    rig.start(0, 100)
+    rig.start(1, 101)
+    rig.submit()
+    (second,) = rig.submit(timeout_ns=5 * MS)
+    (third,) = rig.submit()
+    _, (two, batch2) = rig.executes()
+    rig.finish(two, batch2, ok(batch2.requests[0][0], body_in_arena(101, 64, 192)))
+    ((two, batch3),) = rig.executes()
+    rig.finish(two, batch3, ok(batch3.requests[0][0], body_in_arena(101, 256)))
+    rig.pass_time(6 * MS)
+    assert rig.answers() == [failed(second, "UNAVAILABLE", EXPIRED)]
+    rig.client(m.Cancel(third))
+    assert rig.answers() == [failed(third, "CANCELLED", "request cancelled")]
+    assert rig.workers.take() == [
+        (two, m.ReleaseOutputs(7000, [64, 192])),
+        (two, m.ReleaseOutputs(7000, [256])),
+    ]
+
+
+def test_read_outputs_are_given_back_to_the_worker_that_made_them() -> None:
+    rig = Rig()
+    rig.start(0, 100)
+    peer = rig.start(1, 101)
+    rig.client(m.Release(101, [0, 64]))
+    rig.client(m.Release(999, [0]))
+    assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [0, 64]))]
+
+
+def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
+    rig = Rig({"preserve_ordering": True, "preferred_batch_size": [1]})
+    peer = rig.start()
+    (first,) = rig.submit()
+    _, batch = rig.execute()
+    for _ in range(3000):
+        rig.client(m.Cancel(*rig.submit()))
+    (last,) = rig.submit()
+    assert len(rig.scheduler._answers._order) < 2000
+    rig.answers()
+    rig.finish(peer, batch)
+    rig.finish(*rig.execute())
+    assert rig.answers() == [m.Finished(first, b"done"), m.Finished(last, b"done")]
+
+
+def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_back() -> None:
+    """The worker of a scheduler's predecessor comes once it has time."""
+    rig = Rig()
+    rig.supervisor(m.InstanceExpected(0, 100), m.InstanceExpected(1, 101))
+    rig.client(m.Release(100, [64, 0]))
+    rig.client(m.Release(101, [128]))
+    rig.client(m.Release(102, [0]))
+    rig.client(m.Release(100, list(range(9000))), OTHER)
+    assert rig.workers.take() == []
+    peer = rig.start(0, 100)
+    given = rig.workers.take()
+    assert given[:2] == [(peer, m.ReleaseOutputs(7000, [at])) for at in (64, 0)]
+    assert len(given) == 4096
+    rig.supervisor(m.ProcessExited(101))
+    rig.start(1, 101)
+    assert rig.workers.take() == [] and rig.scheduler._executions._early == {}
+
+
+# --- admission ------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    rig = Rig(max_queue_size=4)
+    peer = rig.start()
+    rig.submit()
+    _, batch = rig.execute()
+    rig.pass_time(2_000 * MS)
+    rig.finish(peer, batch)
+    # All in one turn: what an idle instance can take at once is no burden to the queue.
+    *_, number = rig.submit(6, request_id="mine")
+    assert len(rig.executes()) == 1
+    assert rig.answers()[1:] == [
+        m.Failed(number, "UNAVAILABLE", "[request id: mine] Exceeds maximum queue size", 8, False)
+    ]
+
+
+def test_a_number_that_is_in_use_is_dropped_and_others_may_use_it() -> None:
+    rig = Rig()
+    (number,) = rig.submit()
+    rig.submit(id=number)
+    rig.submit(id=number, peer=OTHER)
+    peer = rig.start()
+    for _ in range(2):
+        rig.finish(peer, rig.execute()[1])
+    assert rig.clients.take() == [
+        (GATEWAY, m.Finished(number, b"done")),
+        (OTHER, m.Finished(number, b"done")),
+    ]
+    assert rig.report()["shmserve"]["malformed"] == 1
+
+
+def test_a_failed_pool_refuses_what_waits_and_what_comes() -> None:
+    rig = Rig()
+    rig.supervisor(m.InstanceExpected(0, 100))
+    (waiting,) = rig.submit()
+    rig.supervisor(m.PoolFailed("model 'm' failed"))
+    assert rig.answers() == [failed(waiting, "UNAVAILABLE", "model 'm' failed")]
+    (new,) = rig.submit()
+    assert rig.answers() == [failed(new, "UNAVAILABLE", "model 'm' failed")]
+    rig.start()
+    rig.submit()
+    assert rig.execute()
+
+
+def test_many_idle_clients_are_forgotten() -> None:
+    rig = Rig()
+    (number,) = rig.submit()
+    for index in range(3000):
+        rig.client(m.Cancel(1), peer=b"%d.x" % index)
+    assert len(rig.scheduler._clients) <= 1025
+    rig.client(m.Cancel(number))
+    assert rig.answers() == [failed(number, "CANCELLED", "request cancelled")]
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def test_a_deadline_passes_in_the_queue() -> None:
+    rig = Rig()
+    (number,) = rig.submit(timeout_ns=5 * MS)
+    assert rig.wake_ns == rig.now + 5 * MS + 1
+    rig.pass_time(5 * MS)
+    assert rig.answers() == []
+    rig.pass_time(1)
+    assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED)]
+    assert rig.wake_ns == NEVER
+
+
+def test_a_deadline_passes_while_the_instance_is_busy_with_others() -> None:
+    rig = Rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
+    rig.start()
+    rig.submit()
+    rig.execute()
+    (number,) = rig.submit()
+    assert rig.wake_ns == rig.now + MS + 1
+    rig.pass_time(MS + 1)
+    assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED)]
+
+
+def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    (number,) = rig.submit(timeout_ns=5 * MS)
+    _, batch = rig.execute()
+    rig.pass_time(5 * MS + 1)
+    assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED, early=True)]
+    assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0][0]))]
+    rig.client(m.Cancel(number))
+    rig.finish(peer, batch, ok(batch.requests[0][0], body_in_arena(100, 64)))
+    assert rig.answers() == [m.Settled(number)]
+    assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
+
+
+def test_what_was_sent_ahead_and_comes_back_is_bound_by_the_queues_limit_again() -> None:
+    rig = Rig({"default_queue_policy": {"default_timeout_microseconds": 5000}})
+    rig.start()
+    rig.scheduler._executions.pace.credit = 2
+    (running,) = rig.submit()
+    (ahead,) = rig.submit(8)[:1]
+    _, (_, batch) = rig.executes()
+    assert batch.requests[0][2] == b"w%d" % ahead
+    rig.pass_time(6 * MS)
+    assert rig.answers() == []
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert rig.answers() == [failed(ahead + at, "UNAVAILABLE", EXPIRED) for at in range(8)]
+    peer = rig.start(0, 101)
+    rig.finish(peer, rig.execute()[1])
+    assert rig.answers() == [m.Finished(running, b"done")]
+
+
+def test_a_waiting_batch_hurries_for_a_deadline() -> None:
+    rig = Rig({"max_queue_delay_microseconds": 1_000_000})
+    peer = rig.start()
+    (number,) = rig.submit(timeout_ns=50 * MS)
+    assert rig.now < rig.wake_ns < rig.now + 50 * MS
+    rig.pass_time(rig.wake_ns - rig.now)
+    rig.finish(peer, rig.execute()[1])
+    assert rig.answers() == [m.Finished(number, b"done")]
+    assert rig.report()["shmserve"]["batches_closed"]["deadline"] == 1
+
+
+def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
+    rig = Rig({}, parameters={"execution_timeout_seconds": "0.5"}, execution_timeout_s=60)
+    peer = rig.start()
+    (number,) = rig.submit()
+    _, batch = rig.execute()
+    assert rig.wake_ns == rig.now + 500 * MS
+    rig.pass_time(500 * MS)
+    text = "execution of the request exceeded the limit of 0.5 seconds"
+    assert rig.answers() == [failed(number, "INTERNAL", text, early=True)]
+    ((_, kill),) = rig.control.take()
+    assert isinstance(kill, m.KillInstance) and (kill.index, kill.pid) == (0, 100)
+    (waiting,) = rig.submit()
+    rig.pass_time(1_000 * MS)
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert rig.answers() == [m.Settled(number)]
+    assert rig.control.take() == [] and rig.executes() == []
+    peer = rig.start(0, 101)
+    rig.finish(peer, rig.execute()[1])
+    assert rig.answers() == [m.Finished(waiting, b"done")]
+    assert batch.batch
+
+
+def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
+    rig = Rig({}, execution_timeout_s=2)
+    rig.start()
+    first, second = rig.submit(2)
+    rig.execute()
+    rig.pass_time(2_000 * MS)
+    assert rig.answers() == []
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    peer = rig.start(0, 101)
+    rig.finish(peer, rig.execute()[1])
+    assert rig.answers() == [m.Finished(first, b"done")]
+    rig.pass_time(2_000 * MS)
+    text = "execution of the request exceeded the limit of 2 seconds"
+    assert rig.answers() == [failed(second, "INTERNAL", text, early=True)]
+    assert rig.report()["shmserve"]["overruns"] == 2
+
+
+# --- endings --------------------------------------------------------------------------------------
+
+
+def test_a_queued_request_is_cancelled() -> None:
+    rig = Rig()
+    first, second = rig.submit(2)
+    rig.client(m.Cancel(first))
+    rig.client(m.Cancel(first))
+    rig.client(m.Cancel(99))
+    assert rig.answers() == [failed(first, "CANCELLED", "request cancelled")]
+    rig.start()
+    assert rig.execute()[1].requests[0][2] == b"w2"
+    assert second
+
+
+def test_an_executing_request_is_cancelled_without_touching_the_others() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    first, second = rig.submit(2, timeout_ns=50 * MS)
+    _, batch = rig.execute()
+    keys = [key for key, _, _ in batch.requests]
+    rig.client(m.Cancel(first))
+    assert rig.answers() == []
+    assert rig.workers.take() == [(peer, m.CancelExecution(keys[0]))]
+    rig.finish(peer, batch, ok(keys[0], body_in_arena(100, 0)), ok(keys[1]))
+    assert rig.answers() == [
+        failed(first, "CANCELLED", "request cancelled"),
+        m.Finished(second, b"done"),
+    ]
+    assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [0]))]
+
+
+def test_a_client_that_is_gone_is_owed_nothing() -> None:
+    rig = Rig({}, max_batch_size=2)
+    peer = rig.start()
+    rig.submit(1)
+    rig.submit(2, peer=OTHER)
+    (mine,) = rig.submit(1)
+    _, batch = rig.execute()
+    rig.supervisor(m.ProcessExited(7001))
+    rig.finish(peer, batch)
+    assert [message.id for message in rig.answers()] == [1]
+    _, batch = rig.execute()
+    assert len(batch.requests) == 1
+    rig.finish(peer, batch)
+    assert rig.answers() == [m.Finished(mine, b"done")]
+    rig.submit(1, peer=OTHER)
+    assert rig.executes() == [] and rig.answers() == []
+
+
+def test_a_client_goes_while_its_requests_execute() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    first, second = rig.submit(2, timeout_ns=5 * MS)
+    _, batch = rig.execute()
+    keys = [key for key, _, _ in batch.requests]
+    rig.client(m.Cancel(first))
+    rig.supervisor(m.ProcessExited(7000))
+    assert {message.key for _, message in rig.workers.take()} == set(keys)
+    rig.pass_time(6 * MS)
+    rig.finish(peer, batch, ok(keys[0]), ok(keys[1], body_in_arena(100, 64)))
+    assert rig.answers() == [] and second
+    assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
+    assert rig.report()["shmserve"]["failures"]["CANCELED"] == 2
+
+
+def test_after_a_death_each_member_of_the_batch_runs_again_alone_and_first() -> None:
+    rig = Rig({})
+    rig.start()
+    numbers = rig.submit(3)
+    rig.execute()
+    (later,) = rig.submit()
+    rig.supervisor(m.InstanceExited(0, "signal 11"))
+    peer = rig.start(0, 101)
+    for number in [*numbers, later]:
+        _, batch = rig.execute()
+        assert len(batch.requests) == 1
+        rig.finish(peer, batch)
+        assert rig.answers() == [m.Finished(number, b"done")]
+    counted = rig.report()["shmserve"]
+    assert counted["retried"] == 3 and counted["workers_lost"] == 1
+    assert counted["batches_closed"]["retry"] == 3
+
+
+def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
+    rig = Rig({})
+    rig.start(0, 100)
+    bad, good = rig.submit(2)
+    rig.execute()
+    rig.supervisor(m.InstanceExited(0, "signal 11"))
+    rig.start(0, 101)
+    rig.execute()
+    rig.supervisor(m.InstanceExited(0, "signal 11"))
+    text = "the model's worker died while running this request (signal 11)"
+    assert rig.answers() == [failed(bad, "INTERNAL", text)]
+    peer = rig.start(0, 102)
+    rig.finish(peer, rig.execute()[1])
+    assert rig.answers() == [m.Finished(good, b"done")]
+
+
+def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_again() -> None:
+    """It would give something else than its answer."""
+    rig = Rig({})
+    rig.start(0, 100)
+    begun = rig.submit(2, work=work_in_place())
+    rig.execute()
+    (waiting,) = rig.submit(work=work_in_place())
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    text = (
+        "the model's worker died while running this request (signal 9); its outputs go over its "
+        "inputs, which may be changed"
+    )
+    assert rig.answers() == [failed(number, "INTERNAL", text) for number in begun]
+    peer = rig.start(0, 101)
+    rig.finish(peer, rig.execute()[1])
+    assert rig.answers() == [m.Finished(waiting, b"done")]
+
+
+def test_a_death_that_only_its_pid_tells_is_a_death() -> None:
+    rig = Rig()
+    rig.start(0, 100)
+    (number,) = rig.submit()
+    rig.execute()
+    rig.supervisor(m.ProcessExited(100), m.InstanceExited(0, "signal 9"))
+    peer = rig.start(0, 101)
+    rig.finish(peer, rig.execute()[1])
+    assert rig.answers() == [m.Finished(number, b"done")]
+
+
+def test_who_does_not_wait_any_more_is_not_run_again() -> None:
+    rig = Rig({}, max_batch_size=3)
+    for number in range(3):
+        rig.submit(timeout_ns=5 * MS if number == 0 else 0)
+    rig.start()
+    assert len(rig.execute()[1].requests) == 3
+    rig.pass_time(6 * MS)
+    rig.client(m.Cancel(2))
+    rig.answers()
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert rig.answers() == [m.Settled(1), failed(2, "CANCELLED", "request cancelled")]
+    rig.start(0, 101)
+    assert [work for _, _, work in rig.execute()[1].requests] == [b"w3"]
+
+
+# --- garbage --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda good: [],
+        lambda good: good[:1],
+        lambda good: [*good, good[0]],
+        lambda good: [good[0], good[0]],
+        lambda good: [good[0], [999, "", "", b""]],
+        lambda good: [good[0], good[1][:3]],
+        lambda good: [good[0], [good[1][0], None, "", b""]],
+        lambda good: [good[0], [good[1][0], "", "", "text"]],
+        lambda good: [good[0], []],
+    ],
+)
+def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
+    rig = Rig({})
+    peer = rig.start()
+    first, second = rig.submit(2)
+    _, batch = rig.execute()
+    replies = spoil([ok(key) for key, _, _ in batch.requests])
+    rig.worker(peer, m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
+    assert rig.answers() == [
+        failed(first, "INTERNAL", "internal error"),
+        failed(second, "INTERNAL", "internal error"),
+    ]
+    rig.submit()
+    rig.finish(peer, rig.execute()[1])
+    assert len(rig.answers()) == 1
+
+
+def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
+    rig = Rig()
+    peer = rig.start()
+    (number,) = rig.submit()
+    _, batch = rig.execute()
+    for wrong in (batch.batch + 1, -5, 0):
+        rig.worker(peer, m.BatchFinished(wrong, 0, 0, 0, 0, []))
+    assert rig.answers() == [failed(number, "INTERNAL", "internal error", early=True)]
+    ((_, kill),) = rig.control.take()
+    assert isinstance(kill, m.KillInstance)
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert rig.answers() == [m.Settled(number)]
+
+
+def test_strangers_at_the_workers_door_are_ignored() -> None:
+    rig = Rig()
+    rig.supervisor(m.InstanceExpected(0, 100))
+    rig.submit()
+    rig.worker(b"\x00abcd", m.InstanceReady(0, 100))
+    rig.worker(b"0.99", m.InstanceReady(0, 100))
+    rig.worker(b"-1.5", m.InstanceReady(-1, 5))
+    rig.worker(b"1.100", m.InstanceReady(1, 100))
+    rig.worker(b"0.100", m.BatchFinished(1, 0, 0, 0, 0, []))
+    assert rig.executes() == []
+    peer = rig.start()
+    rig.worker(b"0.101", m.BatchFinished(1, 0, 0, 0, 0, []))
+    rig.finish(peer, rig.execute()[1])
+    assert len(rig.answers()) == 1
+
+
+EXTREMES = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**62, 2**63 - 1, 2**64 - 1])
+
+
+@given(st.lists(EXTREMES, min_size=6, max_size=6), st.sampled_from([None, {}]))
+def test_any_numbers_get_one_answer(numbers: list[int], dynamic: dict[str, int] | None) -> None:
+    rig = Rig(dynamic, execution_timeout_s=1)
+    peer = rig.start()
+    number, batch_size, arrived, deadline, timeout, priority = numbers
+    submit = m.Submit(number, batch_size, b"", arrived, deadline, timeout, priority, b"", "")
+    rig.client(submit)
+    rig.client(m.Release(batch_size, numbers))
+    for _, message in rig.executes():
+        start, input_end, output_start, end = numbers[:4]
+        reply = [message.requests[0][0], "", "", b""]
+        rig.worker(peer, m.BatchFinished(1, start, input_end, output_start, end, [reply]))
+    (answer,) = rig.answers()
+    assert answer.id == number
+    rig.report()
+
+
+def test_a_client_without_a_pid_in_its_name_is_served() -> None:
+    rig = Rig()
+    rig.start()
+    for peer in (b"\x00\x01\x02\x03\x04", b"", b".", b"12x.y", b"99999999999999.a"):
+        rig.submit(peer=peer)
+    assert rig.execute()[1].requests[0][1] == 0
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_draining_refuses_what_is_new_and_finishes_what_is_here() -> None:
+    rig = Rig({"max_queue_delay_microseconds": 10_000_000}, delay_scheduler=9)
+    peer = rig.start()
+    (number,) = rig.submit()
+    assert rig.executes() == []
+    rig.supervisor(m.Drain())
+    _, batch = rig.execute()
+    (refused,) = rig.submit(request_id="late")
+    text = (
+        "[request id: late] Server is stopping, scheduler for model has stopped accepting new "
+        "inference requests"
+    )
+    assert rig.answers() == [failed(refused, "UNAVAILABLE", text)]
+    assert not drained(rig)
+    rig.finish(peer, batch)
+    assert rig.answers() == [m.Finished(number, b"done")]
+    assert drained(rig)
+    rig.supervisor(m.Drain())
+    assert drained(rig)
+
+
+def test_draining_waits_for_requests_that_are_not_settled() -> None:
+    rig = Rig()
+    peer = rig.start()
+    rig.submit(timeout_ns=MS)
+    _, batch = rig.execute()
+    rig.pass_time(2 * MS)
+    rig.supervisor(m.Drain())
+    assert not drained(rig)
+    rig.finish(peer, batch)
+    assert drained(rig)
+
+
+def drained(rig: Rig) -> bool:
+    """Whether the supervisor has been told so since the last time; what was counted it gets first,
+    each time."""
+    told = [message for _, message in rig.control.take()]
+    assert {type(message) for message in told[:-1]} <= {m.StatisticsKept}
+    return bool(told) and told[-1] == m.Drained()
+
+
+def test_stopping_answers_everyone() -> None:
+    rig = Rig({}, max_batch_size=2)
+    rig.start()
+    early, cancelled = (rig.submit(timeout_ns=limit)[0] for limit in (MS, 0))
+    rig.pass_time(2 * MS)
+    (queued,) = rig.submit()
+    rig.client(m.Cancel(cancelled))
+    rig.answers()
+    rig.supervisor(m.Stop())
+    assert rig.scheduler.stopped
+    told = {answer.id: type(answer) for answer in rig.answers()}
+    assert told[early] is m.Settled and told[queued] is m.Failed
+    assert rig.scheduler._answers.live == 0
+
+
+# --- models' own metrics -------------------------------------------------------------------------
+
+
+def test_metrics_are_an_instances_own_and_stay_counted() -> None:
+    rig = Rig()
+    peers = [rig.start(0, 100), rig.start(1, 101)]
+    for number, peer in enumerate(peers, 1):
+        rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [number], []]]]]))
+    assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
+    rig.supervisor(m.ProcessExited(100))
+    rig.worker(peers[0], m.MetricsReported([["c", "", "COUNTER", [[[], [50], []]]]]))
+    assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
+
+
+def test_metrics_that_no_instance_of_ours_reports_are_dropped() -> None:
+    rig = Rig()
+    peer = rig.start()
+    rig.worker(b"x.y", m.MetricsReported([["c", "", "COUNTER", [[[], [1], []]]]]))
+    rig.worker(peer, m.MetricsReported([["c", "", "NONSENSE", [[[], [1], []]]]]))
+    assert families(rig) == []
+    assert rig.report()["shmserve"]["malformed"] == 2
+
+
+def families(rig: Rig) -> Any:
+    """What is reported, as it arrives."""
+    return rig.report()["shmserve"]["families"]

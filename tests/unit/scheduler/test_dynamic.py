@@ -1,0 +1,214 @@
+"""The dynamic batcher's rules, one by one and as properties of any queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.scheduler.batchers.dynamic import Batch, Closed, WaitUntil, decide
+from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.settings import Batching
+
+NOW = 1_000_000
+DELAY = 100_000
+
+
+@dataclass(slots=True)
+class Item:
+    """A request as the batcher sees it."""
+
+    units: int = 1
+    shape_key: bytes = b""
+    enqueued_ns: int = NOW
+    hurry_ns: int = NEVER
+
+
+def rules(most: int = 8, preferred: tuple[int, ...] = (), delay_ns: int = 0) -> Batching:
+    """Rules with Triton's default for the preferred sizes."""
+    return Batching(most, frozenset(preferred or (most,)), delay_ns)
+
+
+def items(*units: int) -> list[Item]:
+    """Requests of these sizes."""
+    return [Item(size) for size in units]
+
+
+def test_nothing_to_do_without_requests() -> None:
+    assert decide(NOW, [], rules(), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("units", "how", "expected"),
+    [
+        # Without a delay, what is there runs.
+        ((1, 1, 1), rules(8), Batch(3, Closed.IDLE)),
+        ((8,), rules(8), Batch(1, Closed.FULL)),
+        ((4, 4, 1), rules(8), Batch(2, Closed.FULL)),
+        ((3, 6), rules(8), Batch(1, Closed.FULL)),
+        # A model that does not batch counts as one with a maximum of 1.
+        ((1, 1), rules(1), Batch(1, Closed.FULL)),
+        # The largest preferred size that is reached, exactly.
+        ((1,) * 7, rules(8, (4, 6)), Batch(6, Closed.PREFERRED)),
+        ((1,) * 5, rules(8, (4, 6)), Batch(4, Closed.PREFERRED)),
+        ((1,), rules(8, (4, 6)), Batch(1, Closed.IDLE)),
+        # Past the largest preferred size without having met one: what is there, at once.
+        ((3, 4), rules(8, (6,), DELAY), Batch(1, Closed.PREFERRED)),
+        # The first request alone is past the largest preferred size.
+        ((7,), rules(8, (4,), DELAY), Batch(1, Closed.PREFERRED)),
+        ((7, 1), rules(8, (4,), DELAY), Batch(1, Closed.PREFERRED)),
+        # A preferred size that is also the maximum is a full batch.
+        ((4, 4), rules(8, (4, 8), DELAY), Batch(2, Closed.FULL)),
+        # Cannot grow any more: at once, whatever the delay.
+        ((5, 4), rules(8, (), DELAY), Batch(1, Closed.FULL)),
+    ],
+)
+def test_sizes(units: tuple[int, ...], how: Batching, expected: Batch) -> None:
+    assert decide(NOW, items(*units), how, 0) == expected
+
+
+def test_seven_queued_with_preferred_four_and_six_run_as_six_and_one() -> None:
+    queue = items(*[1] * 7)
+    first = decide(NOW, queue, rules(8, (4, 6)), 0)
+    assert first == Batch(6, Closed.PREFERRED)
+    assert decide(NOW, queue[6:], rules(8, (4, 6)), 0) == Batch(1, Closed.IDLE)
+
+
+def test_the_delay_counts_from_the_oldest_request() -> None:
+    queue = [Item(enqueued_ns=NOW - 10), Item(enqueued_ns=NOW - 70_000), Item()]
+    how = rules(8, (), DELAY)
+    assert decide(NOW, queue, how, 0) == WaitUntil(NOW + 30_000)
+    assert decide(NOW + 29_999, queue, how, 0) == WaitUntil(NOW + 30_000)
+    assert decide(NOW + 30_000, queue, how, 0) == Batch(3, Closed.DELAY)
+
+
+def test_after_the_delay_everything_runs_even_past_a_preferred_size() -> None:
+    queue = [Item(enqueued_ns=NOW - DELAY) for _ in range(5)]
+    assert decide(NOW - 1, queue, rules(8, (4,), DELAY), 0) == Batch(4, Closed.PREFERRED)
+    assert decide(NOW, queue, rules(8, (4,), DELAY), 0) == Batch(5, Closed.DELAY)
+
+
+def test_other_shapes_close_a_batch_and_only_the_first_request_is_compared() -> None:
+    queue = [Item(shape_key=b"a"), Item(shape_key=b"a"), Item(shape_key=b"b"), Item(shape_key=b"a")]
+    how = rules(8, (), DELAY)
+    assert decide(NOW, queue, how, 0) == Batch(2, Closed.SHAPE)
+    assert decide(NOW, queue[2:], how, 0) == Batch(1, Closed.SHAPE)
+    assert decide(NOW, queue[3:], how, 0) == WaitUntil(NOW + DELAY)
+
+
+def test_a_deadline_ends_the_wait_while_there_is_time_to_run() -> None:
+    queue = [Item(), Item(hurry_ns=NOW + 60_000)]
+    how = rules(8, (), DELAY)
+    assert decide(NOW, queue, how, 20_000) == WaitUntil(NOW + 40_000)
+    assert decide(NOW + 40_000, queue, how, 20_000) == Batch(2, Closed.DEADLINE)
+    far = [Item(hurry_ns=NOW + 60 * DELAY)]
+    assert decide(NOW, far, how, 20_000) == WaitUntil(NOW + DELAY)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
+    """Any queue of admitted requests, any rules, any reserve."""
+    most = draw(st.integers(1, 12))
+    how = Batching(
+        most,
+        frozenset(draw(st.sets(st.integers(1, most), min_size=1, max_size=3))),
+        draw(st.sampled_from([0, 1, 50, 1000])),
+    )
+    item = st.builds(
+        Item,
+        units=st.integers(1, most),
+        shape_key=st.sampled_from([b"a", b"b"]) if draw(st.booleans()) else st.just(b"a"),
+        enqueued_ns=st.integers(NOW - 1500, NOW),
+        hurry_ns=st.one_of(st.just(NEVER), st.integers(NOW, NOW + 2000)),
+    )
+    return draw(st.lists(item, max_size=16)), how, draw(st.sampled_from([0, 10, 500]))
+
+
+def fits(queue: list[Item], count: int, how: Batching) -> bool:
+    """Whether the first `count` requests may run together."""
+    chosen = queue[:count]
+    return sum(item.units for item in chosen) <= how.max_batch_size and all(
+        item.shape_key == chosen[0].shape_key for item in chosen
+    )
+
+
+def reached(queue: list[Item], how: Batching) -> int:
+    """How many requests may run together at most."""
+    count = 0
+    while count < len(queue) and fits(queue, count + 1, how):
+        count += 1
+    return count
+
+
+@given(situations())
+def test_a_batch_is_legal_and_its_reason_true(
+    situation: tuple[list[Item], Batching, int],
+) -> None:
+    queue, how, reserve = situation
+    decision = decide(NOW, queue, how, reserve)
+    if not isinstance(decision, Batch):
+        return
+    count, total = decision.count, sum(item.units for item in queue[: decision.count])
+    limit = reached(queue, how)
+    after = queue[count] if count < len(queue) else None
+    oldest = min(item.enqueued_ns for item in queue[:limit])
+    waited_enough = how.delay_ns > 0 and NOW - oldest >= how.delay_ns
+    assert 1 <= count <= limit
+    assert fits(queue, count, how)
+    match decision.reason:
+        case Closed.FULL:
+            assert total == how.max_batch_size or (
+                after is not None and total + after.units > how.max_batch_size
+            )
+        case Closed.SHAPE:
+            assert after is not None and after.shape_key != queue[0].shape_key
+            assert count == limit
+        case Closed.PREFERRED:
+            assert not waited_enough
+            assert total in how.preferred or (
+                after is None or total + after.units > max(how.preferred)
+            )
+        case Closed.DELAY:
+            assert waited_enough and count == limit
+        case Closed.IDLE:
+            assert how.delay_ns == 0 and count == len(queue)
+        case Closed.DEADLINE:
+            assert min(item.hurry_ns for item in queue[:count]) - reserve <= NOW
+            assert how.delay_ns > 0 and count == len(queue)
+        case Closed.RETRY:
+            pytest.fail("the batcher knows no retries")
+
+
+@given(situations())
+def test_waiting_is_bounded_and_ends_in_a_batch(
+    situation: tuple[list[Item], Batching, int],
+) -> None:
+    queue, how, reserve = situation
+    decision = decide(NOW, queue, how, reserve)
+    assert (decision is None) == (not queue)
+    if isinstance(decision, WaitUntil):
+        assert NOW < decision.ns <= min(item.enqueued_ns for item in queue) + how.delay_ns
+        # Waiting means that all of it could still run together, and more could come.
+        assert fits(queue, len(queue), how)
+        assert sum(item.units for item in queue) < max(how.preferred)
+        at_the_end = decide(decision.ns, queue, how, reserve)
+        assert isinstance(at_the_end, Batch) and at_the_end.count == len(queue)
+
+
+@given(situations())
+def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
+    situation: tuple[list[Item], Batching, int],
+) -> None:
+    queue, how, reserve = situation
+    now, left = NOW, list(queue)
+    while left:
+        decision = decide(now, left, how, reserve)
+        assert decision is not None
+        if isinstance(decision, WaitUntil):
+            now = decision.ns
+            continue
+        for item in left[: decision.count]:
+            assert now <= max(NOW, item.enqueued_ns + how.delay_ns)
+        del left[: decision.count]

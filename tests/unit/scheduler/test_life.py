@@ -1,0 +1,295 @@
+"""Whatever happens in whatever order: every request gets its one answer, and nothing is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from shmserve.ipc import messages as m
+from shmserve.scheduler.requests.request import LIFE, Client, Event, IllegalEvent, Request, State
+from tests.rigs.scheduler_rig import MS, Rig, ok
+
+MOST = 4
+POLICY = {"max_queue_size": 12, "default_timeout_microseconds": 4000}
+
+
+@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("event", list(Event))
+def test_an_event_moves_as_the_table_says_or_changes_nothing(state: State, event: Event) -> None:
+    request = Request(1, Client(b"1.a"), 1, 1, b"", 0, 0, 0, 0, 0, b"", "")
+    request.state = state
+    if event in LIFE[state]:
+        request.meet(event)
+        assert request.state is LIFE[state][event]
+    else:
+        with pytest.raises(IllegalEvent):
+            request.meet(event)
+        assert request.state is state
+
+
+def test_every_way_through_the_table_ends() -> None:
+    assert LIFE[State.DONE] == {}
+    for state in State:
+        seen, left = set(), [state]
+        while left:
+            at = left.pop()
+            seen.add(at)
+            left += [after for after in LIFE[at].values() if after not in seen]
+        assert State.DONE in seen
+
+
+@dataclass
+class Story:
+    """What a client knows of one request."""
+
+    units: int
+    shape: bytes
+    told: list[Any] = field(default_factory=list)
+    executions: int = 0
+
+
+@dataclass
+class FakeWorker:
+    """A worker with at most one batch."""
+
+    index: int
+    pid: int
+    batch: m.Execute | None = None
+
+    @property
+    def peer(self) -> bytes:
+        """Its address."""
+        return b"%d.%d" % (self.index, self.pid)
+
+
+class Life(RuleBasedStateMachine):
+    """Clients, workers and a supervisor that do anything they may, in any order."""
+
+    @initialize(
+        delay_us=st.sampled_from([0, 500]),
+        ordered=st.booleans(),
+        dynamic=st.booleans(),
+        limit_s=st.sampled_from([0, 0.005]),
+    )
+    def begin(self, delay_us: int, ordered: bool, dynamic: bool, limit_s: float) -> None:
+        """A model with two instances, none of them here yet."""
+        block = {
+            "max_queue_delay_microseconds": delay_us,
+            "preserve_ordering": ordered,
+            "default_queue_policy": POLICY,
+        }
+        self.dynamic = dynamic
+        self.rig = Rig(
+            block if dynamic else None, MOST, max_queue_size=12, execution_timeout_s=limit_s
+        )
+        self.pids = iter(range(100, 10**9))
+        self.peers = [b"%d.a" % (7000 + index) for index in range(3)]
+        self.stories: dict[tuple[bytes, int], Story] = {}
+        self.by_work: dict[bytes, tuple[bytes, int]] = {}
+        self.workers: dict[int, FakeWorker] = {}
+        self.drained = False
+
+    # --- what clients do --------------------------------------------------------------------------
+
+    @rule(
+        who=st.integers(0, 2),
+        units=st.integers(1, MOST),
+        shape=st.sampled_from([b"a", b"b"]),
+        timeout_us=st.sampled_from([0, 0, 700, 3000, 20_000]),
+    )
+    def submit(self, who: int, units: int, shape: bytes, timeout_us: int) -> None:
+        """One request."""
+        peer = self.peers[who]
+        (number,) = self.rig.submit(
+            peer=peer, batch_size=units, shape_key=shape, timeout_ns=timeout_us * 1000
+        )
+        self.stories[peer, number] = Story(units, shape)
+        self.by_work[b"w%d" % number] = (peer, number)
+        self.look()
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """A cancel, of a request that may be answered already."""
+        if self.stories:
+            peer, number = data.draw(st.sampled_from(sorted(self.stories)))
+            self.rig.client(m.Cancel(number), peer)
+            self.look()
+
+    @rule(who=st.integers(0, 2))
+    def client_dies(self, who: int) -> None:
+        """A gateway dies; another one takes its place."""
+        gone = self.peers[who]
+        self.rig.supervisor(m.ProcessExited(int(gone.partition(b".")[0])))
+        self.peers[who] = b"%d.a" % next(self.pids)
+        self.look(gone)
+
+    # --- what workers do --------------------------------------------------------------------------
+
+    @rule(index=st.integers(0, 1), early=st.booleans())
+    def worker_comes(self, index: int, early: bool) -> None:
+        """An instance is announced and offers itself, in either order."""
+        if index not in self.workers:
+            worker = self.workers[index] = FakeWorker(index, next(self.pids))
+            ready = m.InstanceReady(index, worker.pid)
+            if early:
+                self.rig.worker(worker.peer, ready)
+            self.rig.supervisor(m.InstanceExpected(index, worker.pid))
+            if not early:
+                self.rig.worker(worker.peer, ready)
+            self.look()
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data(), errors=st.booleans())
+    def worker_finishes(self, data: st.DataObject, errors: bool) -> None:
+        """A batch comes back, some of it perhaps with errors."""
+        worker = data.draw(st.sampled_from(self.busy()))
+        self.finish(worker, errors)
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data(), wrong=st.sampled_from(["batch", "none", "twice", "stranger"]))
+    def worker_talks_nonsense(self, data: st.DataObject, wrong: str) -> None:
+        """A batch comes back wrong."""
+        worker = data.draw(st.sampled_from(self.busy()))
+        batch = worker.batch
+        assert batch is not None
+        replies = [ok(key) for key, _, _ in batch.requests]
+        number = batch.batch + (wrong == "batch")
+        spoiled = {"none": [], "twice": replies * 2, "stranger": [*replies[1:], ok(-1)]}
+        if wrong != "batch":
+            worker.batch = None
+        message = m.BatchFinished(number, 0, 0, 0, 0, spoiled.get(wrong, replies))
+        self.rig.worker(worker.peer, message)
+        self.look()
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), known=st.booleans())
+    def worker_dies(self, data: st.DataObject, known: bool) -> None:
+        """A worker dies; it is reported by index and pid, or by its pid alone."""
+        self.exit(data.draw(st.sampled_from(sorted(self.workers))), known)
+
+    @rule()
+    def pool_fails(self) -> None:
+        """The supervisor gives up."""
+        if not self.workers:
+            self.rig.supervisor(m.PoolFailed("no instance could be started"))
+            self.look()
+
+    # --- what time does ---------------------------------------------------------------------------
+
+    @rule(us=st.sampled_from([1, 400, 1500, 6000]))
+    def time_passes(self, us: int) -> None:
+        """The loop comes back when the scheduler asked for it, as often as it asked."""
+        until = self.rig.now + us * 1000
+        while self.rig.wake_ns <= until:
+            assert self.rig.wake_ns > self.rig.now
+            self.rig.pass_time(self.rig.wake_ns - self.rig.now)
+            self.look()
+        self.rig.pass_time(until - self.rig.now)
+        self.look()
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    def busy(self) -> list[FakeWorker]:
+        """Workers with a batch."""
+        return [worker for worker in self.workers.values() if worker.batch is not None]
+
+    def exit(self, index: int, known: bool) -> None:
+        """A worker's process ends."""
+        worker = self.workers.pop(index)
+        if known:
+            self.rig.supervisor(m.InstanceExited(index, "signal 9"))
+        self.rig.supervisor(m.ProcessExited(worker.pid))
+        self.look()
+
+    def finish(self, worker: FakeWorker, errors: bool) -> None:
+        """A batch comes back."""
+        batch, worker.batch = worker.batch, None
+        assert batch is not None
+        replies = [ok(key) for key, _, _ in batch.requests]
+        if errors:
+            replies[0] = [replies[0][0], "INTERNAL", "the model says no", b""]
+        self.rig.finish(worker.peer, batch, *replies)
+        self.look()
+
+    def look(self, gone: bytes = b"") -> None:
+        """Take what was sent and check it."""
+        for peer, batch in self.rig.executes():
+            self.check_batch(peer, batch)
+        for peer, message in self.rig.clients.take():
+            if peer != gone:
+                self.stories[peer, message.id].told.append(message)
+                self.check_story(self.stories[peer, message.id])
+        for key in [key for key in self.stories if key[0] == gone]:
+            del self.stories[key]
+        for _, message in self.rig.control.take():
+            if isinstance(message, m.Drained):
+                self.drained = True
+            elif isinstance(message, m.KillInstance) and message.index in self.workers:
+                self.exit(message.index, True)
+
+    def check_batch(self, peer: bytes, batch: m.Execute) -> None:
+        """A batch is legal, its worker free and its requests wanted."""
+        (worker,) = [worker for worker in self.workers.values() if worker.peer == peer]
+        assert worker.batch is None
+        worker.batch = batch
+        known = [self.by_work[work] for _, _, work in batch.requests]
+        stories = [self.stories[key] for key in known if key in self.stories]
+        assert len({story.shape for story in stories}) <= 1
+        assert sum(story.units for story in stories) <= MOST
+        assert self.dynamic or len(batch.requests) == 1
+        for story in stories:
+            story.executions += 1
+            assert not story.told and story.executions <= 2
+            assert story.executions == 1 or len(batch.requests) == 1
+
+    def check_story(self, story: Story) -> None:
+        """One answer, and `Settled` after an early one only."""
+        answer, *rest = story.told
+        assert isinstance(answer, m.Finished | m.Failed)
+        early = isinstance(answer, m.Failed) and answer.early
+        assert not rest or (early and [type(message) for message in rest] == [m.Settled])
+
+    def teardown(self) -> None:
+        """Drain: with workers that work, everything ends."""
+        if not hasattr(self, "rig"):
+            return
+        self.rig.supervisor(m.Drain())
+        self.look()
+        for _ in range(200):
+            if self.drained:
+                break
+            for index in (0, 1):
+                self.worker_comes(index, False)
+            for worker in self.busy():
+                self.finish(worker, False)
+            self.rig.pass_time(MS)
+            self.look()
+        assert self.drained
+        for story in self.stories.values():
+            assert story.told
+            self.check_story(story)
+            answer = story.told[0]
+            assert len(story.told) == 1 + (isinstance(answer, m.Failed) and answer.early)
+        scheduler = self.rig.scheduler
+        assert scheduler._answers.live == 0 and len(scheduler._backlog) == 0
+        assert not any(client.requests for client in scheduler._clients.values())
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """The statistics agree with what the clients were told."""
+        report = self.rig.report()
+        counted = report["inference_stats"]
+        assert counted["fail"]["count"] == sum(report["shmserve"]["failures"].values())
+        won = [s for s in self.stories.values() if isinstance(s.told[0], m.Finished)]
+        assert counted["success"]["count"] >= len(won)
+        assert report["shmserve"]["pending"] == 0 == report["shmserve"]["executing"]
+        assert all(row["compute_infer"]["count"] for row in report["batch_stats"])
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,76 @@
+"""What a scheduler believes of what a guest says of its request."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.capabilities import FIRST, Seals
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, pack_inference
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.scheduler.local_clients import GuestRules
+
+CONFIG = {
+    "name": "m",
+    "max_batch_size": 4,
+    "input": [{"name": "X", "data_type": "TYPE_INT8", "dims": [2]}],
+    "output": [{"name": "Y", "data_type": "TYPE_INT8", "dims": [2]}],
+}
+NOW = 10**15
+SECOND = 10**9
+
+
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [
+        (NOW - 1, NOW - 1),
+        (NOW - SECOND, NOW - SECOND),
+        (NOW - SECOND - 1, NOW),
+        (1, NOW),
+        (0, NOW),
+        (-(2**63), NOW),
+    ],
+)
+@pytest.mark.parametrize("told", [True, False])
+def test_when_a_request_arrived_is_believed_within_a_second(
+    said: int, believed: int, told: bool
+) -> None:
+    """One whole day, said of one request, would be the mean of all of them for months."""
+    work = pack_inference(Inference("", (TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    rules = GuestRules(Seals(bytes(32)), Signature(CONFIG, "1"))
+    submit = m.Submit(1, 0, b"", said, 0, 0, 0, work, "mine")
+    checked = rules.checked(FIRST, submit, NOW)
+    if told:  # what it counts as in a batch was right already
+        submit = m.Submit(1, 1, checked.shape_key, said, 0, 0, 0, work, "mine")
+        checked = rules.checked(FIRST, submit, NOW)
+    assert checked.arrived_ns == believed
+    assert (checked.batch_size, checked.request_id, checked.work) == (1, "mine", work)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "timeout_us", "limit_us", "end"),
+    [
+        (0, 0, 0, 0),
+        (NOW + SECOND, 0, 0, NOW + SECOND),
+        (0, 500, 0, NOW - 7 + 500_000),
+        (0, 0, 500, NOW - 7 + 500_000),
+        (NOW + 1, 500, 400, NOW + 1),
+        (NOW + SECOND, 500, 400, NOW - 7 + 400_000),
+        (NOW + SECOND, 300, 400, NOW - 7 + 300_000),
+        (-1, -1, 400, NOW - 7 + 400_000),
+        (0, (1 << 64) - 1, 0, NOW - 7 + ((1 << 64) - 1) * 1000),
+    ],
+)
+def test_the_shortest_limit_holds(deadline: int, timeout_us: int, limit_us: int, end: int) -> None:
+    work = pack_inference(Inference("", (TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    rules = GuestRules(Seals(bytes(32)), Signature(CONFIG, "1"), limit_us)
+    submit = m.Submit(1, 0, b"", NOW - 7, deadline, timeout_us, 0, work, "")
+    assert rules.checked(FIRST, submit, NOW).deadline_ns == end
+
+
+def test_who_says_to_arrive_later_has_no_longer() -> None:
+    work = pack_inference(Inference("", (TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    rules = GuestRules(Seals(bytes(32)), Signature(CONFIG, "1"), 400)
+    submit = m.Submit(1, 0, b"", NOW + SECOND, 0, 0, 0, work, "")
+    assert rules.checked(FIRST, submit, NOW).deadline_ns == NOW + 400_000

@@ -1,0 +1,219 @@
+"""The pool: announcements, offers, exits, batches and limits in every order."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.instances.pool import SLOT, Execution, Pool, SlotState
+from shmserve.scheduler.requests.request import NEVER, Client, Request
+
+NOW = 1_000_000
+LIMIT = 500
+
+
+def execution(number: int = 1, started_ns: int = NOW) -> Execution:
+    """A batch of one request."""
+    client = Client(b"77.ab")
+    request = Request(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, b"", "")
+    return Execution(number, [request], Closed.IDLE, started_ns)
+
+
+def ready(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
+    """Announce and offer an instance; its address."""
+    peer = b"%d.%d" % (index, pid)
+    pool.expect(index, pid)
+    pool.offer(index, peer, pid)
+    return peer
+
+
+def counts(pool: Pool) -> dict[str, int]:
+    """The states that some instance is in."""
+    return {state: number for state, number in pool.counts().items() if number}
+
+
+def test_an_instance_counts_when_it_is_announced_and_offers_itself() -> None:
+    pool = Pool(0)
+    pool.expect(0, 100)
+    assert not pool.free and counts(pool) == {"expected": 1}
+    pool.offer(0, b"0.100", 100)
+    assert pool.free and counts(pool) == {"idle": 1}
+
+
+def test_an_offer_ahead_of_its_announcement_is_kept() -> None:
+    pool = Pool(0)
+    pool.offer(0, b"0.100", 100)
+    assert not pool.free
+    pool.expect(0, 100)
+    assert pool.free
+
+
+def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
+    pool = Pool(0)
+    ready(pool)
+    batch = execution()
+    pool.assign(batch)
+    pool.offer(0, b"0.101", 101)
+    assert not pool.free
+    assert pool.exit(0) == [batch]
+    pool.expect(0, 101)
+    slot = pool.by_peer(b"0.101")
+    assert slot is not None and pool.free
+
+
+def test_an_offer_of_a_process_that_is_gone_is_forgotten() -> None:
+    pool = Pool(0)
+    pool.offer(0, b"0.100", 100)
+    assert pool.exit_process(100) == []
+    pool.expect(0, 100)
+    assert not pool.free
+
+
+def test_only_who_was_announced_is_taken() -> None:
+    """R24: whoever else offers itself waits for ever, whenever it comes and how often."""
+    pool = Pool(0)
+    for stranger in range(500, 600):
+        pool.offer(0, b"0.%d" % stranger, stranger)
+    pool.expect(0, 0)
+    pool.offer(0, b"0.500", 500)
+    assert not pool.free
+    pool.expect(0, 100)
+    pool.offer(0, b"0.501", 501)
+    assert not pool.free
+    pool.offer(0, b"0.100", 100)
+    assert pool.by_peer(b"0.100") is not None
+    # Nor when the one that was taken, or the one that was to come, is gone.
+    pool.offer(0, b"0.502", 502)
+    pool.exit(0)
+    pool.expect(0, 0)
+    assert not pool.free
+    pool.expect(0, 101)
+    pool.exit_process(101)
+    pool.offer(0, b"0.101", 101)
+    assert not pool.free
+
+
+def test_repeated_offers_and_announcements_change_nothing() -> None:
+    pool = Pool(0)
+    peer = ready(pool)
+    ready(pool)
+    pool.assign(execution())
+    ready(pool)
+    assert not pool.free and pool.by_peer(peer) is not None
+
+
+def test_batches_go_to_who_has_been_free_for_longest() -> None:
+    pool = Pool(0)
+    first, second = ready(pool, 0, 100), ready(pool, 1, 101)
+    slot = pool.assign(execution(1))
+    assert slot.peer == first
+    pool.finish(slot, NOW)
+    assert pool.assign(execution(2)).peer == second
+    assert pool.assign(execution(3)).peer == first
+    assert not pool.free and pool.executing == 2
+
+
+def test_an_exit_returns_the_batch_and_frees_nothing() -> None:
+    pool = Pool(0)
+    peer = ready(pool)
+    batch = execution()
+    pool.assign(batch)
+    assert pool.exit_process(999) == []
+    assert pool.exit_process(100) == [batch]
+    assert pool.exit(0) == []
+    assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"gone": 1}
+
+
+def test_an_idle_instance_that_exits_gets_nothing_more() -> None:
+    pool = Pool(0)
+    ready(pool)
+    assert pool.exit(0) == [] and not pool.free
+
+
+def test_a_doomed_instance_keeps_its_batch_and_gets_no_other() -> None:
+    pool = Pool(0)
+    ready(pool)
+    slot = pool.assign(execution())
+    pool.doom(slot)
+    pool.finish(slot, NOW)
+    assert not pool.free and counts(pool) == {"doomed": 1}
+
+
+def test_the_limit_counts_from_the_start_of_the_batch() -> None:
+    pool = Pool(LIMIT)
+    assert pool.next_limit_ns() == NEVER
+    ready(pool)
+    slot = pool.assign(execution(started_ns=NOW))
+    assert pool.next_limit_ns() == NOW + LIMIT
+    assert pool.overdue(NOW + LIMIT - 1) == []
+    assert pool.overdue(NOW + LIMIT) == [slot]
+    pool.doom(slot)
+    assert pool.overdue(NOW + LIMIT) == [] and pool.next_limit_ns() == NEVER
+
+
+def test_without_a_limit_nothing_is_overdue() -> None:
+    pool = Pool(0)
+    ready(pool)
+    pool.assign(execution(started_ns=0))
+    assert pool.overdue(NEVER) == [] and pool.next_limit_ns() == NEVER
+
+
+def test_failure_lasts_until_an_instance_is_ready() -> None:
+    pool = Pool(0)
+    assert pool.failure == ""
+    pool.fail("broken")
+    assert pool.failure == "broken"
+    pool.expect(0, 100)
+    assert pool.failure == "broken"
+    pool.offer(0, b"0.100", 100)
+    assert pool.failure == ""
+    pool.exit(0)
+    assert pool.failure == ""
+
+
+def test_requests_and_pids_are_found() -> None:
+    pool = Pool(0)
+    ready(pool)
+    batch = execution()
+    slot = pool.assign(batch)
+    assert pool.running(batch.requests[0]) is slot
+    assert pool.running(execution(2).requests[0]) is None
+    assert pool.by_pid(100) is slot and pool.by_pid(0) is None
+
+
+@pytest.mark.parametrize("state", list(SlotState))
+def test_an_exit_is_possible_from_everywhere(state: SlotState) -> None:
+    assert SLOT[state]["exit"] is SlotState.GONE
+
+
+def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
+    pool = Pool(LIMIT)
+    ready(pool)
+    assert not pool.room(4), "an idle instance is no busy one"
+    first, second = execution(1), execution(2, NOW)
+    slot = pool.assign(first)
+    assert not pool.room(1) and pool.room(2)
+    assert pool.assign(second) is slot and not pool.room(2)
+    assert slot.execution is first and pool.executing == 2 and not pool.free
+    pool.finish(slot, NOW + 70)
+    assert slot.execution is second and slot.state is SlotState.BUSY and not pool.free
+    assert second.started_ns == NOW + 70, "its time begins when it is the first"
+    pool.finish(slot, NOW + 90)
+    assert slot.execution is None and pool.free
+
+
+def test_what_is_sent_ahead_goes_to_the_least_busy() -> None:
+    pool = Pool(0)
+    ready(pool, 0, 100), ready(pool, 1, 101)
+    slots = [pool.assign(execution(number)).index for number in range(6)]
+    assert slots == [0, 1, 0, 1, 0, 1]
+
+
+def test_an_exit_returns_everything_the_running_one_first() -> None:
+    pool = Pool(0)
+    ready(pool)
+    batches = [execution(1), execution(2), execution(3)]
+    for batch in batches:
+        pool.assign(batch)
+    assert pool.running(batches[2].requests[0]) is not None
+    assert pool.exit(0) == batches

@@ -1,0 +1,175 @@
+"""The queue: who is admitted, who leaves, and when a request's time is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument, QueueFull, Unavailable
+from shmserve.ipc.messages import Submit
+from shmserve.scheduler.requests.queue import Backlog
+from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
+from shmserve.scheduler.settings import Settings
+
+NOW = 1_000_000_000
+CLIENT = Client(b"77.ab")
+
+
+def backlog(policy: dict[str, Any] | None = None, max_queue_size: int = 0, **hook: int) -> Backlog:
+    """The queue of a model with batches up to 8 and this queue policy."""
+    config = {
+        "name": "m",
+        "max_batch_size": 8,
+        "dynamic_batching": {"default_queue_policy": policy or {}},
+    }
+    return Backlog(Settings.read(config, "1", {"max_queue_size": max_queue_size, **hook}))
+
+
+def submit(**fields: Any) -> Submit:
+    """A request of one row that arrived a moment ago."""
+    given = {
+        "id": 1,
+        "batch_size": 1,
+        "shape_key": b"",
+        "arrived_ns": NOW - 1,
+        "deadline_ns": 0,
+        "timeout_us": 0,
+        "priority": 0,
+        "work": b"work",
+    }
+    return Submit(**{**given, **fields})
+
+
+def admit(queue: Backlog, now_ns: int = NOW, **fields: Any) -> Request:
+    """Admit `submit(**fields)`."""
+    return queue.admit(CLIENT, submit(**fields), now_ns)
+
+
+def test_requests_leave_in_the_order_they_came() -> None:
+    queue = backlog()
+    made = [admit(queue) for _ in range(4)]
+    assert list(queue.waiting()) == made
+    assert queue.take(3) == made[:3] and len(queue) == 1
+    assert [request.state for request in made] == [State.EXECUTING] * 3 + [State.QUEUED]
+
+
+def test_a_request_may_leave_from_the_middle() -> None:
+    queue = backlog()
+    first, second, third = (admit(queue) for _ in range(3))
+    queue.remove(second)
+    queue.remove(second)
+    assert queue.take(2) == [first, third]
+
+
+def test_the_bound_is_the_policys_or_else_the_servers() -> None:
+    for queue in (backlog({"max_queue_size": 2}, 5), backlog({}, 2)):
+        admit(queue)
+        admit(queue)
+        with pytest.raises(QueueFull) as full:
+            admit(queue, request_id="r7")
+        assert full.value.message == "[request id: r7] Exceeds maximum queue size"
+        with pytest.raises(QueueFull) as full:
+            admit(queue)
+        assert full.value.message == "[request id: <id_unknown>] Exceeds maximum queue size"
+        queue.take(1)
+        admit(queue)
+
+
+def test_an_impossible_batch_size_is_refused() -> None:
+    queue = backlog()
+    for size in (9, -1):
+        with pytest.raises(InvalidArgument, match="batch-size must be <= 8 for 'm'"):
+            admit(queue, batch_size=size)
+    assert admit(queue, batch_size=0).units == 1
+
+
+def test_a_request_that_comes_too_late_is_refused() -> None:
+    with pytest.raises(Unavailable, match=r"^Request timeout expired$"):
+        admit(backlog(), deadline_ns=NOW - 1)
+
+
+def test_a_clients_clock_is_believed_only_as_far_as_it_can_be_true() -> None:
+    queue = backlog()
+    assert admit(queue, arrived_ns=NOW - 5).arrived_ns == NOW - 5
+    for nonsense in (0, -4, NOW + 1, 2**63):
+        assert admit(queue, arrived_ns=nonsense).arrived_ns == NOW
+
+
+def test_time_is_over_strictly_after_the_timeout() -> None:
+    queue = backlog({"default_timeout_microseconds": 100})
+    request = admit(queue)
+    over = NOW + 100_000
+    assert queue.next_timer_ns() == over + 1
+    assert queue.expired(over) == []
+    assert queue.expired(over + 1) == [request]
+    assert queue.next_timer_ns() == NEVER
+
+
+@pytest.mark.parametrize(
+    ("override", "timeout_us", "limit_us"),
+    [(False, 40, 100), (True, 40, 40), (True, 0, 100), (True, 400, 100)],
+)
+def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
+    override: bool, timeout_us: int, limit_us: int
+) -> None:
+    policy = {"default_timeout_microseconds": 100, "allow_timeout_override": override}
+    assert admit(backlog(policy), timeout_us=timeout_us).queue_limit_ns == NOW + limit_us * 1000
+
+
+def test_an_override_without_a_default_timeout_is_ignored() -> None:
+    request = admit(backlog({"allow_timeout_override": True}), timeout_us=40)
+    assert request.queue_limit_ns == 0
+
+
+def test_a_batch_hurries_for_a_deadline_but_not_for_the_queue_policy() -> None:
+    policy = {"default_timeout_microseconds": 100, "allow_timeout_override": True}
+    later = NOW + 40_000
+    assert admit(backlog(), deadline_ns=later, timeout_us=40).hurry_ns == later
+    assert admit(backlog(policy), deadline_ns=later, timeout_us=40).hurry_ns == NEVER
+    assert admit(backlog(policy)).hurry_ns == NEVER
+
+
+def test_the_queue_limit_ends_with_the_queue_and_the_deadline_does_not() -> None:
+    queue = backlog({"default_timeout_microseconds": 100})
+    request = admit(queue, deadline_ns=NOW + 500_000)
+    queue.take(1)
+    assert queue.expired(NOW + 200_000) == []
+    assert queue.expired(NOW + 500_001) == [request]
+
+
+def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() -> None:
+    queue = backlog({"default_timeout_microseconds": 100})
+    first = admit(queue, deadline_ns=NOW + 500_000)
+    admit(queue)
+    queue.take(1)
+    queue.retry(first)
+    assert len(queue) == 2 and first not in list(queue.waiting())
+    assert first not in queue.expired(NOW + 200_000)
+    assert queue.take_retry() is first and queue.take_retry() is None
+    assert queue.expired(NOW + 500_001) == [first]
+
+
+def test_timers_of_done_requests_do_not_pile_up() -> None:
+    queue = backlog()
+    for _ in range(5000):
+        admit(queue, deadline_ns=NOW + 60_000_000_000)
+        (request,) = queue.take(1)
+        request.meet(Event.ANSWER)
+        queue.sweep(0)
+    assert len(queue._timers) <= 1025
+    assert queue.next_timer_ns() == NEVER
+
+
+def test_the_hook_holds_until_the_queue_has_been_full_once() -> None:
+    queue = backlog(delay_scheduler=2)
+    assert queue.holding()
+    admit(queue)
+    assert queue.holding()
+    admit(queue)
+    assert not queue.holding()
+    queue.take(2)
+    assert not queue.holding()
+    drained = backlog(delay_scheduler=2)
+    drained.release_hold()
+    assert not drained.holding()

@@ -1,0 +1,287 @@
+"""What is counted, and how it is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.common.cumulative_counters import lasting
+from shmserve.ipc import messages as m
+from shmserve.scheduler.instances.service_time import Pace
+from shmserve.scheduler.statistics import Histogram, Timing
+from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok
+
+
+def test_nothing_is_counted_before_the_first_request() -> None:
+    report = Rig({}).report()
+    nothing = {"count": 0, "ns": 0}
+    shmserve = report.pop("shmserve")
+    assert report == {
+        "name": "m",
+        "version": "1",
+        "last_inference": 0,
+        "inference_count": 0,
+        "execution_count": 0,
+        "inference_stats": dict.fromkeys(
+            (
+                *("success", "fail", "queue", "compute_input", "compute_infer"),
+                *("compute_output", "cache_hit", "cache_miss"),
+            ),
+            nothing,
+        ),
+        "response_stats": {},
+        "batch_stats": [],
+        "memory_usage": [],
+    }
+    assert shmserve["failures"] == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
+    assert set(shmserve["batches_closed"].values()) == {0}
+
+
+def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    rig.submit(1, batch_size=3)
+    rig.pass_time(0)
+    _, batch = rig.execute()
+    rig.submit(1, batch_size=3, arrived_ns=rig.now - MS)
+    rig.submit(2, batch_size=1)
+    rig.pass_time(5 * MS)
+    rig.finish(peer, batch)
+    _, batch = rig.execute()
+    keys = [key for key, _, _ in batch.requests]
+    rig.pass_time(MS)
+    rig.finish(peer, batch, ok(keys[0]), [keys[1], "INTERNAL", "no", b""], ok(keys[2]))
+    report = rig.report()
+    assert report["execution_count"] == 2
+    assert report["inference_count"] == 3 + 3 + 1
+    assert report["last_inference"] == WALL_NS // 1_000_000
+    stats = report["inference_stats"]
+    # The first ran for 5 ms; the others waited for 5 ms and ran for 1 ms, and one of them had been
+    # on its way for 1 ms more.
+    assert stats["success"] == {"count": 3, "ns": 5 * MS + 7 * MS + 6 * MS}
+    assert stats["fail"] == {"count": 1, "ns": 6 * MS}
+    # Computing began 4 ns before the end, and took 1, 2 and 1 ns.
+    assert stats["queue"] == {"count": 3, "ns": 5 * MS - 4 + 2 * (6 * MS - 4)}
+    assert stats["compute_input"] == {"count": 3, "ns": 3}
+    assert stats["compute_infer"] == {"count": 3, "ns": 6}
+    assert stats["compute_output"] == {"count": 3, "ns": 3}
+    assert [row["batch_size"] for row in report["batch_stats"]] == [3, 5]
+    assert report["batch_stats"][1] == {
+        "batch_size": 5,
+        "compute_input": {"count": 1, "ns": 1},
+        "compute_infer": {"count": 1, "ns": 2},
+        "compute_output": {"count": 1, "ns": 1},
+    }
+    ours = report["shmserve"]
+    assert ours["failures"]["BACKEND"] == 1
+    assert ours["batches_closed"]["idle"] == 2
+    assert ours["histograms"]["batch_size"]["sum"] == 8
+    assert ours["histograms"]["request_seconds"]["count"] == 3
+    assert ours["instances"]["idle"] == 1
+
+
+def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> None:
+    """The scheduler may hear of several at once, after the worker has done them in a row."""
+    rig = Rig()
+    peer = rig.start()
+    for _ in range(50):  # so short that more than one may be at a worker
+        rig.submit()
+        rig.pass_time(4)
+        rig.finish(peer, rig.execute()[1])
+    rig.submit(3)
+    batches = [batch for _, batch in rig.executes()]
+    assert len(batches) == 3
+    began = rig.now + 1_000
+    rig.now += 40_000
+    for number, batch in enumerate(batches):
+        start = began + number * 10_000
+        times = (start, start + 1_000, start + 8_000, start + 10_000)
+        replies = [ok(key) for key, _, _ in batch.requests]
+        rig.worker(peer, m.BatchFinished(batch.batch, *times, replies, 0, 0))
+    stats = rig.report()["inference_stats"]
+    assert stats["compute_input"]["ns"] == 50 + 3 * 1_000
+    assert stats["compute_infer"]["ns"] == 50 * 2 + 3 * 7_000
+    assert stats["compute_output"]["ns"] == 50 + 3 * 2_000
+    assert stats["queue"]["ns"] == (1 + 11 + 21) * 1_000
+
+
+def test_what_the_model_was_not_asked_is_no_execution() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    rig.submit()
+    _, batch = rig.execute()
+    ((key, *_),) = batch.requests
+    replies = [[key, "INVALID_ARG", "incomplete string", b""]]
+    now = rig.now
+    rig.worker(peer, m.BatchFinished(batch.batch, now, now, now, now, replies, executed=False))
+    report = rig.report()
+    assert (report["execution_count"], report["last_inference"]) == (0, 0)
+    assert report["batch_stats"] == []
+    assert report["inference_stats"]["fail"]["count"] == 1
+    assert report["shmserve"]["histograms"]["compute_seconds"]["count"] == 0
+
+
+def test_failures_by_reason() -> None:
+    rig = Rig({"default_queue_policy": {"max_queue_size": 2}}, max_batch_size=1)
+    rig.start()
+    rig.submit(1, timeout_ns=2 * MS)
+    (cancelled,) = rig.submit()
+    rig.submit(1, timeout_ns=MS)
+    rig.submit(1)
+    rig.client(m.Cancel(cancelled))
+    rig.submit(1, batch_size=2)
+    rig.pass_time(3 * MS)
+    failures = rig.report()["shmserve"]["failures"]
+    assert failures == {"REJECTED": 2, "CANCELED": 1, "BACKEND": 0, "OTHER": 1}
+
+
+def test_gauges_show_what_is_here_now() -> None:
+    rig = Rig({}, max_batch_size=2)
+    rig.start()
+    rig.submit(2)
+    rig.submit(3)
+    rig.supervisor(m.InstanceExpected(1, 0))
+    rig.clients.malformed = 2
+    ours = rig.report()["shmserve"]
+    assert (ours["pending"], ours["executing"], ours["malformed"]) == (3, 2, 2)
+    assert ours["instances"]["busy"] == 1 == ours["instances"]["expected"]
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4), st.integers(0, 50))
+def test_timing_never_exceeds_what_can_be_true(said: list[int], ran: int) -> None:
+    started, now = 1000, 1000 + ran
+    start, input_end, output_start, end = said
+    message = m.BatchFinished(1, start, input_end, output_start, end, [])
+    timing = Timing.of(message, started, now)
+    assert started <= timing.compute_start_ns <= now
+    assert min(timing[1:]) >= 0
+    assert timing.compute_start_ns + sum(timing[1:]) <= now
+
+
+def test_a_histogram_counts_a_bound_as_within_it() -> None:
+    histogram = Histogram((0.5, 2.0), 10)
+    for value in (0, 5, 6, 20, 21):
+        histogram.observe(value)
+    assert histogram.report() == {
+        "buckets": [0.5, 2.0],
+        "counts": [2, 2, 1],
+        "sum": 5.2,
+        "count": 5,
+    }
+
+
+def test_pace_says_when_to_come_back() -> None:
+    pace = Pace()
+    assert pace.drain_s(1000, 1) == 1
+    for _ in range(100):
+        pace.observe(500 * MS, 500 * MS, 4)
+    assert pace.drain_s(0, 1) == 1
+    assert pace.drain_s(40, 1) == 5
+    assert pace.drain_s(40, 5) == 1
+    assert pace.drain_s(40, 0) == 5
+    assert pace.drain_s(10**9, 1) == 60
+
+
+def test_pace_reserves_more_where_executions_vary() -> None:
+    steady, unsteady = Pace(), Pace()
+    assert steady.reserve_ns > 0
+    for index in range(200):
+        steady.observe(10 * MS, MS, 1)
+        unsteady.observe((5 if index % 2 else 15) * MS, MS, 1)
+    assert 10 * MS < steady.reserve_ns < 12 * MS
+    assert unsteady.reserve_ns > 20 * MS
+
+
+def test_a_successor_counts_on() -> None:
+    rig = Rig({})
+    peer = rig.start()
+    rig.submit(3, batch_size=2)
+    rig.submit(1, timeout_ns=MS)
+    rig.client(m.Cancel(3))
+    _, batch = rig.execute()
+    rig.pass_time(2 * MS)
+    rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [4], []]]]]))
+    rig.worker(b"x", m.MetricsReported([]))
+    rig.finish(peer, batch)
+    told = rig.report()
+    assert told["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
+    (kept,) = [message for _, message in rig.control.take() if type(message) is m.StatisticsKept]
+    assert kept.statistics == told
+
+    successor = Rig({})
+    successor.scheduler.go_on([kept.statistics, kept.metrics], [100], successor.now)
+    now = successor.report()
+    assert now["last_inference"] > 0
+    del now["last_inference"], told["last_inference"]
+    assert told["inference_count"] > 0
+    for counts in (now, told):  # of now, not of the past
+        del counts["shmserve"]["instances"], counts["shmserve"]["executing"]
+    assert now == told
+
+
+def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
+    old = Rig({})
+    peer = old.start()
+    old.submit(2)
+    _, batch = old.execute()
+    old.supervisor(m.Drain())
+    kept = told_supervisor(old)
+    assert lasting(kept)["inference_count"] == 0
+    new = Rig({})
+    new.supervisor(m.CountsInherited(kept))
+    other = new.start()
+    new.finish(other, run_one(new))
+    old.pass_time(MS)
+    old.finish(peer, batch)
+    last = told_supervisor(old)
+    new.supervisor(m.CountsInherited(last))
+    report = new.report()
+    assert report["inference_count"] == 1
+    total = lasting(report)
+    assert total["inference_count"] == 3
+    assert total["inference_stats"]["success"]["count"] == 3
+    assert total["histograms"]["batch_size"]["counts"][:2] == [1, 1]
+    assert total["histograms"]["batch_size"]["buckets"] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+    ]
+    assert total["batches_closed"]["idle"] == 2
+    assert total["copied_bytes"] == {"in": 10, "out": 12}
+    # Its own successor, of either kind, goes on from both.
+    after_a_death = Rig({})
+    after_a_death.scheduler.go_on([report, [[]]], [], new.now)
+    assert lasting(after_a_death.report()) == total
+    after_a_reload = Rig({})
+    after_a_reload.supervisor(m.CountsInherited(report))
+    assert lasting(after_a_reload.report()) == total
+    after_a_reload.supervisor(m.CountsInherited({"nonsense": 1}))
+    assert lasting(after_a_reload.report()) == total
+
+
+def told_supervisor(rig: Rig) -> dict[str, Any]:
+    """What a scheduler has last given to whoever comes after it."""
+    kept = [message for _, message in rig.control.take() if type(message) is m.StatisticsKept]
+    return dict(kept[-1].statistics)
+
+
+def run_one(rig: Rig) -> m.Execute:
+    """A batch of one request, sent as soon as there is an instance."""
+    rig.submit()
+    return rig.execute()[1]
+
+
+def test_a_successor_starts_anew_if_it_cannot_read_that() -> None:
+    rig = Rig({})
+    rig.scheduler.go_on([{"last_inference": 3}, []], [], rig.now)
+    assert rig.report()["inference_count"] == 0

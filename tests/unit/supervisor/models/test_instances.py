@@ -1,0 +1,32 @@
+"""What `instance_group` asks for, as worker processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.supervisor.models.instances import expand_instances
+
+
+def group(name: str, kind: str, count: int, *gpus: int) -> dict[str, Any]:
+    return {"name": name, "kind": kind, "count": count, "gpus": list(gpus)}
+
+
+def test_one_instance_for_each_count_and_accelerator() -> None:
+    """Names, kinds and devices as Triton tells them to a model's `initialize`."""
+    config = {
+        "instance_group": [
+            group("m_0", "KIND_CPU", 2),
+            group("m_1", "KIND_MODEL", 1),
+            group("m_2", "KIND_GPU", 2, 0, 3),
+        ]
+    }
+    found = [(i.index, i.name, i.kind, i.device, i.device_id) for i in expand_instances(config)]
+    assert found == [
+        (0, "m_0_0", "CPU", "cpu", 0),
+        (1, "m_0_1", "CPU", "cpu", 0),
+        (2, "m_1_0", "MODEL", "cpu", 0),
+        (3, "m_2_gpu0_0", "GPU", "gpu:0", 0),
+        (4, "m_2_gpu0_1", "GPU", "gpu:0", 0),
+        (5, "m_2_gpu3_0", "GPU", "gpu:3", 3),
+        (6, "m_2_gpu3_1", "GPU", "gpu:3", 3),
+    ]

@@ -1,0 +1,148 @@
+"""What is said of a model that cannot be planned: file, line and key, and all of it at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shmserve.common.accelerators import Accelerators
+from shmserve.config.options import parse
+from shmserve.config.server import from_flags
+from shmserve.errors import Internal, InvalidArgument, ShmserveError
+from shmserve.supervisor.models.load_planner import Planner
+
+UNREAD = "failed to load 'm', failed to poll from model repository: "
+FAILED = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: "
+
+
+def planner(tmp_path: Path, config: str | None = None) -> Planner:
+    """Of a repository with the model "m", which has version 1."""
+    folder = tmp_path / "repository" / "m"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").touch()
+    if config is not None:
+        (folder / "config.pbtxt").write_bytes(config.encode())
+    flags = ["--model-repository", str(folder.parent)]
+    return Planner(from_flags(parse(flags), {}), tmp_path / "run", Accelerators("", 0))
+
+
+def refusal(planner: Planner, override: str = "", **files: bytes) -> ShmserveError:
+    """The error of a plan that cannot be made."""
+    with pytest.raises(ShmserveError) as caught:
+        planner.plan("m", override, {name.replace("_", "/"): data for name, data in files.items()})
+    return caught.value
+
+
+def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:
+    lines = (
+        "# A comment, and lines that end as on Windows.",
+        'name: "other"',
+        "max_batch_size: 4",
+        "max_batch: 5",
+        "input [",
+        '  { name: "A" data_type: TYPE_FLOAT dims: [ 4 ] },',
+        '  { name: "B" data_type: TYPE_FP32 dims: [ 4, 0 ] }',
+        "]",
+        "output: {",
+        "  data_type: TYPE_FP32 dims: 1 dims: 2",
+        "}",
+        "dynamic_batching { preferred_batch_size: [ 4,",
+        "                                           8 ] }",
+    )
+    error = refusal(planner(tmp_path, "\r\n".join(lines)))
+    assert isinstance(error, Internal)
+    found = error.message.removeprefix(UNREAD).splitlines()
+    assert found == [
+        'm/config.pbtxt:4:1: max_batch: no such field; did you mean "max_batch_size"?',
+        "m/config.pbtxt:6:26: input[0].data_type: unknown value TYPE_FLOAT; did you mean "
+        '"TYPE_FP32"?',
+        "m/config.pbtxt:2:1: name: unexpected directory name 'm' for model 'other', directory name "
+        "must equal model name",
+        "m/config.pbtxt:13:44: dynamic_batching.preferred_batch_size[1]: dynamic batching "
+        "preferred size must be <= max batch size for m",
+        "m/config.pbtxt:7:47: input[1].dims[1]: model input 'B' dimension must be integer >= 1, or "
+        "-1 to indicate a variable-size dimension for m",
+        "m/config.pbtxt:9:1: output[0].name: model output must specify 'name' for m",
+    ]
+
+
+def test_a_wrong_version_is_told_from_a_wrong_file(tmp_path: Path) -> None:
+    error = refusal(planner(tmp_path, "\n instance_group { kind: KIND_GPU }\noutput { dims: 1 }"))
+    assert isinstance(error, InvalidArgument)
+    assert error.message.removeprefix(FAILED) == (
+        "m/config.pbtxt:3:1: output[0].name: model output must specify 'name' for m\n"
+        "m/config.pbtxt:2:19: instance_group[0].kind: instance group m_0 of model m has kind "
+        "KIND_GPU but no GPUs are available;\n"
+    )
+
+
+def test_an_override_is_named_as_the_text_it_is(tmp_path: Path) -> None:
+    override = '{"backend": "python",\n "maxBatchSize": -1,\n "input": [{"dims": ["x"]}]}'
+    expected = (
+        'config:3:22: input[0].dims[0]: expected an integer, found "x"',
+        "config:2:2: max_batch_size: 'max_batch_size' must be non-negative value for m",
+        "config:3:12: input[0].name: model input must specify 'name' for m",
+    )
+    plans = planner(tmp_path)
+    assert tuple(refusal(plans, override).message.removeprefix(UNREAD).splitlines()) == expected
+    with_files = refusal(plans, override, **{"1_model.py": b""})
+    assert tuple(with_files.message.removeprefix(UNREAD).splitlines()) == expected
+
+
+def test_what_a_model_completes_has_no_place(tmp_path: Path) -> None:
+    (plan,) = planner(tmp_path, 'input { name: "A" data_type: TYPE_FP32 }').plan("m", "", {})
+    with pytest.raises(InvalidArgument) as caught:
+        plan.complete(
+            {
+                "input": [
+                    {"name": "A", "data_type": "TYPE_FP32", "dims": [0]},
+                    {"name": "B", "data_type": "TYPE_FP32"},
+                ],
+                "dynamic_batching": {"priority_levels": 2},
+            }
+        )
+    assert caught.value.message.splitlines() == [
+        "dynamic_batching.default_priority_level: default priority level must be in range [1, 2] "
+        "for m",
+        "input[0].dims[0]: model input 'A' dimension must be integer >= 1, or -1 to indicate a "
+        "variable-size dimension for m",
+        "input[1].dims: model input 'B' must specify 'dims' for m",
+    ]
+    with pytest.raises(InvalidArgument) as caught:
+        plan.complete({})
+    assert caught.value.message == (
+        "m/config.pbtxt:1:1: input[0].dims: model input 'A' must specify 'dims' for m"
+    )
+
+
+def test_without_a_file_none_is_named(tmp_path: Path) -> None:
+    plans = planner(tmp_path)
+    (tmp_path / "repository" / "m" / "1" / "model.py").unlink()
+    assert (
+        refusal(plans).message == f"{UNREAD}backend: must specify 'platform' or 'backend' for 'm'"
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"nme": "m"},
+        {"name": "other"},
+        {"backend": "python", "max_batch_size": -1},
+        {"backend": "python", "instance_group": [{"kind": "KIND_GPU"}]},
+        {"backend": "python", "version_policy": {"specific": {"versions": [9]}}},
+        {"backend": "python", "sequence_batching": {}},
+    ],
+)
+def test_files_sent_with_what_cannot_be_planned_do_not_stay(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    plans = planner(tmp_path)
+    refusal(plans, json.dumps(config), **{"1_model.py": b""})
+    assert list((tmp_path / "run" / "overrides").iterdir()) == []
+    (plan,) = plans.plan("m", '{"backend": "python"}', {"1/model.py": b""})
+    assert plan.model_dir.is_dir()
+    plans.discard(plan)
+    assert not plan.model_dir.exists()

@@ -1,0 +1,189 @@
+"""Loads, unloads and looks at the repositories, in every order in which they can come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shmserve.common.accelerators import Accelerators
+from shmserve.errors import InvalidArgument
+from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.version_spec import Plan
+from tests.rigs.process_rig import Processes, plan, turns
+
+
+class Gateways:
+    """Nobody is told."""
+
+    def tell(self, message: Any) -> None:
+        """Told."""
+
+    async def publish_model(self, make: Callable[[int], Any]) -> None:
+        """Known everywhere."""
+
+
+class Repository:
+    """The model "m", whose files have changed so many times."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.reading: Callable[[], None] = lambda: None
+        self.present = True
+        self.planned = self.discarded = 0
+
+    def scan(self) -> dict[str, object]:
+        """What is there."""
+        return {"m": None} if self.present else {}
+
+    def has(self, name: str) -> bool:
+        """Whether it is there."""
+        return name in self.scan()
+
+    def fingerprint(self, name: str) -> str:
+        """Another one after each change."""
+        return f"{self.changes}"
+
+    def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[Plan]:
+        """One version."""
+        self.reading()
+        self.planned += 1
+        return [plan()]
+
+    def discard(self, discarded: Plan) -> None:
+        """It was written for a request, perhaps."""
+        self.discarded += 1
+
+    @staticmethod
+    def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
+        """None."""
+        return {}
+
+
+def models(processes: Processes, repository: Repository) -> Models:
+    """Of one repository."""
+    gateways: Any = Gateways()
+    made: Any = Models(
+        processes.host, gateways, Accelerators("", 0), lambda pid, message: None, lambda: None
+    )
+    made._planner = repository
+    processes.on_end = made.process_exited
+    known: Models = made
+    return known
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Threads that read are waited for, too."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("moment", ["reading", "waiting"])
+def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
+    """One whose configuration is being read, and one that waits for another to end."""
+
+    async def live() -> list[Any]:
+        processes, repository = Processes(), Repository()
+        processes.hanging = True
+        served = models(processes, repository)
+        loop, asked = asyncio.get_running_loop(), []
+
+        def unload() -> None:
+            asked.append(asyncio.ensure_future(served._unload("m")))
+
+        def once() -> None:
+            repository.reading = lambda: None
+            loop.call_soon_threadsafe(unload)
+
+        loads = [asyncio.ensure_future(served._load("m"))]
+        if moment == "reading":
+            repository.reading = once
+        else:
+            await until(lambda: len(processes.started) == 2)
+            loads.append(asyncio.ensure_future(served._load("m")))
+            await turns()
+            unload()
+        async with asyncio.timeout(10):
+            outcomes = await asyncio.gather(*loads, return_exceptions=True)
+            await asyncio.gather(*asked)
+        assert repository.discarded == repository.planned == len(loads)
+        processes.hanging = False
+        await served._load("m")
+        assert [row["state"] for row in served.index(ready=False)] == ["READY"]
+        await served.stop()
+        await processes.end()
+        return outcomes
+
+    outcomes = asyncio.run(live())
+    assert outcomes
+    for outcome in outcomes:
+        assert isinstance(outcome, InvalidArgument)
+        assert "Unavailable: the model is unloaded" in outcome.message
+
+
+def test_a_file_that_changes_while_its_model_is_read() -> None:
+    """What was read may be the file as it was: it is read again."""
+
+    async def live() -> int:
+        processes, repository = Processes(), Repository()
+        served = models(processes, repository)
+        readings = []
+
+        def read() -> None:
+            readings.append(repository.changes)
+            if len(readings) == 1:
+                repository.changes += 1
+
+        repository.reading = read
+        for _ in range(3):
+            await served._follow("m", present=True)
+        await served.stop()
+        await processes.end()
+        return len(readings)
+
+    assert asyncio.run(live()) == 2
+
+
+def test_a_model_that_hangs_is_removed() -> None:
+    """It is given up, and comes back when its files do."""
+
+    async def live() -> list[Any]:
+        processes, repository = Processes(), Repository()
+        served: Any = models(processes, repository)
+        object.__setattr__(served._host.config, "repository_poll_s", 0)
+        processes.hanging = True
+        polling = asyncio.ensure_future(served.poll_forever())
+        await until(lambda: len(processes.started) == 2)
+        repository.present = False
+        await until(lambda: not any(child.alive for child in processes.started))
+        await until(lambda: [row.get("reason") for row in served.index(False)] == ["unloaded"])
+        processes.hanging = False
+        repository.present = True
+        await until(lambda: [row.get("state") for row in served.index(False)] == ["READY"])
+        polling.cancel()
+        await served.stop()
+        await processes.end()
+        return [child.alive for child in processes.started]
+
+    assert not any(asyncio.run(live()))
+
+
+def test_the_end_of_a_server_waits_for_no_load() -> None:
+    """A model that hangs hears nothing: it is killed."""
+
+    async def live() -> list[str]:
+        processes = Processes()
+        processes.hanging = True
+        served = models(processes, Repository())
+        loading = asyncio.ensure_future(served._load("m"))
+        await until(lambda: len(processes.started) == 2)
+        loading.cancel()
+        await asyncio.wait({loading})
+        await served.stop()
+        await processes.end()
+        return [await child.exited for child in processes.started]
+
+    assert asyncio.run(live()) == ["signal 9", "signal 9"]

@@ -1,0 +1,446 @@
+"""What is in a repository: names, versions, changes; and the folders the server writes itself."""
+
+from __future__ import annotations
+
+import os
+import string
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.common.accelerators import Accelerators
+from shmserve.common.model_names import check_model_name
+from shmserve.config.options import parse
+from shmserve.config.server import from_flags
+from shmserve.errors import InvalidArgument
+from shmserve.model_config import UNWRITTEN, to_dict
+from shmserve.supervisor.models.load_planner import Planner
+from shmserve.supervisor.models.repository import (
+    ModelFolder,
+    discard_override,
+    find,
+    fingerprint,
+    inline_model,
+    is_inline,
+    materialise_override,
+    missing_versions,
+    read_config,
+    scan,
+    versions_to_load,
+)
+
+CONFIG = 'backend: "python" max_batch_size: 4\n'
+
+
+def make(root: Path, name: str, *versions: str, config: str | None = CONFIG) -> Path:
+    """A model's folder with a model.py in each version."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    for version in versions:
+        (folder / version).mkdir()
+        (folder / version / "model.py").write_text("x = 1\n")
+    if config is not None:
+        (folder / "config.pbtxt").write_text(config)
+    return folder
+
+
+# --- looking -----------------------------------------------------------------------------------
+
+
+def test_finds_models_and_their_versions(tmp_path: Path) -> None:
+    make(tmp_path, "b", "1", "10", "2", "0", "01", "-1", "1a", "warmup", "configs", "9" * 11)
+    make(tmp_path, "a", config=None)
+    (tmp_path / "b" / "3").write_text("a file, no version")
+    (tmp_path / "readme.txt").write_text("no model")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "lost+found").mkdir()
+    found = scan([tmp_path])
+    assert list(found) == ["a", "b"]
+    assert found["b"].versions == (1, 2, 10)
+    assert found["b"].config_path == tmp_path / "b" / "config.pbtxt"
+    assert found["b"].files(2) == ["model.py"]
+    assert found["a"] == ModelFolder("a", tmp_path / "a", tmp_path)
+    for name, folder in found.items():
+        assert find([tmp_path], name) == folder
+    assert find([tmp_path], "c") is None
+
+
+def test_a_model_in_two_repositories_is_in_none(tmp_path: Path) -> None:
+    for repository in ("one", "two", "three"):
+        make(tmp_path / repository, "m", "1")
+        make(tmp_path / repository, f"only-{repository}", "1")
+    repositories = [tmp_path / name for name in ("one", "two", "three")]
+    found = scan(repositories)
+    assert found["m"].problem == "model appears in two or more repositories"
+    assert find(repositories, "m") == found["m"]
+    assert [found[f"only-{path.name}"].problem for path in repositories] == ["", "", ""]
+
+
+def test_a_name_that_cannot_be_requested_is_reported(tmp_path: Path) -> None:
+    make(tmp_path, "my model", "1")
+    assert scan([tmp_path])["my model"].problem.startswith("invalid model name 'my model', ")
+
+
+def test_links_out_of_the_repository_are_refused(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    secret = make(tmp_path / "elsewhere", "secret", "1")
+    make(repository, "plain", "1")
+    (repository / "folder").symlink_to(secret)
+    make(repository, "version")
+    (repository / "version" / "1").symlink_to(secret / "1")
+    make(repository, "config", "1", config=None)
+    (repository / "config" / "config.pbtxt").symlink_to(secret / "config.pbtxt")
+    (repository / "alias").symlink_to("plain")
+    make(repository, "weights", "1")
+    (repository / "weights" / "1" / "model.pt").symlink_to(secret / "1" / "model.py")
+    found = scan([repository])
+    outside = "the model's folder leads out of its repository"
+    assert {name: folder.problem for name, folder in found.items()} == {
+        "plain": "",
+        "alias": "",
+        "weights": "",
+        "folder": outside,
+        "version": outside,
+        "config": outside,
+    }
+    link = tmp_path / "link"
+    link.symlink_to(repository)
+    assert scan([link])["plain"].problem == ""
+
+
+def test_a_link_to_itself_is_its_models_own_trouble(tmp_path: Path) -> None:
+    make(tmp_path, "plain", "1")
+    for folder in ("config", "version", "file", "lost+found"):
+        make(tmp_path, folder, "1", config=None)
+    configs = ("config/config.pbtxt", "lost+found/config.pbtxt")
+    for loop in ("folder", *configs, "version/2", "file/1/weights"):
+        (tmp_path / loop).symlink_to(Path(loop).name)
+    found = scan([tmp_path])
+    assert {name: folder.versions for name, folder in found.items()} == {
+        "plain": (1,),
+        "config": (),
+        "version": (1,),
+        "file": (1,),
+    }
+    assert find([tmp_path], "folder") is None
+    assert found["config"] == find([tmp_path], "config")
+    assert found["config"].problem == "the model's folder: Too many levels of symbolic links"
+    assert not any(found[name].problem for name in ("plain", "version", "file"))
+    assert all(fingerprint(folder) for folder in found.values())
+
+
+def test_a_name_that_is_no_text_is_reported_as_one(tmp_path: Path) -> None:
+    make(tmp_path, os.fsdecode(b"m\xff"), "1")
+    ((name, folder),) = scan([tmp_path]).items()
+    assert (name, folder.name) == ("m\N{REPLACEMENT CHARACTER}",) * 2
+    assert folder.problem.startswith("invalid model name")
+
+
+def test_a_version_that_went_away_meanwhile(tmp_path: Path) -> None:
+    folder = ModelFolder("m", make(tmp_path, "m", "1"), tmp_path, versions=(1, 2))
+    assert folder.files(1) == ["model.py"]
+    with pytest.raises(InvalidArgument, match="m/2: No such file or directory"):
+        folder.files(2)
+
+
+@pytest.mark.parametrize("path", ["missing", "file"])
+def test_a_repository_that_cannot_be_read_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgument, match=f"model repository '{path}': N"):
+        scan([tmp_path / path])
+
+
+TRAVERSAL = "model name must not contain path traversal characters"
+GRAMMAR = "the first a letter, digit or '_'"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("", "Model name cannot be empty. Please enter a valid name to deploy."),
+        ("..", f"invalid model name '..', {TRAVERSAL}"),
+        ("../m", f"invalid model name '../m', {TRAVERSAL}"),
+        ("/etc", f"invalid model name '/etc', {TRAVERSAL}"),
+        ("a\\b", f"invalid model name 'a\\b', {TRAVERSAL}"),
+        ("m\0", f"invalid model name 'm\\x00', {TRAVERSAL}"),
+        ("m\n", GRAMMAR),
+        (".hidden", GRAMMAR),
+        ("-m", GRAMMAR),
+        ("é", GRAMMAR),
+        ("a" * 129, GRAMMAR),
+        ("a\u2024b", GRAMMAR),
+    ],
+)
+def test_bad_names_are_refused(tmp_path: Path, name: str, expected: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check_model_name(name)
+    assert caught.value.message.endswith(expected)
+    with pytest.raises(InvalidArgument):
+        find([tmp_path], name)
+
+
+@given(st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=128))
+def test_good_names_stay_one_part_of_a_path(name: str) -> None:
+    if name[0] in ".-":
+        with pytest.raises(InvalidArgument):
+            check_model_name(name)
+        return
+    check_model_name(name)
+    assert os.path.normpath(f"/r/{name}") == f"/r/{name}"
+
+
+# --- configuration -----------------------------------------------------------------------------
+
+
+def test_reads_the_configuration_of_a_folder(tmp_path: Path) -> None:
+    make(tmp_path, "m", "1")
+    folder = scan([tmp_path])["m"]
+    config, _ = read_config(folder)
+    assert (config.name, config.backend, config.max_batch_size) == ("m", "python", 4)
+    override, _ = read_config(folder, '{"name": "m", "backend": "pytorch"}')
+    assert (override.backend, override.max_batch_size) == ("pytorch", 0)
+    make(tmp_path, "bare", "1", config=None)
+    bare, source = read_config(scan([tmp_path])["bare"])
+    assert (bare.backend, source) == ("", UNWRITTEN)
+
+
+def test_what_cannot_be_read_is_refused_without_naming_the_servers_paths(tmp_path: Path) -> None:
+    texts = {
+        "name": (
+            '\n name: "other"',
+            "name/config.pbtxt:2:2: name: unexpected directory name 'name' for model 'other', "
+            "directory name must equal model name",
+        ),
+        "typo": ("max_batch: 1", "typo/config.pbtxt:1:1: max_batch: no such field; did you mean"),
+    }
+    for name, (text, expected) in texts.items():
+        make(tmp_path, name, "1", config=text)
+        config, source = read_config(scan([tmp_path])[name])
+        assert config.name == name
+        with pytest.raises(InvalidArgument) as caught:
+            source.check(config)
+        assert caught.value.message.startswith(expected)
+    (make(tmp_path, "bytes") / "config.pbtxt").write_bytes(b"\xff\xfe")
+    make(tmp_path, "gone")
+    found = scan([tmp_path])
+    (tmp_path / "gone" / "config.pbtxt").unlink()
+    for name, expected in (("bytes", "not UTF-8 text"), ("gone", "No such file or directory")):
+        with pytest.raises(InvalidArgument) as caught:
+            read_config(found[name])
+        assert caught.value.message == f"{name}/config.pbtxt: {expected}"
+    config, source = read_config(found["bytes"], '{"name": "x"}')
+    with pytest.raises(InvalidArgument, match="config:1:2: name: unexpected directory name"):
+        source.check(config)
+
+
+@given(
+    st.lists(st.integers(1, 50), max_size=8),
+    st.one_of(
+        st.none(),
+        st.just("{}"),
+        st.integers(0, 10).map(lambda n: f"{{latest {{num_versions: {n}}}}}"),
+        st.just("{all {}}"),
+        st.lists(st.integers(1, 50), max_size=6).map(lambda v: f"{{specific {{versions: {v}}}}}"),
+    ),
+)
+def test_a_policy_chooses_among_what_is_there(available: list[int], policy: str | None) -> None:
+    from shmserve.model_config import parse_pbtxt
+
+    config = parse_pbtxt("" if policy is None else f"version_policy {policy}")
+    chosen = versions_to_load(config, available)
+    have = sorted(set(available))
+    assert chosen == sorted(set(chosen))
+    assert set(chosen) <= set(have)
+    choice = config.version_policy.WhichOneof("policy_choice")
+    if choice == "specific":
+        wanted = set(config.version_policy.specific.versions)
+        assert chosen == [v for v in have if v in wanted]
+        assert missing_versions(config, available) == sorted(wanted - set(have))
+    elif choice == "all" or policy == "{}":
+        assert chosen == have
+    else:
+        count = config.version_policy.latest.num_versions if choice else 1
+        assert chosen == (have[-count:] if count else [])
+
+
+# --- changes -----------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_follows_every_change_but_bytecode(tmp_path: Path) -> None:
+    make(tmp_path, "m", "1")
+    file = tmp_path / "m" / "1" / "model.py"
+    seen = [fingerprint(scan([tmp_path])["m"])]
+
+    def changed() -> bool:
+        seen.append(fingerprint(scan([tmp_path])["m"]))
+        return seen[-1] != seen[-2]
+
+    assert not changed()
+    file.write_text("x = 22\n")
+    assert changed()
+    os.utime(file, ns=(1, 1))
+    assert changed()
+    before = file.stat()
+    copy = file.with_name("new")
+    copy.write_text("x = 33\n")
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    copy.rename(file)  # same size, same time, another file
+    assert changed()
+    (file.parent / "__pycache__").mkdir()
+    (file.parent / "__pycache__" / "model.cpython-311.pyc").write_bytes(b"1")
+    assert not changed()
+    (file.parent / "data").mkdir()
+    assert changed()
+    (file.parent / "data" / "w.bin").write_bytes(b"1")
+    assert changed()
+    (tmp_path / "m" / "2").mkdir()
+    assert changed()
+    (tmp_path / "m" / "config.pbtxt").unlink()
+    assert changed()
+    (file.parent / "broken").symlink_to("nowhere")
+    assert changed()
+    (file.parent / "loop").symlink_to("..")
+    assert changed()
+    assert not changed()
+
+
+def test_the_fingerprint_follows_links(tmp_path: Path) -> None:
+    make(tmp_path, "m", "1")
+    weights = tmp_path / "weights.bin"
+    weights.write_bytes(b"1")
+    (tmp_path / "m" / "1" / "model.pt").symlink_to(weights)
+    folder = scan([tmp_path])["m"]
+    before = fingerprint(folder)
+    weights.write_bytes(b"22")
+    assert fingerprint(folder) != before
+
+
+# --- folders of our own ------------------------------------------------------------------------
+
+
+def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
+    base = tmp_path / "run" / "overrides"
+    path = materialise_override(
+        base,
+        "m",
+        '{"backend": "python", "parameters": {"P": {"string_value": "é\\n\\"x"}}}',
+        {"1/model.py": b"x = 1\n", "1/data/w.bin": b"\0", "config.pbtxt": b"ignored"},
+    )
+    assert (path / "1" / "model.py").read_bytes() == b"x = 1\n"
+    assert base.stat().st_mode & 0o077 == 0
+    folder = find([path.parent], "m")
+    assert folder is not None
+    assert folder.versions == (1,)
+    assert read_config(folder)[0].parameters["P"].string_value == 'é\n"x'
+    other = materialise_override(base, "m", "{}", {})
+    assert other != path
+    discard_override(path)
+    assert not path.exists()
+    assert other.exists()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "1/../../x",
+        "/etc/x",
+        "1//x",
+        "1/",
+        "1/\x00",
+        "a\\b",
+        "x/" * 20 + "x",
+        "1",
+        "1/model.py/x",
+        "n" * 256,
+    ],
+)
+def test_an_override_cannot_leave_its_folder(tmp_path: Path, path: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        materialise_override(tmp_path, "m", "{}", {"1/model.py": b"x", path: b"y"})
+    assert str(tmp_path) not in caught.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.text("./a\\\0", max_size=12))
+def test_whatever_the_path_nothing_is_written_outside(
+    tmp_path_factory: pytest.TempPathFactory, path: str
+) -> None:
+    root = tmp_path_factory.mktemp("root")
+    base = root / "base"
+    try:
+        made = materialise_override(base, "m", "{}", {path: b"y"})
+    except InvalidArgument:
+        made = None
+    assert list(root.iterdir()) == [base]
+    if made is None:
+        assert list(base.iterdir()) == []
+    else:
+        assert (made / path).read_bytes() == b"y"
+
+
+def test_a_bad_override_leaves_nothing(tmp_path: Path) -> None:
+    for name, config in (("..", "{}"), ("m", "{"), ("m", '{"input": [[]]}')):
+        with pytest.raises(InvalidArgument):
+            materialise_override(tmp_path, name, config, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "class_name", "name"),
+    [("sentiment.py", "Model", "sentiment"), ("model.py", "Digits", "digits")],
+)
+def test_a_class_in_a_file_is_a_model(
+    tmp_path: Path, file: str, class_name: str, name: str
+) -> None:
+    (tmp_path / file).write_text("class Model: ...\n")
+    spec = f"{tmp_path}/{file}:{class_name}"
+    assert is_inline(spec)
+    base = tmp_path / "run"
+    folder = inline_model(spec, base)
+    assert (folder.name, folder.versions, folder.problem) == (name, (1,), "")
+    config, _ = read_config(folder)
+    shown = to_dict(config)
+    assert shown["backend"] == "native"
+    assert shown["default_model_filename"] == file
+    assert shown["parameters"] == {"class": {"string_value": class_name}}
+    assert str(tmp_path) not in str(shown)
+    assert (folder.path / "1" / file).samefile(tmp_path / file)
+    before = fingerprint(folder)
+    (tmp_path / "unrelated.txt").write_text("x")
+    assert fingerprint(folder) == before
+    (tmp_path / file).write_text("class Model: pass  # changed\n")
+    assert fingerprint(folder) != before
+    assert inline_model(spec, base) == folder
+
+
+def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
+    specs = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.py").touch()
+        specs.append(f"{tmp_path}/{name}/model.py:Model")
+    config = from_flags(parse(specs), {})
+    with pytest.raises(InvalidArgument, match="there is a model 'model' already"):
+        Planner(config, tmp_path / "run", Accelerators("", 0))
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("model.py", "is not of the form FILE.py:CLASS"),
+        ("model.txt:Model", "is not of the form FILE.py:CLASS"),
+        ("model.py:1x", "is not of the form FILE.py:CLASS"),
+        ("missing.py:Model", "'missing.py' is not a file"),
+    ],
+)
+def test_a_class_that_is_not_there_is_refused(tmp_path: Path, spec: str, expected: str) -> None:
+    with pytest.raises(InvalidArgument, match=expected):
+        inline_model(spec, tmp_path)
+    assert not is_inline("models")

@@ -1,0 +1,107 @@
+"""A model's processes, in every order in which the supervisor can hear of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shmserve.ipc import messages as m
+from shmserve.supervisor.models.states import InstanceState
+from shmserve.supervisor.models.version import Deployment
+from tests.rigs.process_rig import Made, Processes, plan, turns
+
+
+def deployment(processes: Processes) -> Deployment:
+    """One of one instance."""
+    made = Deployment(processes.host, plan(), lambda changed: None, lambda pid, message: None)
+    processes.on_end = made.process_exited
+    return made
+
+
+def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
+    """Its first word and its end come in one turn of the loop: another one starts in its place."""
+
+    async def live() -> list[InstanceState]:
+        processes = Processes()
+        model = deployment(processes)
+        await model.start()
+
+        def once(child: Made) -> None:
+            processes.at_start = lambda child: None
+            child.kill()
+
+        processes.at_start = once
+        processes.started[0].kill()
+        assert not model.ready
+        async with asyncio.timeout(10):
+            await model.until_ready()
+        assert len(processes.started) == 4  # a worker, the scheduler, and two more workers
+        states = [instance.state for instance in model.instances]
+        await processes.end()
+        return states
+
+    assert asyncio.run(live()) == [InstanceState.READY]
+
+
+def test_only_the_process_is_killed_that_its_scheduler_means(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have died before that is heard, and another have been started in its place."""
+    signalled: list[Made] = []
+
+    async def live() -> Made:
+        processes = Processes()
+        model = deployment(processes)
+        await model.start()
+        first = processes.started[0]
+        first.kill()
+        async with asyncio.timeout(10):
+            await model.until_ready()
+        second = processes.started[-1]
+        monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
+        for child in (first, second):
+            model._from_scheduler(m.KillInstance(0, "it takes too long", child.pid))
+        await processes.end()
+        return second
+
+    meant = asyncio.run(live())
+    assert signalled == [meant]
+
+
+def test_who_waits_for_an_end_is_cancelled() -> None:
+    """The others hear of it all the same."""
+
+    async def live() -> str:
+        processes = Processes()
+        model = deployment(processes)
+        await model.start()
+        worker = processes.started[0]
+        waiting = [asyncio.ensure_future(processes.host.end(worker, 0)) for _ in range(2)]
+        worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
+        waiting += [asyncio.ensure_future(model.kill())]
+        await asyncio.sleep(0.001)
+        for waits in waiting:
+            waits.cancel()
+        await asyncio.wait(waiting)
+        worker.exited.set_result("signal 9")
+        await processes.end()
+        return await worker.exited
+
+    assert asyncio.run(live()) == "signal 9"
+
+
+def test_a_load_that_is_cancelled_leaves_nothing_to_wait_for() -> None:
+    async def live() -> set[str]:
+        processes = Processes()
+        processes.hanging = True
+        starting = asyncio.ensure_future(deployment(processes).start())
+        await turns()
+        assert len(processes.started) == 2  # a worker, and the scheduler
+        starting.cancel()
+        await asyncio.wait({starting})
+        await processes.end()
+        await asyncio.sleep(0)
+        return {task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}}
+
+    assert asyncio.run(live()) == set()

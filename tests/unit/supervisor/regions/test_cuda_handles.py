@@ -1,0 +1,717 @@
+"""CUDA regions as clients and the supervisor see them; no device is touched on this side."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import gc
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import posix_ipc
+import pytest
+import tritonclient.http as triton
+import uvloop
+
+from shmserve.common.accelerators import Accelerators, accelerators, cuda_devices
+from shmserve.common.peer_credentials import unix_pid
+from shmserve.common.shm_access import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy
+from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
+from shmserve.gateway.api.cuda_memory import decode_uuid
+from shmserve.gateway.grpc.admin import shared_memory
+from shmserve.gateway.http.json.infer_request import RegionRange
+from shmserve.gateway.region_table import RegionTable, Uses
+from shmserve.gateway.settings import Settings
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import Inference, unpack_inference
+from shmserve.proto import grpc_service_pb2 as pb
+from shmserve.supervisor.regions import cuda_handles
+from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.registry import Registrar
+from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
+from tests.support.raw_http import in_region, json_input, shm_input
+
+HANDLE = bytes(range(64))
+OTHER = bytes(reversed(HANDLE))
+UUID = bytes(range(16))
+POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 20, 1 << 20, 1 << 20, "warn")
+ME = Peer(os.getuid(), (os.getgid(),))
+BOB = Peer(os.getuid() + 1)
+PATH = "/v2/cudasharedmemory"
+
+
+def b64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+# --- the registrar
+
+
+class Office:
+    """A registrar with one gateway; what it says and asks is written down."""
+
+    def __init__(self, devices: int = 2, fault: ShmserveError | None = None) -> None:
+        self.told: list[Any] = []
+        self.workers: list[Any] = []
+        self.checked: list[Memory] = []
+        self.fault = fault
+        self.withdrawn: asyncio.Queue[str] = asyncio.Queue()
+        check = HandleCheck(devices, lambda device: [], lambda pid, message: None)
+        check.check = self.check  # type: ignore[method-assign]
+        self.registrar = Registrar(self.publish, lambda: [7], self.workers.append, POLICY, check)
+
+    async def check(self, memory: Memory) -> None:
+        self.checked.append(memory)
+        if self.fault is not None:
+            raise self.fault
+
+    async def publish(self, make: Callable[[int], Any]) -> None:
+        self.told.append(make(1))
+        if isinstance(self.told[-1], m.RegionWithdrawn):
+            self.withdrawn.put_nowait(self.told[-1].name)
+
+
+def test_register_and_unregister() -> None:
+    async def steps() -> None:
+        office = Office()
+        handle = CudaHandle(HANDLE, 1, UUID)
+        await office.registrar.register_cuda("r", handle, 100, 1000, ME)
+        (checked,) = office.checked
+        assert (checked.cuda, checked.byte_size) == (handle, 1100)
+        (published,) = office.told
+        assert (published.handle, published.device_id, published.device_uuid) == (HANDLE, 1, UUID)
+        assert (published.offset, published.byte_size, published.object_size) == (100, 1000, 1100)
+        await office.registrar.unregister("r", ME)
+        assert len(office.registrar.active()) == 1, "it is no system memory"
+        await office.registrar.unregister("r", ME, cuda=True)
+        assert office.told[-1] == m.RegionWithdrawn("r", published.memory_id, 1)
+        assert office.workers == [], "a gateway may still have requests that use it"
+        office.registrar.released(7, published.memory_id)
+        assert office.workers == [m.MemoryDropped(published.memory_id)]
+
+    asyncio.run(steps())
+
+
+def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
+    async def steps() -> None:
+        office = Office()
+        handle = CudaHandle(HANDLE, 0)
+        for _ in range(2):
+            await office.registrar.register_cuda("r", handle, 0, 64, ME)
+        assert len(office.told) == 1
+        for other, offset, size in (
+            (CudaHandle(OTHER, 0), 0, 64),
+            (CudaHandle(HANDLE, 1), 0, 64),
+            (handle, 0, 63),
+            (handle, 1, 64),
+        ):
+            with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
+                await office.registrar.register_cuda("r", other, offset, size, ME)
+
+    asyncio.run(steps())
+
+
+def test_one_name_space_for_both_kinds() -> None:
+    key = f"/test-{os.getpid()}-cuda"
+    posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096).close_fd()
+
+    async def steps() -> None:
+        office = Office()
+        registrar = office.registrar
+        taken = pytest.raises(AlreadyExists, match="already in manager")
+        await registrar.register_cuda("device", CudaHandle(HANDLE, 0), 0, 64, ME)
+        await registrar.register("host", key, 0, 4096, ME)
+        with taken:
+            await registrar.register("device", key, 0, 4096, ME)
+        with taken:
+            await registrar.register_cuda("host", CudaHandle(HANDLE, 0), 0, 64, ME)
+        await registrar.unregister("host", ME, cuda=True)
+        await registrar.unregister("device", ME, cuda=False)
+        assert len(registrar.active()) == 2
+        await registrar.unregister("", ME, cuda=True)
+        assert [region.name for region in registrar.active()] == ["host"]
+        await registrar.unregister("", ME)
+        assert registrar.active() == []
+        office.registrar.gateway_exited(7)
+
+    try:
+        asyncio.run(steps())
+    finally:
+        posix_ipc.unlink_shared_memory(key)
+
+
+def test_a_region_is_its_users() -> None:
+    async def steps() -> None:
+        office = Office()
+        registrar = office.registrar
+        handle = CudaHandle(HANDLE, 0)
+        await registrar.register_cuda("r", handle, 0, 64, ME)
+        assert (office.told[0].uid, office.told[0].copied) == (ME.uid, False)
+        with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
+            await registrar.register_cuda("r", handle, 0, 64, BOB)
+        for name in ("r", ""):
+            await registrar.unregister(name, BOB, cuda=True)
+        assert len(registrar.active()) == 1
+        await registrar.unregister("", Peer(EVERYONE), cuda=True)
+        assert registrar.active() == []
+
+    asyncio.run(steps())
+
+
+def test_the_limits_of_a_user() -> None:
+    async def steps() -> None:
+        registrar = Office().registrar
+        handle = CudaHandle(HANDLE, 0)
+        with pytest.raises(InvalidArgument, match="--shm-max-byte-size"):
+            await registrar.register_cuda("r", handle, 0, (1 << 20) + 1, ME)
+        for number in range(4):
+            await registrar.register_cuda(f"r{number}", handle, 0, 64, ME)
+        with pytest.raises(InvalidArgument, match="--shm-max-regions-per-uid"):
+            await registrar.register_cuda("r", handle, 0, 64, ME)
+        await registrar.register_cuda("r", handle, 0, 64, BOB)
+        await registrar.unregister("r0", ME, cuda=True)
+        registrar.gateway_exited(7)
+        with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
+            await registrar.register_cuda("r0", handle, 0, 64, ME, 2**22 + 1)
+        await registrar.register_cuda("r0", handle, 0, 64, ME)
+
+    asyncio.run(steps())
+
+
+def test_what_no_worker_can_open_is_not_registered() -> None:
+    async def steps() -> None:
+        office = Office(fault=InvalidArgument("no"))
+        with pytest.raises(InvalidArgument, match="no"):
+            await office.registrar.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
+        assert office.told == []
+        assert office.registrar.active() == []
+
+    asyncio.run(steps())
+
+
+def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> None:
+    async def steps() -> None:
+        office = Office()
+        registrar, asked, answered = office.registrar, asyncio.Event(), asyncio.Event()
+
+        async def slow(memory: Memory) -> None:
+            asked.set()
+            await answered.wait()
+
+        await registrar.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
+        assert registrar._handles is not None
+        registrar._handles.check = slow  # type: ignore[method-assign]
+        waiting = [
+            asyncio.create_task(registrar.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
+            for _ in range(2)
+        ]
+        await asked.wait()
+        async with asyncio.timeout(10):
+            await registrar.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
+            await registrar.unregister("mine", ME, cuda=True)
+        answered.set()
+        await asyncio.gather(*waiting)
+        assert [region.name for region in registrar.active()] == ["theirs"]
+        assert sum(isinstance(told, m.RegionPublished) for told in office.told) == 2
+
+    asyncio.run(steps())
+
+
+def test_without_gpus() -> None:
+    async def steps() -> None:
+        registrar = Registrar(Office().publish, list, lambda message: None, POLICY)
+        text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
+        with pytest.raises(InvalidArgument, match=text):
+            await registrar.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
+        await registrar.unregister("r", ME, cuda=True)
+
+    asyncio.run(steps())
+
+
+@pytest.fixture
+def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Three processes that sleep; what they export is up to the test."""
+    made = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    yield made
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[bytes]]) -> None:
+    async def steps() -> None:
+        office = Office()
+        registrar = office.registrar
+        gc.collect()  # what other tests dropped is closed now, not in the middle of this one
+        before = len(os.listdir("/proc/self/fd"))
+        for number, exporter in enumerate(exporters):
+            handle = CudaHandle(HANDLE, number)
+            await registrar.register_cuda(f"r{number}", handle, 0, 64, ME, exporter.pid)
+        await registrar.register_cuda("of nobody known", CudaHandle(OTHER, 0), 0, 64, ME)
+        await registrar.unregister("r1", ME, cuda=True)
+        exporters[0].kill()
+        assert [await asyncio.wait_for(office.withdrawn.get(), 10) for _ in range(2)] == [
+            *("r1", "r0")
+        ]
+        assert [region.name for region in registrar.active()] == ["r2", "of nobody known"]
+        assert office.workers == [], "requests in flight finish"
+        registrar.gateway_exited(7)
+        assert len(office.workers) == 2
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        exporters[0].wait()
+        with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
+            await registrar.register_cuda("r", CudaHandle(OTHER, 0), 0, 64, ME, exporters[0].pid)
+        registrar.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(steps())
+
+
+# --- what workers say of a handle
+
+
+class Workers:
+    """Workers by device, and what each answers: an error's code, "" or None for never."""
+
+    def __init__(self, devices: dict[int, list[int]], answers: dict[int, str | None]) -> None:
+        self._devices = devices
+        self._answers = answers
+        self.asked: list[tuple[int, m.CheckMemory]] = []
+        self.handles = HandleCheck(2, lambda device: self._devices.get(device, []), self._send)
+
+    def _send(self, pid: int, message: m.CheckMemory) -> None:
+        self.asked.append((pid, message))
+        code = self._answers[pid]
+        if code is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self.handles.checked, pid, m.MemoryChecked(message.id, code, "reason"))
+
+    def check(self, device: int, uuid: bytes = b"") -> None:
+        memory = Memory.on_device(1, 64, CudaHandle(HANDLE, device, uuid))
+        asyncio.run(self.handles.check(memory))
+
+
+def test_the_workers_on_the_device_are_asked() -> None:
+    workers = Workers({0: [10, 11], 1: [12]}, {10: None, 11: "", 12: ""})
+    workers.check(0, UUID)
+    assert [pid for pid, _ in workers.asked] == [10, 11]
+    assert workers.asked[0][1] == m.CheckMemory(1, HANDLE, 0, UUID, 64)
+    workers.check(1)
+    assert workers.asked[-1][0] == 12
+    workers.handles.checked(10, m.MemoryChecked(1, "", ""))  # late: nobody waits
+
+
+def test_who_was_not_asked_is_not_heard() -> None:
+    """R24: what a worker says of a handle that others were asked about."""
+    workers = Workers({0: [10]}, {10: ""})
+    ask = workers.handles._send
+
+    def lie(pid: int, message: m.CheckMemory) -> None:
+        workers.handles.checked(12, m.MemoryChecked(message.id, "INVALID_ARG", "a lie"))
+        ask(pid, message)
+
+    workers.handles._send = lie
+    workers.check(0)
+
+
+def test_a_worker_that_cannot_use_the_device_does_not_speak_for_others() -> None:
+    Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: ""}).check(0)
+    with pytest.raises(InvalidArgument, match="reason"):
+        Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: "INVALID_ARG"}).check(0)
+    with pytest.raises(Unavailable, match="reason"):
+        Workers({0: [10, 11]}, {10: "UNAVAILABLE", 11: "UNAVAILABLE"}).check(0)
+
+
+def test_what_they_refuse_is_refused() -> None:
+    text = r"failed to register shared memory region: invalid args \(reason\)"
+    with pytest.raises(InvalidArgument, match=text):
+        Workers({0: [10]}, {10: "INVALID_ARG"}).check(0)
+    with pytest.raises(Unavailable, match=r"^reason$"):
+        Workers({0: [10]}, {10: "UNAVAILABLE"}).check(0)
+    text = r"failed to register shared memory region: invalid args \(the server has 2 CUDA devices"
+    with pytest.raises(InvalidArgument, match=text):
+        Workers({}, {}).check(2)
+
+
+def test_where_nobody_can_look_the_first_request_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    Workers({}, {}).check(0)
+    monkeypatch.setattr(cuda_handles, "_PATIENCE_S", 0.0)
+    Workers({0: [10]}, {10: None}).check(0)
+
+
+# --- a gateway
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One that believes to have two CUDA devices."""
+    with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as made:
+        made.payloads = {m.RegisterCudaRegion: {}, m.UnregisterRegion: {}}
+        made.open()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def scheduler(gateway: Rig) -> Scheduler:
+    made = gateway.scheduler(echo)
+    gateway.publish(identity_config("identity", "FP32", [4]), made)
+    return made
+
+
+def published(name: str, memory_id: int, number: int = 0) -> m.RegionPublished:
+    return m.RegionPublished(
+        *(name, "", memory_id, 0, -1, 0, 1100, 100, 1000),
+        *(os.getuid(), NO_GROUP, False, number, HANDLE, 1, UUID),
+    )
+
+
+def host(memory_id: int, number: int) -> m.RegionPublished:
+    return m.RegionPublished(
+        *("host", "/h", memory_id, 1, 3, 9, 100, 0, 100, os.getuid(), NO_GROUP, False, number)
+    )
+
+
+def body(**changed: Any) -> dict[str, Any]:
+    """A good registration, with changes; a None takes a member away."""
+    made = {"raw_handle": {"b64": b64(HANDLE)}, "device_id": 1, "byte_size": 64, **changed}
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def test_registration_is_asked_of_the_supervisor(gateway: Rig) -> None:
+    gateway.heard.clear()
+    reply = gateway.http.post(f"{PATH}/region/r/register", body())
+    assert (reply.status, reply.body) == (200, b"")
+    uuid = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    gateway.http.post(f"{PATH}/region/r/register", body(offset=8, device_uuid=uuid)).ok()
+    asked = gateway.heard_of(m.RegisterCudaRegion)
+    groups = asked[0].groups
+    assert os.getgid() in groups
+    assert asked == [
+        m.RegisterCudaRegion(asked[0].id, "r", HANDLE, 1, b"", 0, 64, os.getuid(), groups, 0),
+        m.RegisterCudaRegion(asked[1].id, "r", HANDLE, 1, UUID, 8, 64, os.getuid(), groups, 0),
+    ]
+    for name in ("r", ""):
+        part = f"/region/{name}" if name else ""
+        gateway.http.post(f"{PATH}{part}/unregister").ok()
+        (told,) = gateway.heard_of(m.UnregisterRegion)
+        assert (told.name, told.cuda) == (name, True)
+        gateway.heard.clear()
+
+
+# As a real Triton 2.51 answers, which was built with GPUs and has none; the last ones are ours.
+BAD_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
+INVALID = "failed to register shared memory region: invalid args"
+UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "error"),
+    [
+        ({}, 400, "Shared memory register request has no 'raw_handle' field"),
+        (body(raw_handle={}), 500, "attempt to access non-existing object member 'b64'"),
+        (body(raw_handle="x"), 500, "attempt to access non-existing object member 'b64'"),
+        (body(raw_handle={"b64": 5}), 500, "attempt to access JSON non-string as string"),
+        (
+            body(device_id=None, byte_size=None),
+            500,
+            "attempt to access non-existing object member 'byte_size'",
+        ),
+        (body(device_id=None), 500, "attempt to access non-existing object member 'device_id'"),
+        (body(device_id="0"), 500, UNSIGNED),
+        (body(device_id=-1), 500, UNSIGNED),
+        (body(byte_size=-1), 500, UNSIGNED),
+        (body(byte_size=True), 500, UNSIGNED),
+        (body(device_id=99), 400, INVALID),
+        (body(byte_size=0), 400, INVALID),
+        (body(device_id=2), 400, INVALID),
+        (body(byte_size=2**63), 400, "'byte_size' must be an integer in [0, 92233720368547758"),
+        (body(byte_size=2**63 - 1, offset=1), 400, INVALID),
+        (body(device_uuid="GPU-1"), 400, "'device_uuid' must be a UUID such as GPU-0000"),
+        *(
+            (body(raw_handle={"b64": text}), 400, BAD_HANDLE)
+            for text in (
+                *(b64(bytes(size)) for size in (0, 1, 63, 65, 128)),
+                "!!!!",
+                b64(HANDLE)[:-1],
+                b64(HANDLE) + "\n",
+                "é" * 88,
+            )
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_registration(
+    gateway: Rig, sent: dict[str, Any], status: int, error: str
+) -> None:
+    gateway.heard.clear()
+    reply = gateway.http.post(f"{PATH}/region/r/register", sent)
+    assert reply.status == status
+    assert reply.error.startswith(error) if status == 400 else reply.error == error
+    assert gateway.heard_of(m.RegisterCudaRegion) == []
+
+
+def test_a_name_is_needed(gateway: Rig) -> None:
+    reply = gateway.http.post(f"{PATH}/register", body())
+    text = "'region name' is necessary to register cuda shared memory region"
+    assert (reply.status, reply.error) == (400, text)
+
+
+def test_refusals_of_the_supervisor_reach_the_client(gateway: Rig) -> None:
+    text = "shared memory region 'r' already in manager"
+    gateway.refusals = {m.RegisterCudaRegion: ("ALREADY_EXISTS", text)}
+    reply = gateway.http.post(f"{PATH}/region/r/register", body())
+    assert (reply.status, reply.error) == (400, text)
+    gateway.refusals.clear()
+
+
+def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
+    http = gateway.http
+    gateway.apply(lambda number: published("device", 5, number))
+    gateway.apply(lambda number: host(6, number))
+    listed = [{"name": "device", "device_id": 1, "byte_size": 1000}]
+    assert http.get(f"{PATH}/status").ok().json() == listed
+    assert http.get(f"{PATH}/region/device/status").ok().json() == listed
+    assert [entry["name"] for entry in http.regions().ok().json()] == ["host"]
+    for path, error in (
+        (f"{PATH}/region/x/status", "Unable to find cuda shared memory region: 'x'"),
+        (
+            f"{PATH}/region/host/status",
+            "The region named 'host' is registered as system shared memory, not CUDA shared memory",
+        ),
+        (
+            "/v2/systemsharedmemory/region/device/status",
+            "The region named 'device' is registered as CUDA shared memory, "
+            "not system shared memory",
+        ),
+    ):
+        reply = http.get(path)
+        assert (reply.status, reply.error) == (404, error)
+    # A request names places in it; the gateway looks at none of its bytes.
+    scheduler.compute = lambda request: echo(Inference("", (json_tensor(),)))
+    request = {
+        "inputs": [shm_input("IN", "FP32", [4], "device", 16, 984)],
+        "outputs": [{"name": "OUT", "parameters": in_region("device", 16)}],
+    }
+    http.infer("identity", request).ok()
+    work = unpack_inference(scheduler.submits[-1].work)
+    memory = Memory.on_device(5, 1100, CudaHandle(HANDLE, 1, UUID))
+    assert work.inputs[0].data == Place(memory, 1084, 16)
+    assert work.outputs[0].place == Place(memory, 100, 16)
+    for offset, size, error in (
+        (1000, 16, "Invalid offset for shared memory region: 'device'"),
+        (985, 16, "Invalid offset + byte size for shared memory region: 'device'"),
+    ):
+        request["inputs"] = [shm_input("IN", "FP32", [4], "device", size, offset)]
+        reply = http.infer("identity", request)
+        assert (reply.status, reply.error.endswith(error)) == (400, True)
+    gateway.apply(lambda number: m.RegionWithdrawn("device", 5, number))
+    gateway.apply(lambda number: m.RegionWithdrawn("host", 6, number))
+    assert http.get(f"{PATH}/status").ok().json() == []
+
+
+def test_outputs_overlap_in_one_allocation_only() -> None:
+    table = RegionTable(lambda memory_id: None, "error")
+    for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
+        table.publish(dataclasses.replace(published(f"r{number}", number + 1), handle=handle))
+    uses = Uses(table)
+    uses.take(RegionRange("r0", 0, 16), write=True)
+    uses.take(RegionRange("r2", 0, 16), write=True)
+    with pytest.raises(AlreadyExists, match="'r1' overlaps"):
+        Uses(table).take(RegionRange("r1", 8, 16), write=True)
+    uses.release()
+    for number in range(3):
+        table.withdraw(number + 1)
+
+
+def test_others_do_not_see_a_users_regions() -> None:
+    table = RegionTable(lambda memory_id: None)
+    table.publish(published("r", 1))
+    assert [region.name for region in table.visible("", ME, cuda=True)] == ["r"]
+    assert table.visible("", ME, cuda=False) == []
+    for peer in (BOB, NOBODY):
+        assert table.visible("", peer, cuda=True) == []
+        with pytest.raises(NotFound, match="Unable to find cuda shared memory region: 'r'"):
+            table.visible("r", peer, cuda=True)
+        # Nor of which kind they are.
+        with pytest.raises(NotFound, match="Unable to find system shared memory region: 'r'"):
+            table.visible("r", peer, cuda=False)
+
+
+def json_tensor() -> TensorRef:
+    return TensorRef("IN", "FP32", (4,), np.zeros(4, np.float32).tobytes())
+
+
+def test_without_a_device_every_call_answers_as_a_triton_without_gpus(tmp_path: Path) -> None:
+    with rig(tmp_path) as gateway:
+        gateway.payloads = {m.UnregisterRegion: {}}
+        gateway.open()
+        text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
+        for sent in (body(), {}, body(raw_handle={"b64": "!"})):
+            reply = gateway.http.post(f"{PATH}/region/r/register", sent)
+            assert (reply.status, reply.error) == (400, text)
+        assert gateway.http.get(f"{PATH}/status").ok().json() == []
+        missing = gateway.http.get(f"{PATH}/region/r/status")
+        text = "Unable to find cuda shared memory region: 'r'"
+        assert (missing.status, missing.error) == (404, text)
+        gateway.http.post(f"{PATH}/region/r/unregister").ok()
+        gateway.http.post(f"{PATH}/unregister").ok()
+        request = {"inputs": [json_input("IN", np.zeros(4, np.float32))]}
+        assert gateway.http.infer("identity", request).status == 404
+
+
+def test_tritonclient(gateway: Rig) -> None:
+    gateway.heard.clear()
+    with triton.InferenceServerClient(f"127.0.0.1:{gateway.port}") as client:
+        client.register_cuda_shared_memory("r", base64.b64encode(HANDLE), 0, 64)
+        assert client.get_cuda_shared_memory_status() == []
+        client.unregister_cuda_shared_memory("r")
+    (asked,) = gateway.heard_of(m.RegisterCudaRegion)
+    assert (asked.handle, asked.device_id, asked.byte_size) == (HANDLE, 0, 64)
+
+
+class Stub:
+    """As much of a gateway as the calls of gRPC need, and their caller."""
+
+    def __init__(self) -> None:
+        self.settings = Settings(cuda_devices=2)
+        self.regions = RegionTable(lambda memory_id: None)
+        self.regions.publish(published("device", 5))
+        self.regions.publish(host(6, 0))
+        self.asked: list[Any] = []
+        self.supervisor = self
+        self.door = self
+        self.shm = True
+
+    async def ask(self, make: Callable[[int], Any]) -> dict[str, Any]:
+        self.asked.append(make(1))
+        return {}
+
+    def peer(self) -> Peer:
+        return ME
+
+    administrator = peer
+
+
+def test_grpc() -> None:
+    stub: Any = Stub()
+
+    async def steps() -> None:
+        for name in ("", "device"):
+            status = pb.CudaSharedMemoryStatusRequest(name=name)
+            (shown,) = (await shared_memory.cuda_status(stub, stub, status)).regions.values()
+            assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
+            told = pb.CudaSharedMemoryUnregisterRequest(name=name)
+            await shared_memory.cuda_unregister(stub, stub, told)
+            asked = stub.asked.pop()
+            assert asked == m.UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
+        everything = pb.SystemSharedMemoryStatusRequest()
+        system = await shared_memory.system_status(stub, stub, everything)
+        assert list(system.regions) == ["host"]
+        with pytest.raises(NotFound, match="'host' is registered as system shared memory"):
+            await shared_memory.cuda_status(
+                stub, stub, pb.CudaSharedMemoryStatusRequest(name="host")
+            )
+        request = pb.CudaSharedMemoryRegisterRequest(
+            name="r", raw_handle=HANDLE, device_id=1, byte_size=64
+        )
+        await shared_memory.cuda_register(stub, stub, request)
+        whose = (ME.uid, list(ME.groups))
+        assert stub.asked == [m.RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
+        for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
+            bad = pb.CudaSharedMemoryRegisterRequest()
+            bad.CopyFrom(request)
+            for field, value in changed.items():
+                setattr(bad, field, value)
+            with pytest.raises(InvalidArgument):
+                await shared_memory.cuda_register(stub, stub, bad)
+        stub.settings = Settings()
+        with pytest.raises(InvalidArgument, match="GPUs not supported"):
+            await shared_memory.cuda_register(stub, stub, request)
+        stub.shm = False
+        assert not (await shared_memory.system_status(stub, stub, everything)).regions
+
+    asyncio.run(steps())
+
+
+# --- small parts
+
+
+def test_uuids() -> None:
+    for text in (
+        "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f",
+        "00010203-0405-0607-0809-0a0b0c0d0e0f",
+        "000102030405060708090a0b0c0d0e0f",
+    ):
+        assert decode_uuid(text) == UUID
+    for text in ("", "GPU-", "g" * 32, "0" * 33, "MIG-" + "0" * 32):
+        with pytest.raises(InvalidArgument, match="'device_uuid'"):
+            decode_uuid(text)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_peer_of_a_unix_socket_is_known(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    path = str(tmp_path / "socket")
+
+    async def steps() -> None:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        class Protocol(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                found.set_result(unix_pid(transport))
+                transport.close()
+
+        server = await asyncio.get_running_loop().create_unix_server(Protocol, path)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            assert await found == os.getpid()
+        server.close()
+        await server.wait_closed()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(steps())
+
+
+def test_other_connections_have_no_known_peer() -> None:
+    assert unix_pid(None) == 0
+
+    class Transport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return sock
+
+    with socket.socket() as sock:
+        assert unix_pid(Transport()) == 0
+
+
+def test_devices_of_this_host() -> None:
+    assert cuda_devices("") == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 2),
+        ("", 0),
+        ("1", 1),
+        ("0, 1", 2),
+        ("1,7,0", 1),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("NoDevFiles", 0),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("MIG-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("0,1,0", 2),
+    ],
+)
+def test_devices_that_the_driver_shows(tmp_path: Path, visible: str | None, count: int) -> None:
+    """CUDA_VISIBLE_DEVICES, as the driver reads it; "-1" is how people turn a GPU off."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert accelerators(tmp_path, visible) == Accelerators("cuda" if count else "", count)

@@ -1,0 +1,31 @@
+"""Descriptors that programs outside the server send."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shmserve.supervisor.local_clients import fd_passing
+from tests.support.waiting import until
+
+
+def test_one_that_fails_to_close_keeps_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file does whose file system cannot write what is left of it."""
+    close = os.close
+    fds = [os.open(tmp_path / str(number), os.O_CREAT | os.O_RDWR) for number in range(4)]
+
+    def failing(fd: int) -> None:
+        close(fd)
+        if fd == fds[0]:
+            raise OSError(5, "Input/output error")
+
+    def all_closed() -> bool:
+        return not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds)
+
+    monkeypatch.setattr(os, "close", failing)
+    fd_passing.let_go(fds)
+    until("all are closed", all_closed)

@@ -1,0 +1,22 @@
+"""The gateways' processes, as the supervisor starts and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shmserve.supervisor.gateways import Gateways
+from tests.rigs.process_rig import Processes
+
+
+def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
+    """What it is told before it has made contact is lost, and it would not end."""
+
+    async def live() -> str:
+        processes = Processes()
+        gateways = Gateways(processes.host, [], [], [], list, lambda pid, message: None)
+        await gateways.start()
+        (child,) = processes.started
+        await gateways.stop()
+        return await child.exited
+
+    assert asyncio.run(live()) == "signal 9"

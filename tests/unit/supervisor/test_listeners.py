@@ -1,0 +1,106 @@
+"""Where the server listens: every address that a name has and this host as well."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shmserve.common.shm_access import NO_GROUP
+from shmserve.errors import InvalidArgument
+from shmserve.supervisor.host.listeners import close, hold, listen, listen_unix
+
+NOBODYS = "192.0.2.1"  # RFC 5737: for documentation only
+
+
+def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Have every name mean these addresses."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+@pytest.mark.parametrize("make", [listen, hold])
+def test_an_address_that_this_host_does_without(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., list[socket.socket]]
+) -> None:
+    """`localhost` is 127.0.0.1 and ::1 also where there is no IPv6."""
+    named(monkeypatch, NOBODYS, "127.0.0.1")
+    (sock,) = make("localhost", 0, "--http-address", True)
+    with sock:
+        assert sock.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_family_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = socket.socket
+
+    def without_ipv6(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return kernels(family, kind)
+
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    (sock,) = listen("", 0, "--http-address", True)
+    with sock:
+        assert sock.family == socket.AF_INET
+
+
+def test_no_address_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    named(monkeypatch, NOBODYS)
+    with pytest.raises(InvalidArgument, match="cannot listen on x:0: Cannot assign requested"):
+        listen("x", 0, "--http-address", True)
+
+
+def test_a_port_that_one_address_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then none is listened on: clients would find the server by one address and not by another."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", where)
+            for where in (("127.0.0.2", 0), taken.getsockname(), (NOBODYS, 0))
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        with pytest.raises(InvalidArgument, match=r"--http-port: .*: Address already in use"):
+            listen("localhost", 0, "--http-address", True)
+
+
+def test_a_unix_socket_that_another_server_has_taken(tmp_path: Path) -> None:
+    """A server that starts while this one ends keeps its socket."""
+    path = tmp_path / "socket"
+    ending = listen_unix(path, NO_GROUP, "--http-unix-socket")
+    close(ending)
+    assert not path.exists()
+    with listen_unix(path, NO_GROUP, "--http-unix-socket") as other:
+        close(ending)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        close(other)
+        assert not path.exists()
+
+
+def test_a_unix_socket_that_is_in_use(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with listen_unix(path, NO_GROUP, "--http-unix-socket") as first:
+        with pytest.raises(InvalidArgument, match="--http-unix-socket: cannot listen on"):
+            listen_unix(path, NO_GROUP, "--http-unix-socket")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        close(first)
+
+
+def test_unix_sockets_take_no_descriptors(tmp_path: Path) -> None:
+    """Who sends one that is slow to close would have the gateway wait for that."""
+    path = tmp_path / "sock"
+    with socket.socket(socket.AF_UNIX) as known:
+        try:
+            known.setsockopt(socket.SOL_SOCKET, 83, 0)  # SO_PASSRIGHTS
+        except OSError:
+            pytest.skip("this kernel (before Linux 6.16) cannot refuse descriptors")
+    with listen_unix(path, NO_GROUP, "--flag") as sock, socket.socket(socket.AF_UNIX) as client:
+        sock.setblocking(True)
+        client.connect(str(path))
+        with pytest.raises(PermissionError):
+            socket.send_fds(client, [b"x"], [client.fileno()])
+        with sock.accept()[0], pytest.raises(PermissionError):
+            socket.send_fds(client, [b"x"], [client.fileno()])

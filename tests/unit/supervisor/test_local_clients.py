@@ -1,0 +1,171 @@
+"""The door for programs: who has a place there, and what is left of who does not stay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.common import fd_limits
+from shmserve.common.shm_access import NO_GROUP, ShmPolicy
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.capabilities import Seals
+from shmserve.ipc.transport import frames
+from shmserve.supervisor.local_clients.server import Guests, _for_guests
+from shmserve.supervisor.regions.registry import Registrar
+from tests.rigs.local_clients import memfd
+
+PLACES = 8
+POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 30, 1 << 30, 1 << 20, "warn")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short, for there is a socket in it."""
+    made = Path(tempfile.mkdtemp(prefix="sd-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R15: three quarters are for one user, however many come; and again once one has left."""
+    monkeypatch.setattr(fd_limits, "for_guests", lambda: PLACES)
+    nobody: Any = None
+
+    async def let_in() -> None:
+        left = asyncio.Event()
+        seals = Seals(os.urandom(32))
+        guests = Guests(folder, NO_GROUP, seals, nobody, lambda: (), lambda _: left.set())
+        with contextlib.ExitStack() as stack:
+            stack.callback(guests.close)
+            inside = []
+            for _ in range(PLACES):
+                link = stack.enter_context(come(folder))
+                if await welcome(link):
+                    inside.append(link)
+            assert len(inside) == fd_limits.share_of(PLACES) < PLACES
+            inside.pop().close()
+            await left.wait()
+            assert await welcome(stack.enter_context(come(folder)))
+
+    asyncio.run(let_in())
+
+
+def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> None:
+    """It said hello and shared memory in one message: all of it goes with the program."""
+
+    async def serve() -> None:
+        left = asyncio.Event()
+        registrar = Registrar(_nobody, list, lambda message: None, POLICY)
+
+        def gone(number: int) -> None:
+            registrar.give_back(number)
+            left.set()
+
+        guests = Guests(folder, NO_GROUP, Seals(bytes(32)), registrar, list, gone)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
+            program.connect(str(endpoints.door(folder)))
+            words = frames.pack([m.Hello(frames.VERSION), m.ShareMemory(1, 4096, False)])
+            socket.send_fds(program, [words], [fd])
+        async with asyncio.timeout(10):
+            await left.wait()
+        assert not registrar._lent
+        guests.close()
+        registrar.close()
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize(("tensors", "told"), [(2000, True), (20_000, False)])
+def test_a_model_with_many_inputs_costs_nobody_the_connection(
+    folder: Path, tensors: int, told: bool
+) -> None:
+    """Neither who is there when it is loaded, nor who comes later."""
+    wide = _model("wide", tensors)
+    models: list[Any] = [_model("plain", 1), m.HealthChanged(True, True, False)]
+    nobody: Any = None
+
+    async def serve() -> None:
+        guests = Guests(folder, NO_GROUP, Seals(bytes(32)), nobody, lambda: models, lambda _: None)
+        with contextlib.ExitStack() as stack:
+            stack.callback(guests.close)
+            there = stack.enter_context(come(folder))
+            assert _names(await _told(there, 3)) == {"plain"}
+            published = asyncio.create_task(guests.publish(lambda n: replace(wide, acknowledge=n)))
+            (news,) = await _told(there, 1, hello=False)
+            assert isinstance(news, m.ModelPublished if told else m.ModelWithdrawn)
+            there.send(frames.pack([m.Acknowledged(news.acknowledge)]))
+            await published
+            models.insert(0, wide)
+            later = stack.enter_context(come(folder))
+            assert _names(await _told(later, 4)) == ({"plain", "wide"} if told else {"plain"})
+
+    asyncio.run(serve())
+
+
+def test_what_guests_are_told_of_tensors() -> None:
+    """All that is set, of what a request must fit."""
+    tensor = {"name": "x", "data_type": "TYPE_FP32", "dims": [], "reshape": {"shape": [1]}}
+    unset = {"format": "FORMAT_NONE", "optional": False, "allow_ragged_batch": False}
+    model = replace(_model("m", 0), config={"name": "m", "input": [{**tensor, **unset}]})
+    assert _for_guests(model).config == {"name": "m", "input": [tensor], "output": []}
+    optional = {**tensor, **unset, "optional": True}
+    model = replace(model, config={"name": "m", "output": [optional]})
+    assert _for_guests(model).config["output"] == [{**tensor, "optional": True}]
+
+
+def _model(name: str, tensors: int) -> m.ModelPublished:
+    """A model with so many inputs, described as Triton does it."""
+    unset = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
+    unset |= {"optional": False, "is_non_linear_format_io": False}
+    inputs = [
+        {"name": f"INPUT{n}", "data_type": "TYPE_FP32", "dims": [1], **unset}
+        for n in range(tensors)
+    ]
+    config = {"name": name, "max_batch_size": 0, "input": inputs, "output": []}
+    return m.ModelPublished(name, "1", config, {}, "ipc:///run/1", True, True, 0.0, 0)
+
+
+def _names(told: list[Any]) -> set[str]:
+    return {message.name for message in told if isinstance(message, m.ModelPublished)}
+
+
+async def _told(link: socket.socket, count: int, *, hello: bool = True) -> list[Any]:
+    if hello:
+        link.send(frames.pack([m.Hello(frames.VERSION)]))
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(10):
+        return [
+            message
+            for _ in range(count)
+            for message in frames.unpack(await loop.sock_recv(link, 1 << 22))
+        ]
+
+
+async def _nobody(make: object) -> None:
+    raise AssertionError("no gateway hears of guests' memory")
+
+
+def come(folder: Path) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.connect(str(endpoints.door(folder)))
+    link.setblocking(False)
+    return link
+
+
+async def welcome(link: socket.socket) -> bool:
+    """Whether who says hello is welcomed."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # shown out before that
+        link.send(frames.pack([m.Hello(frames.VERSION)]))
+        return await asyncio.get_running_loop().sock_recv(link, 1024) != b""
+    return False

@@ -1,0 +1,24 @@
+"""When something that died is started again."""
+
+from __future__ import annotations
+
+from shmserve.supervisor.processes.restart_backoff import Row
+
+
+def test_the_first_two_starts_are_immediate_and_later_ones_wait_longer_and_longer() -> None:
+    row = Row()
+    pauses = [row.pause_s(0.0) for _ in range(12)]
+    assert pauses[:2] == [0, 0]
+    assert all(pauses[2:])
+    assert pauses == sorted(pauses)
+    assert max(pauses) < 1
+
+
+def test_a_long_life_ends_the_row() -> None:
+    row = Row()
+    for _ in range(8):
+        row.pause_s(1.0)
+    assert row.pause_s(1.0) > 0
+    assert row.pause_s(31.0) == 0
+    assert row.pause_s(1.0) == 0
+    assert row.pause_s(1.0) > 0

@@ -1,0 +1,164 @@
+"""Run directories that must be refused, and one that a killed server left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.supervisor.host import run_directory
+from shmserve.supervisor.host.run_directory import RunDirectory
+
+
+def test_a_fresh_one_is_private_and_goes_away() -> None:
+    made = RunDirectory(None)
+    assert made.path.stat().st_mode & 0o777 == 0o700
+    made.remove()
+    os.close(made.lock_fd)
+    assert not made.path.exists()
+
+
+def test_what_a_killed_server_left_is_cleared(tmp_path: Path) -> None:
+    left = tmp_path / "run"
+    os.close(RunDirectory(left).lock_fd)
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(left / "control"))
+    made = RunDirectory(left)
+    assert [entry.name for entry in left.iterdir()] == ["lock"]
+    os.close(made.lock_fd)
+
+
+def test_who_removes_it_late_leaves_it_to_the_next_server(tmp_path: Path) -> None:
+    """As a process of a killed server does that was stopped while another one removed it."""
+    first = RunDirectory(tmp_path / "run")
+    (first.path / "guests").mkdir()
+    (first.path / "guests" / "socket").touch()
+    first.remove()
+    assert not first.path.exists()
+    first.remove()
+    second = RunDirectory(tmp_path / "run")
+    (second.path / "control").touch()
+    first.remove()
+    assert sorted(os.listdir(second.path)) == ["control", "lock"]
+    second.remove()
+    assert not second.path.exists()
+    for made in (first, second):
+        os.close(made.lock_fd)
+
+
+def test_processes_that_end_remove_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same time, so that what was just listed is gone."""
+    made = RunDirectory(tmp_path / "run")
+    (made.path / "guests").mkdir()
+    for number in range(3):
+        (made.path / "guests" / f"{number}").touch()
+        (made.path / f"{number}").touch()
+    unlink = os.unlink
+
+    def unlinked_by_another(*name: Any, **folder: Any) -> None:
+        unlink(*name, **folder)
+        if "lock" not in str(name[0]):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(os, "unlink", unlinked_by_another)
+    made.remove()
+    assert not made.path.exists()
+    os.close(made.lock_fd)
+
+
+def test_what_is_not_a_servers_is_not_touched(tmp_path: Path) -> None:
+    """A home folder is private too."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    (home / "thesis").write_text("years of work")
+    for lock in (None, "", "another program's"):
+        if lock is not None:
+            (home / "lock").write_text(lock)
+        before = sorted(os.listdir(home))
+        with pytest.raises(InvalidArgument, match="holds files that are no server's"):
+            RunDirectory(home, patience_s=0.0)
+        assert sorted(os.listdir(home)) == before
+
+
+@pytest.mark.parametrize("path", ["/proc/x", "/etc/passwd/x", "a" * 300])
+def test_folders_that_cannot_be_made(tmp_path: Path, path: str) -> None:
+    with pytest.raises(InvalidArgument, match="--run-dir: cannot make"):
+        RunDirectory(tmp_path / path)
+
+
+def test_a_file_system_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(InvalidArgument, match=r"cannot use .*: No space left on device"):
+        RunDirectory(tmp_path / "run", patience_s=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are full, or somebody else's."""
+
+    def nowhere(prefix: str) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", nowhere)
+    with pytest.raises(InvalidArgument, match=r"--run-dir: is needed, .*No usable temporary"):
+        RunDirectory(None)
+
+
+def test_a_group_that_this_user_is_not_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chown", refuse)
+    with pytest.raises(InvalidArgument, match=r"--shm-group: group 4321 .* not permitted"):
+        RunDirectory(tmp_path / "run", 4321)
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_server_at_a_time(tmp_path: Path) -> None:
+    first = RunDirectory(tmp_path / "run")
+    with pytest.raises(InvalidArgument, match="in use by another server"):
+        RunDirectory(tmp_path / "run", patience_s=0.0)
+    os.close(first.lock_fd)
+
+
+def test_a_second_server_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(run_directory, "_USUAL_PATIENCE_S", 0.0)
+    first, second = RunDirectory.usual(), RunDirectory.usual()
+    (told,) = caplog.messages
+    assert told == (
+        f"'{first.path}' is in use by another server; shmserve.client must be told {second.path}"
+    )
+    for made in (first, second):
+        made.remove()
+        os.close(made.lock_fd)
+
+
+def test_folders_that_are_not_private(tmp_path: Path) -> None:
+    """R3: a link, a foreign folder and one that others enter are refused."""
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    link = tmp_path / "link"
+    link.symlink_to(shared)
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    with pytest.raises(InvalidArgument, match="mode 0755"):
+        RunDirectory(shared)
+    for bad in (link, plain):
+        with pytest.raises(InvalidArgument, match="not a directory"):
+            RunDirectory(bad)
+    with pytest.raises(InvalidArgument, match="longer than"):
+        RunDirectory(tmp_path / ("d" * 90))

@@ -1,0 +1,74 @@
+"""The supervisor's own end, whatever goes wrong in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
+
+import pytest
+
+from shmserve.common.tasks import in_background
+from shmserve.config.options import parse
+from shmserve.config.server import from_flags
+from shmserve.supervisor.supervisor import Supervisor
+
+
+def supervisor() -> Supervisor:
+    """One that has nothing to end."""
+    nowhere: Any = None
+    made = Supervisor(from_flags(parse(["--model-repository=/tmp"]), {}), nowhere, [], [], [], [])
+    made.open = MagicMock()  # type: ignore[method-assign]
+    made.host = MagicMock(tasks=set(), guests=None)
+    made.host.children.all.return_value = []
+    made.regions = MagicMock()
+    made.gateways = MagicMock(drain=AsyncMock(), stop=AsyncMock())
+    made.models = MagicMock(stop=AsyncMock(), kill=AsyncMock())
+    return made
+
+
+def test_a_drain_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """Everything ends all the same, and the log says what it was."""
+    ending: Any = supervisor()
+    ending.gateways.drain.side_effect = RuntimeError("so it is")
+    asyncio.run(ending.end(0))
+    assert "so it is" in caplog.text
+    ending.models.kill.assert_awaited()
+    ending.host.children.close.assert_called()
+
+
+def test_a_start_that_fails_when_it_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
+    ending: Any = supervisor()
+
+    async def start(began: float) -> int:
+        ending._signals.put_nowait(15)
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            raise RuntimeError("so it is") from None
+
+    ending._start = start
+    assert asyncio.run(ending.run()) == 0
+    assert "so it is" in caplog.text
+    ending.host.children.close.assert_called()
+
+
+def test_what_fails_in_the_background_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise RuntimeError("so it is")
+
+    async def live() -> list[logging.LogRecord]:
+        tasks: set[asyncio.Task[None]] = set()
+        task = in_background(fail(), tasks)
+        kept = in_background(asyncio.sleep(60), tasks)
+        await asyncio.wait({task})
+        assert tasks == {kept}
+        kept.cancel()
+        await asyncio.wait({kept})
+        assert not tasks
+        return list(caplog.records)
+
+    (record,) = asyncio.run(live())
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "so it is"

@@ -1,0 +1,722 @@
+"""A worker's data path: views where possible, one copy where not; each request's errors its own."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import Internal, InvalidArgument
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.workers import instance
+from shmserve.workers.backends import Answer, Output, Request
+from shmserve.workers.batch.unpack import Gatherer, Unpacker, reshape, room
+from shmserve.workers.memory.outputs import OutputMemory
+from tests.rigs.worker_rig import (
+    CLIENT_PID,
+    MIB,
+    Calls,
+    Region,
+    Rig,
+    inference,
+    model_config,
+    rig,
+    tensor,
+    tensor_config,
+)
+
+F32 = np.float32
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    made = Region(40 * MIB)
+    yield made
+    made.close()
+
+
+def echo(requests: list[Request]) -> list[Answer]:
+    """X to Y, whatever it is."""
+    return [Answer([Output("Y", r.inputs["X"].datatype, r.inputs["X"].numpy())]) for r in requests]
+
+
+def one_tensor(
+    data_type: str = "FP32", dims: tuple[int, ...] = (-1,), most: int = 0, **more: Any
+) -> dict[str, Any]:
+    """A model with the input X and the output Y of the same kind."""
+    return model_config(
+        [tensor_config("X", data_type, dims, **more)],
+        [tensor_config("Y", data_type, dims, **more)],
+        most,
+    )
+
+
+# --- views and copies
+
+
+def gatherer(
+    config: dict[str, Any], mappings: Mappings
+) -> tuple[Unpacker, Gatherer, list[memoryview]]:
+    signature = Signature(config, "1")
+    buffers: list[memoryview] = []
+
+    def allocate(byte_size: int) -> memoryview:
+        buffers.append(memoryview(bytearray(byte_size)))
+        return buffers[-1]
+
+    unpacker = Unpacker(signature, mappings, lambda key: False)
+    return unpacker, Gatherer(signature, mappings, allocate), buffers
+
+
+def unpack(unpacker: Unpacker, *requests: Inference) -> list[Request]:
+    return [unpacker.request(key, 1, pack_inference(r)) for key, r in enumerate(requests)]
+
+
+def address(raw: memoryview) -> int:
+    pointer: int = np.frombuffer(raw, np.uint8).__array_interface__["data"][0]
+    return pointer
+
+
+def test_a_batch_of_one_in_a_region_is_a_view(region: Region) -> None:
+    mappings = Mappings()
+    unpacker, gather, buffers = gatherer(one_tensor(most=8), mappings)
+    place = region.write(256, np.arange(8, dtype=F32))
+    (request,) = unpack(unpacker, inference(tensor("X", np.zeros((2, 4), F32), place)))
+    raw, shape, view = gather.gather("X", [request])
+    assert (shape, view, buffers) == ((2, 4), True, [])
+    assert address(raw) == address(mappings.view(place))
+    assert np.array_equal(np.frombuffer(raw, F32), np.arange(8, dtype=F32))
+
+
+def test_rows_next_to_each_other_are_one_view_and_others_are_copied(region: Region) -> None:
+    mappings = Mappings()
+    unpacker, gather, buffers = gatherer(one_tensor(most=8), mappings)
+    rows = [np.full((n, 2), n, F32) for n in (1, 3, 2)]
+    places = [region.write(at, row) for at, row in zip((64, 72, 96), rows, strict=True)]
+    items = [inference(tensor("X", row, place)) for row, place in zip(rows, places, strict=True)]
+    requests = unpack(unpacker, *items)
+    raw, shape, view = gather.gather("X", requests)
+    assert (shape, view, buffers) == ((6, 2), True, [])
+    assert address(raw) == address(mappings.view(places[0]))
+    assert np.array_equal(np.frombuffer(raw, F32).reshape(6, 2), np.concatenate(rows))
+    # The same rows in another order, and rows with a hole between, are no stretch.
+    for shuffled in (requests[::-1], [requests[0], requests[2]]):
+        raw, shape, view = gather.gather("X", shuffled)
+        assert not view
+        want = np.concatenate([rows[request.key] for request in shuffled])
+        assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), want)
+    assert len(buffers) == 1, "one buffer, kept"
+
+
+def test_the_buffer_has_room_for_the_largest_batch_from_the_start() -> None:
+    unpacker, gather, buffers = gatherer(one_tensor(dims=(2,), most=8), Mappings())
+    for sizes in ((1, 1), (3, 2), (4, 4)):
+        rows = [np.random.rand(n, 2).astype(F32) for n in sizes]
+        requests = unpack(unpacker, *(inference(tensor("X", row)) for row in rows))
+        raw, shape, view = gather.gather("X", requests)
+        assert not view
+        assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), np.concatenate(rows))
+    assert [len(buffer) for buffer in buffers] == [8 * 2 * 4]
+
+
+@given(rows=st.integers(0, 64), row=st.integers(0, 1 << 32), most=st.integers(1, 64))
+def test_how_much_room_a_buffer_gets(rows: int, row: int, most: int) -> None:
+    byte_size = rows * row
+    found = room(byte_size, rows, most)
+    assert byte_size <= found <= max(2 * byte_size, 64 * MIB), "not room for what may never come"
+    if row * max(rows, most) <= 64 * MIB:
+        assert found == (row * max(rows, most) if rows else 0), "never grown"
+
+
+def test_a_ragged_input_comes_flat() -> None:
+    config = one_tensor(most=8, allow_ragged_batch=True)
+    unpacker, gather, _ = gatherer(config, Mappings())
+    rows = [np.arange(n, dtype=F32).reshape(1, n) for n in (2, 4, 1)]
+    requests = unpack(unpacker, *(inference(tensor("X", row)) for row in rows))
+    raw, shape, _ = gather.gather("X", requests)
+    assert shape == (7,)
+    assert np.frombuffer(raw, F32).tolist() == [0, 1, 0, 1, 2, 3, 0]
+
+
+def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> None:
+    """In is a view, out is the one copy: nothing of the tensor's size is allocated on the way."""
+    data = np.random.rand(4 * MIB).astype(F32)
+    source = region.write(0, data)
+    seen: list[Any] = []
+
+    def look(requests: list[Request]) -> list[Answer]:
+        seen.append(requests[0].inputs["X"].raw)
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, look), one_tensor())
+    wanted = RequestedOutput("Y", region.place(20 * MIB, 16 * MIB))
+    request = inference(TensorRef("X", "FP32", data.shape, source), outputs=[wanted])
+    tracemalloc.start()
+    (reply,) = worker.batch(request)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert reply.code == "", reply.message
+    assert peak < 1 * MIB
+    assert address(seen[0]) == address(worker.context.mappings.view(source))
+    assert region.read(20 * MIB, 16 * MIB) == data.tobytes()
+    assert reply.answer is not None
+    assert reply.answer.outputs[0].data == wanted.place
+    assert worker.context.arena.used == 0
+
+
+def test_inputs_in_regions_are_read_only_and_others_are_not(worker: Rig, region: Region) -> None:
+    flags: list[bool] = []
+
+    def look(requests: list[Request]) -> list[Answer]:
+        flags.append(requests[0].inputs["X"].numpy().flags.writeable)
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, look), one_tensor())
+    data = np.arange(4, dtype=F32)
+    worker.batch(inference(tensor("X", data)))
+    worker.batch(inference(tensor("X", data, region.write(0, data))))
+    assert flags == [True, False]
+
+
+def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Region) -> None:
+    def add_one(requests: list[Request]) -> list[Answer]:
+        for request in requests:
+            array = request.inputs["X"].numpy()
+            array += 1
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, add_one), one_tensor())
+    data = np.arange(4, dtype=F32)
+    for _ in range(2):
+        place = region.write(8, data)
+        (reply,) = worker.batch(inference(tensor("X", data, place)))
+        assert reply.array("Y").tolist() == [1, 2, 3, 4]
+        assert region.read(8, 16) == data.tobytes(), "the client's memory is as it was"
+
+
+def test_unaligned_inputs_are_right(worker: Rig, region: Region) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor())
+    data = np.arange(5, dtype=F32)
+    (reply,) = worker.batch(inference(tensor("X", data, region.write(3, data))))
+    assert reply.array("Y").tolist() == data.tolist()
+
+
+# --- outputs
+
+
+def test_outputs_go_where_they_are_wanted(worker: Rig, region: Region) -> None:
+    """Inline when small, the arena when not, the client's place when it names one."""
+    worker.serve(Calls(worker.context, echo), one_tensor())
+    small, large = np.arange(8, dtype=F32), np.random.rand(MIB).astype(F32)
+    (reply,) = worker.batch(inference(tensor("X", small)))
+    assert reply.array("Y").tolist() == small.tolist()
+    assert worker.context.arena.used == 0
+    (reply,) = worker.batch(inference(tensor("X", large, region.write(0, large))))
+    assert np.array_equal(reply.array("Y", worker), large)
+    assert worker.context.arena.used == 4 * MIB
+    assert reply.answer is not None
+    place = reply.answer.outputs[0].data
+    assert not isinstance(place, bytes)
+    worker.release([place.offset], pid=1)
+    worker.batch(inference(tensor("X", small)))
+    assert worker.context.arena.used == 4 * MIB, "only its reader may release it"
+    worker.release([place.offset])
+    worker.batch(inference(tensor("X", small)))
+    assert worker.context.arena.used == 0
+
+
+@pytest.mark.parametrize("size", [4, 8192])
+@pytest.mark.parametrize("names", ["one", "two"])
+def test_what_is_written_over_an_input_changes_no_other_output(
+    worker: Rig, region: Region, size: int, names: str
+) -> None:
+    """A client uses the places of its inputs for its outputs, one of which shows an input."""
+
+    def compute(requests: list[Request]) -> list[Answer]:
+        (request,) = requests
+        x, y = (request.inputs[name].numpy() for name in "XY")
+        outputs = {"Z": x * 2, "A": y, "B": x}
+        return [Answer([Output(name, "FP32", data) for name, data in outputs.items()])]
+
+    config = model_config(
+        [tensor_config(name, "FP32", (-1,)) for name in "XY"],
+        [tensor_config(name, "FP32", (-1,)) for name in "ABZ"],
+    )
+    worker.serve(Calls(worker.context, compute), config)
+    x, y = np.arange(size, dtype=F32), np.arange(size, dtype=F32) + 1000
+    # The object may have been registered under another name for outputs.
+    memory = region.memory if names == "one" else replace(region.memory, id=region.memory.id + 1)
+
+    def answers(**places: int | None) -> dict[str, list[float]]:
+        inputs = tensor("X", x, region.write(0, x)), tensor("Y", y, region.write(4 * size, y))
+        wanted = [
+            RequestedOutput(name, None if at is None else Place(memory, 4 * at * size, 4 * size))
+            for name, at in places.items()
+        ]
+        (reply,) = worker.batch(inference(*inputs, outputs=wanted))
+        return {
+            name: reply.array(name, worker).tolist()
+            if at is None
+            else np.frombuffer(region.read(4 * at * size, 4 * size), F32).tolist()
+            for name, at in places.items()
+        }
+
+    swapped = answers(A=0, B=1)
+    assert swapped == {"A": y.tolist(), "B": x.tolist()}
+    for _ in range(2):
+        for beside in (None, 1, 4):
+            assert answers(Z=0, B=beside) == {"Z": (x * 2).tolist(), "B": x.tolist()}
+
+
+def test_an_output_too_large_for_its_place_fails_that_request(worker: Rig, region: Region) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor(most=4))
+    before = region.read(0, 64)
+    wanted = RequestedOutput("Y", region.place(0, 15))
+    data = np.ones((1, 4), F32)
+    short, good = worker.batch(
+        inference(tensor("X", data), outputs=[wanted]), inference(tensor("X", data))
+    )
+    assert (short.code, short.message) == (
+        "INTERNAL",
+        "shared memory size specified with the request for output 'Y' (15 bytes) should be at "
+        "least 16 bytes to hold the results",
+    )
+    assert good.code == ""
+    assert region.read(0, 64) == before
+
+
+def test_only_requested_outputs_travel(worker: Rig) -> None:
+    def both(requests: list[Request]) -> list[Answer]:
+        return [
+            Answer(
+                [
+                    Output("A", "INT32", np.array([1], np.int32)),
+                    Output("B", "INT32", np.array([2], np.int32)),
+                    Output("UNKNOWN", "INT32", np.array([3], np.int32)),
+                ]
+            )
+            for _ in requests
+        ]
+
+    config = model_config(
+        [tensor_config("X", "FP32", [-1])],
+        [tensor_config("A", "INT32", [1]), tensor_config("B", "INT32", [1])],
+    )
+    worker.serve(Calls(worker.context, both), config)
+    x = tensor("X", np.zeros(1, F32))
+    for outputs, names in (((), ["A", "B"]), ([RequestedOutput("B")], ["B"])):
+        (reply,) = worker.batch(inference(x, outputs=outputs))
+        assert reply.answer is not None
+        assert [ref.name for ref in reply.answer.outputs] == names
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [
+        (np.zeros(4, np.float64), "unexpected datatype TYPE_FP64 for inference output 'Y'"),
+        (np.zeros((4, 1), F32), "unexpected shape for inference output 'Y' for model 'm'"),
+        (torch.zeros(3).to_sparse(), "Failed to process the request(s) for model 'm_0_0'"),
+    ],
+)
+def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, shown: str) -> None:
+    kind = "FP64" if getattr(data, "dtype", None) == np.float64 else "FP32"
+    worker.serve(
+        Calls(worker.context, lambda requests: [Answer([Output("Y", kind, data)])]),
+        one_tensor(dims=(4,)),
+    )
+    (reply,) = worker.batch(inference(tensor("X", np.zeros(4, F32))))
+    assert reply.code == "INTERNAL"
+    assert shown in reply.message
+
+
+def test_a_lenient_backend_passes_what_the_model_made(worker: Rig) -> None:
+    backend = Calls(
+        worker.context, lambda requests: [Answer([Output("Y", "FP64", np.zeros((2, 3)))])]
+    )
+    backend.strict_outputs = False
+    worker.serve(backend, one_tensor(dims=(4,)))
+    (reply,) = worker.batch(inference(tensor("X", np.zeros(4, F32))))
+    assert reply.array("Y").shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.asfortranarray(np.arange(12, dtype=F32).reshape(3, 4)),
+        np.arange(24, dtype=F32).reshape(3, 8)[:, ::2],
+        np.arange(12, dtype=">f4").reshape(3, 4),
+        torch.arange(12, dtype=torch.float32).reshape(4, 3).t(),
+        torch.zeros(12, requires_grad=True).reshape(3, 4),
+    ],
+)
+@pytest.mark.parametrize("placed", [False, True])
+def test_any_layout_is_written_row_major(
+    worker: Rig, region: Region, data: Any, placed: bool
+) -> None:
+    worker.serve(
+        Calls(worker.context, lambda requests: [Answer([Output("Y", "FP32", data)])]),
+        one_tensor(dims=(3, 4)),
+    )
+    wanted = [RequestedOutput("Y", region.place(64, 100))] if placed else []
+    (reply,) = worker.batch(inference(tensor("X", np.zeros((3, 4), F32)), outputs=wanted))
+    assert reply.code == "", reply.message
+    want = np.ascontiguousarray(
+        data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
+    )
+    got = region.read(64, 48) if placed else reply.array("Y").tobytes()
+    assert got == want.tobytes()
+
+
+def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor(most=4))
+    for shape in ((1, 0), (0, 3)):
+        data = np.zeros(shape, F32)
+        wanted = RequestedOutput("Y", region.place(0, 0))
+        for outputs in ((), [wanted]):
+            (reply,) = worker.batch(inference(tensor("X", data), outputs=outputs))
+            assert reply.answer is not None, reply.message
+            assert reply.answer.outputs[0].shape == shape
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_bytes(worker: Rig, region: Region, placed: bool) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor("STRING", (2,), most=4))
+    data = np.array([[b"", "ä".encode()], [b"\0\1", b"x" * 50]], dtype=object)
+    wanted = [RequestedOutput("Y", region.place(0, 1000))] if placed else []
+    (reply,) = worker.batch(inference(tensor("X", data), outputs=wanted))
+    assert reply.answer is not None, reply.message
+    sent = tensor("X", data).data
+    assert isinstance(sent, bytes)
+    assert (region.read(0, len(sent)) if placed else reply.answer.outputs[0].data) == sent
+
+
+def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
+    for data in (np.array(["é", "b"]), np.array([b"x", b"y"]), np.array([5, "z"], dtype=object)):
+        worker.serve(
+            Calls(
+                worker.context,
+                lambda requests, data=data: [Answer([Output("Y", "BYTES", data)])],
+            ),
+            one_tensor("STRING", (2,)),
+        )
+        (reply,) = worker.batch(inference(tensor("X", np.array([b"a", b"b"], dtype=object))))
+        assert reply.code == "", reply.message
+
+
+def test_reshape_both_ways(worker: Rig) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def look(requests: list[Request]) -> list[Answer]:
+        seen.extend(request.inputs["X"].shape for request in requests)
+        return echo(requests)
+
+    config = one_tensor(dims=(4, -1), most=8, reshape={"shape": [2, 2, -1]})
+    worker.serve(Calls(worker.context, look), config)
+    replies = worker.batch(*(inference(tensor("X", np.zeros((n, 4, 5), F32))) for n in (1, 3)))
+    assert seen == [(1, 2, 2, 5), (3, 2, 2, 5)]
+    assert [reply.array("Y").shape for reply in replies] == [(1, 4, 5), (3, 4, 5)]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.DataObject) -> None:
+    variable = [data.draw(st.booleans()) for _ in sizes]
+    dims = tuple(-1 if free else size for size, free in zip(sizes, variable, strict=True))
+    target = (1, *(dim for dim in dims if dim == -1), 1)
+    got = reshape(tuple(sizes), dims, target)
+    free = [size for size, is_free in zip(sizes, variable, strict=True) if is_free]
+    assert got == (1, *free, 1)
+    assert reshape(got, target, dims) == tuple(
+        size if dim == -1 else dim for size, dim in zip(sizes, dims, strict=True)
+    )
+
+
+# --- errors are each request's own
+
+
+def test_what_is_wrong_with_one_request_fails_it_alone(worker: Rig, region: Region) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor(most=8))
+    data = np.ones((1, 4), F32)
+    outside = region.place(40 * MIB - 8, 16)
+    wrong_size = TensorRef("X", "FP32", (1, 4), b"123")
+    replies = worker.raw_batch(
+        [
+            pack_inference(inference(tensor("X", data))),
+            b"garbage",
+            pack_inference(inference(tensor("X", data, outside))),
+            pack_inference(inference(wrong_size)),
+            pack_inference(inference(tensor("NOPE", data))),
+        ]
+    )
+    assert [reply.code for reply in replies] == [
+        "",
+        "INTERNAL",
+        "INTERNAL",
+        "INVALID_ARG",
+        "INVALID_ARG",
+    ]
+    assert replies[1].message == "internal error"
+
+
+def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor("STRING", (1,), most=8))
+    good = tensor("X", np.array([[b"a"]], dtype=object))
+    bad = TensorRef("X", "BYTES", (1, 1), b"\xff\0\0\0ab")
+    first, second = worker.batch(inference(good), inference(bad))
+    assert first.code == ""
+    assert second.code == "INVALID_ARG"
+    assert second.message.startswith("[request id: id-1] incomplete string data for inference")
+    assert "inference input 'X' for model 'm'" in second.message
+    assert worker.finished.executed
+    worker.batch(inference(bad))
+    assert not worker.finished.executed
+
+
+def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor())
+    data = np.zeros(4, F32)
+    place = region.write(8192, data)
+    assert worker.batch(inference(tensor("X", data, place)))[0].code == ""
+    os.ftruncate(region.fd, 4096)
+    (reply,) = worker.batch(inference(tensor("X", data, place)))
+    assert reply.code == "INVALID_ARG"
+    assert "truncated" in reply.message
+
+
+def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often requests name the same memory, not more than so much is gathered at a time."""
+    monkeypatch.setattr(instance, "LARGEST_PART", 100)
+    seen: list[list[int]] = []
+
+    def execute(requests: list[Request]) -> list[Answer]:
+        seen.append([request.key for request in requests])
+        if 5 in seen[-1]:
+            worker.cancel(7)
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, execute), one_tensor(most=16))
+    rows = [np.full((1, n), n, F32) for n in (10, 10, 5, 1, 40, 10, 5, 5)]
+    items = [inference(tensor("X", row)) for row in rows]
+    items[3] = inference(tensor("Z", rows[3]))
+    replies = worker.batch(*items)
+    assert seen == [[1, 2, 3], [5], [6, 8]]
+    assert worker.finished.executed
+    assert [reply.code for reply in replies] == ["", "", "", "INVALID_ARG", "", "", "CANCELLED", ""]
+    for number in (0, 1, 2, 4, 5, 7):
+        assert np.array_equal(replies[number].array("Y"), rows[number])
+
+
+def test_a_batch_that_raises_is_run_again_one_by_one(worker: Rig) -> None:
+    sizes: list[int] = []
+
+    def picky(requests: list[Request]) -> list[Answer]:
+        sizes.append(len(requests))
+        for request in requests:
+            array = request.inputs["X"].numpy()
+            if array[0, 0] < 0:
+                raise ValueError("negative")
+            array *= 2  # a second try must not see this
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, picky), one_tensor(most=8))
+    replies = worker.batch(*(inference(tensor("X", np.array([[n]], F32))) for n in (1, -1, 3)))
+    assert sizes == [3, 1, 1, 1]
+    assert [reply.code for reply in replies] == ["", "INTERNAL", ""]
+    message = "Failed to process the request(s) for model 'm_0_0', message: ValueError: negative"
+    assert replies[1].message == message
+    assert replies[0].array("Y").tolist() == [[2]]
+    assert replies[2].array("Y").tolist() == [[6]]
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ([], "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
+        (None, "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
+    ],
+)
+def test_a_wrong_number_of_answers(worker: Rig, result: Any, shown: str) -> None:
+    worker.serve(Calls(worker.context, lambda requests: result), one_tensor())
+    (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
+    assert reply.code == "INTERNAL"
+    assert reply.message.startswith("Failed to process the request(s) for model 'm_0_0', message:")
+    assert shown in reply.message
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (SystemExit(3), "INTERNAL", "SystemExit: 3"),
+        (InvalidArgument("as it is"), "INVALID_ARG", "as it is"),
+        (MemoryError(), "UNAVAILABLE", "not enough memory on device 'cpu' for model 'm'"),
+        (torch.OutOfMemoryError("CUDA..."), "UNAVAILABLE", "not enough memory on device 'cpu'"),
+    ],
+)
+def test_what_a_model_raises(worker: Rig, error: BaseException, code: str, message: str) -> None:
+    def fail(requests: list[Request]) -> list[Answer]:
+        raise error
+
+    worker.serve(Calls(worker.context, fail), one_tensor())
+    for _ in range(2):
+        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
+        assert reply.code == code
+        assert message in reply.message
+
+
+def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
+    worker: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a client of another user has shared is copied, and the host may be short of memory."""
+    worker.serve(Calls(worker.context, echo), one_tensor(most=8))
+    data = np.ones((1, 4), F32)
+    copied = Place(replace(region.memory, copied=True), 0, data.nbytes)
+
+    def full(place: Place) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr(worker.context.mappings, "read", full)
+    theirs, ours = worker.batch(inference(tensor("X", data, copied)), inference(tensor("X", data)))
+    assert theirs.code == "UNAVAILABLE"
+    assert "not enough memory on device 'cpu' for model 'm'" in theirs.message
+    assert ours.code == ""
+
+
+def test_per_request_errors_and_parameters(worker: Rig) -> None:
+    def mixed(requests: list[Request]) -> list[Answer]:
+        good, bad = echo(requests)
+        good.parameters = {"n": 1}
+        bad.error = Internal("not this one")
+        return [good, bad]
+
+    worker.serve(Calls(worker.context, mixed), one_tensor(most=8))
+    data = tensor("X", np.zeros((1, 1), F32))
+    good, bad = worker.batch(inference(data), inference(data))
+    assert good.answer is not None
+    assert good.answer.parameters == {"n": 1}
+    assert (bad.code, bad.message) == ("INTERNAL", "not this one")
+
+
+def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None:
+    known: list[bool] = []
+
+    def slow(requests: list[Request]) -> list[Answer]:
+        worker.cancel(2)
+        known.extend(request.is_cancelled() for request in requests)
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, slow), one_tensor(most=8))
+    data = np.ones((1, 4), F32)
+    first, second = worker.batch(
+        *(
+            inference(tensor("X", data), outputs=[RequestedOutput("Y", region.place(at, 16))])
+            for at in (0, 64)
+        )
+    )
+    assert known == [False, True]
+    assert first.code == ""
+    assert region.read(0, 16) == data.tobytes()
+    assert second.code == "CANCELLED"
+    assert region.read(64, 16) == bytes(16)
+
+
+def test_times_are_in_order(worker: Rig) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor())
+    worker.batch(inference(tensor("X", np.zeros(1, F32))))
+    done = worker.finished
+    assert (
+        0
+        < done.compute_start_ns
+        <= done.input_end_ns
+        <= done.output_start_ns
+        <= done.compute_end_ns
+    )
+
+
+def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, region: Region) -> None:
+    """It runs again elsewhere, and where its output goes may hold something else by then."""
+    region.write(0, np.zeros(4, F32))
+
+    def execute(requests: list[Request]) -> list[Answer]:
+        worker.scheduler.close()
+        return echo(requests)
+
+    worker.serve(Calls(worker.context, execute), one_tensor())
+    x = tensor("X", np.ones(4, F32))
+    (reply,) = worker.batch(inference(x, outputs=[RequestedOutput("Y", region.place(0, 16))]))
+    assert reply.code == "CANCELLED"
+    assert region.read(0, 16) == bytes(16)
+
+
+# --- output memory
+
+
+def test_blocks_of_a_reader_that_died_come_back() -> None:
+    arena = Arena(MIB)
+    memory = OutputMemory(arena)
+    for pid in (1, 2, 1):
+        memory.allocate(pid, 1000)
+    memory.drop_reader(1)
+    assert len(memory) == 1
+    memory.drop_reader(2)
+    assert arena.used == 0
+    arena.close()
+
+
+def test_blocks_that_nobody_was_told_of_come_back() -> None:
+    arena = Arena(MIB)
+    memory = OutputMemory(arena)
+    kept = memory.allocate(CLIENT_PID, 1000)[0]
+    memory.delivered()
+    memory.allocate(CLIENT_PID, 1000)
+    memory.undelivered()
+    memory.undelivered()
+    assert len(memory) == 1
+    memory.release(CLIENT_PID, [kept.offset])
+    assert len(memory) == 0 == arena.used
+    arena.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_outputs_of_a_batch_that_its_scheduler_did_not_live_to_see_come_back(
+    worker: Rig, lost: bool
+) -> None:
+    worker.serve(Calls(worker.context, echo), one_tensor())
+    worker.batch(inference(tensor("X", np.ones(MIB, F32))))
+    assert worker.context.arena.used
+    if lost:
+        worker.scheduler.close()
+    worker.instance.hand_over(worker._dealer, worker.finished)
+    assert (worker.context.arena.used == 0) == lost
+
+
+def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) -> None:
+    def huge(requests: list[Request]) -> list[Answer]:
+        big = np.zeros(10 * MIB, F32)
+        return [Answer([Output("A", "FP32", big), Output("B", "FP32", big)])]
+
+    config = model_config(
+        [tensor_config("X", "FP32", [-1])],
+        [tensor_config("A", "FP32", [-1]), tensor_config("B", "FP32", [-1])],
+    )
+    worker.serve(Calls(worker.context, huge), config)
+    (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
+    assert reply.code == "UNAVAILABLE"
+    assert worker.context.arena.used == 0

@@ -1,0 +1,426 @@
+"""Calls of other models: submission, answers, memory, and schedulers that go away meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shmserve.errors import InvalidArgument, NotFound, ShmserveError, Unavailable
+from shmserve.ipc import messages as m
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import INLINE_LIMIT
+from shmserve.workers.bls.calls import CallInput, CallRequest, Calls, Reply
+from tests.rigs.called_models import Others, finished, work
+from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def rigged(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def others(rigged: Rig, tmp_path: Path) -> Iterator[Others]:
+    made = Others(tmp_path, rigged.supervisor)
+    rigged.context.control.send(m.WorkerStarted(1))
+    made.supervisor.next(m.WorkerStarted)  # type: ignore[type-var]
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def calls(rigged: Rig) -> Iterator[Calls]:
+    made = Calls(rigged.context.control, 64 * MIB)
+    yield made
+    made.close()
+
+
+def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -> CallRequest:
+    array = np.array([values], dtype=np.float32)
+    return CallRequest(
+        model,
+        "",
+        [CallInput("X", "FP32", array.shape, array.tobytes())],
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def call(calls: Calls, what: CallRequest) -> Reply:
+    return calls.wait(calls.begin(what))
+
+
+def values(reply: Reply) -> list[float]:
+    (output,) = reply.outputs
+    return output.numpy().ravel().tolist()
+
+
+def doubled(submit: m.Submit, place: Place | None = None) -> m.Finished:
+    (given,) = work(submit).inputs
+    assert isinstance(given.data, bytes)
+    array = np.frombuffer(given.data, np.float32).reshape(given.shape)
+    return finished(submit, tensor("Y", 2 * array, place), note="doubled")
+
+
+def test_a_call_and_its_answer(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    what = request(
+        outputs=["Y"],
+        request_id="me",
+        parameters={"a": 1},
+        correlation_id=7,
+        flags=1,
+        timeout_us=10,
+    )
+    running = others.run(call, calls, what)
+    question = others.found("s1")
+    assert (question.name, question.version) == ("other", "")
+    submit = scheduler.next(m.Submit)
+    assert (submit.batch_size, submit.request_id, submit.timeout_us) == (1, "me", 10)
+    assert submit.deadline_ns == submit.arrived_ns + 10_000
+    inference = work(submit)
+    assert [output.name for output in inference.outputs] == ["Y"]
+    assert (inference.parameters, inference.correlation_id, inference.flags) == ({"a": 1}, 7, 1)
+    scheduler.say(doubled(submit))
+    reply = running.result(10)
+    assert values(reply) == [2.0, 4.0]
+    assert reply.parameters == {"note": "doubled"}
+    reply.outputs[0].numpy()[:] = 0  # it is the model's own
+
+
+def test_where_a_model_is_is_asked_once(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    for turn in range(3):
+        running = others.run(call, calls, request())
+        if not turn:
+            others.found("s1")
+        scheduler.say(doubled(scheduler.next(m.Submit)))
+        running.result(10)
+    calls.forget("other")
+    running = others.run(call, calls, request())
+    others.found("s1")
+    scheduler.say(doubled(scheduler.next(m.Submit)))
+    running.result(10)
+
+
+@pytest.mark.parametrize("own_us", [0, 10**9])
+def test_a_call_ends_when_its_caller_does(calls: Calls, others: Others, own_us: int) -> None:
+    scheduler = others.scheduler("s1")
+    deadline_ns = time.monotonic_ns() + 10**9
+    running = others.run(call, calls, request(timeout_us=own_us, deadline_ns=deadline_ns))
+    others.found("s1")
+    submit = scheduler.next(m.Submit)
+    assert submit.deadline_ns == deadline_ns == work(submit).deadline_ns
+    scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
+    with pytest.raises(Unavailable, match="Request timeout expired"):
+        running.result(10)
+
+
+def test_errors(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    running = others.run(call, calls, request(model="nobody"))
+    question = others.supervisor.next(m.FindModel)
+    others.supervisor.say(m.Refused(question.id, "NOT_FOUND", "no such model"))
+    with pytest.raises(NotFound, match="no such model"):
+        running.result(10)
+
+    running = others.run(call, calls, request(outputs=["Z"]))
+    others.found("s1")
+    with pytest.raises(InvalidArgument, match="unexpected inference output 'Z'"):
+        running.result(10)
+
+    running = others.run(call, calls, request())
+    submit = scheduler.next(m.Submit)
+    scheduler.say(m.Failed(submit.id, "INVALID_ARG", "not these numbers", 0, False))
+    with pytest.raises(InvalidArgument, match="not these numbers"):
+        running.result(10)
+
+
+def test_a_malformed_answer_is_an_error(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    running = others.run(call, calls, request())
+    others.found("s1")
+    scheduler.say(m.Finished(scheduler.next(m.Submit).id, b"garbage"))
+    with pytest.raises(ShmserveError, match="internal error"):
+        running.result(10)
+
+
+def test_large_tensors_lie_in_memory(calls: Calls, others: Others) -> None:
+    """The caller's arena keeps the input until the answer; the output is copied and released."""
+    scheduler = others.scheduler("s1")
+    theirs, mappings = Arena(MIB), Mappings()
+    big = np.arange(INLINE_LIMIT, dtype=np.float32)
+    for turn in range(3):
+        running = others.run(call, calls, request(big))
+        if not turn:
+            others.found("s1")
+        submit = scheduler.next(m.Submit)
+        (given,) = work(submit).inputs
+        assert isinstance(given.data, Place)
+        assert given.data.offset == 0  # free again after each call
+        taken = np.frombuffer(mappings.view(given.data), np.float32)
+        assert (taken == big).all()
+        place = theirs.allocate(big.nbytes)
+        theirs.view(place)[:] = (taken + turn).tobytes()
+        scheduler.say(finished(submit, TensorRef("Y", "FP32", given.shape, place)))
+        assert values(running.result(10)) == (big + turn).tolist()
+        release = scheduler.next(m.Release)
+        assert release == m.Release(theirs.memory.pid, [place.offset])
+        theirs.free(place.offset)
+
+
+def test_inputs_in_memory_of_the_request_stay_there(calls: Calls, others: Others) -> None:
+    scheduler, region = others.scheduler("s1"), Region(4096)
+    place = region.write(64, np.array([1, 2], dtype=np.float32))
+    what = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), place)])
+    running = others.run(call, calls, what)
+    others.found("s1")
+    submit = scheduler.next(m.Submit)
+    assert work(submit).inputs[0].data == place
+    scheduler.say(finished(submit))
+    running.result(10)
+    region.close()
+
+
+def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
+    calls: Calls, others: Others
+) -> None:
+    scheduler = others.scheduler("s1")
+    big = np.zeros(INLINE_LIMIT)
+
+    def offset(expect_question: bool, *before: m.Settled) -> tuple[int, int]:
+        running = others.run(call, calls, request(big))
+        if expect_question:
+            others.found("s1")
+        submit = scheduler.next(m.Submit)
+        place = work(submit).inputs[0].data
+        assert isinstance(place, Place)
+        scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "too late", 0, True))
+        with pytest.raises(Unavailable):
+            running.result(10)
+        return submit.id, place.offset
+
+    first, at = offset(True)
+    _, other = offset(False)
+    assert at == 0 < other
+    scheduler.say(m.Settled(first))
+    while True:  # it is taken with the next call, or the one after
+        _, again = offset(False)
+        if again == 0:
+            return
+
+
+def test_no_memory_left(rigged: Rig, others: Others) -> None:
+    calls = Calls(rigged.context.control, MIB)
+    others.scheduler("s1")
+    running = others.run(call, calls, request(np.zeros(MIB)))
+    others.found("s1")
+    with pytest.raises(Unavailable, match="memory for tensors is full"):
+        running.result(10)
+    calls.close()
+
+
+def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: Calls, others: Others) -> None:
+    first, second = others.scheduler("s1"), others.scheduler("s2")
+    running = others.run(call, calls, request())
+    others.found("s1")
+    lost = first.next(m.Submit)
+    others.supervisor.say(m.SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    others.found("s2")
+    again = second.next(m.Submit)
+    assert again == lost
+    second.say(doubled(again))
+    assert values(running.result(10)) == [2.0, 4.0]
+    # And so do new ones.
+    running = others.run(call, calls, request())
+    second.say(doubled(second.next(m.Submit)))
+    running.result(10)
+
+
+def test_calls_too_late_for_a_retired_version(calls: Calls, others: Others) -> None:
+    """Its scheduler refuses them, or is gone before it saw them; the model was loaded again."""
+    first, second, third = (others.scheduler(name) for name in ("s1", "s2", "s3"))
+    running = others.run(call, calls, request())
+    others.found("s1")
+    submit = first.next(m.Submit)
+    first.say(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
+    others.found("s2")
+    second.next(m.Submit)
+    others.supervisor.say(m.SchedulerLost(others.endpoint("s2"), ""))
+    others.found("s3")
+    third.say(doubled(third.next(m.Submit)))
+    assert values(running.result(10)) == [2.0, 4.0]
+
+
+def test_a_lost_model_that_nobody_serves_now(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    running = others.run(call, calls, request())
+    others.found("s1")
+    scheduler.next(m.Submit)
+    others.supervisor.say(m.SchedulerLost(others.endpoint("s1"), ""))
+    question = others.supervisor.next(m.FindModel)
+    others.supervisor.say(m.Refused(question.id, "NOT_FOUND", "it is not loaded"))
+    with pytest.raises(NotFound, match="it is not loaded"):
+        running.result(10)
+
+
+def test_an_unavailable_model_is_asked_for_once_more(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    running = others.run(call, calls, request())
+    others.found("s1")
+    submit = scheduler.next(m.Submit)
+    scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "the queue is full", 1, False))
+    others.found("s1")
+    with pytest.raises(Unavailable, match="the queue is full"):
+        running.result(10)
+    assert scheduler.silent()
+
+
+def test_news_of_a_withdrawn_model(calls: Calls, others: Others) -> None:
+    first, second = others.scheduler("s1"), others.scheduler("s2")
+    running = others.run(call, calls, request())
+    others.found("s1")
+    submit = first.next(m.Submit)
+    others.supervisor.say(m.ModelWithdrawn("other", "1", 0), m.ModelWithdrawn("third", "1", 0))
+    until("it is heard", lambda: not calls._directory._known)
+    first.say(doubled(submit))  # what is in flight ends where it is
+    running.result(10)
+    running = others.run(call, calls, request())
+    others.found("s2")
+    second.say(doubled(second.next(m.Submit)))
+    running.result(10)
+
+
+def test_many_at_once_from_a_coroutine(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+
+    async def many() -> list[list[float]]:
+        replies = [calls.call_soon(request([n])) for n in range(20)]
+        return [values(reply) for reply in await asyncio.gather(*replies)]
+
+    running = others.run(asyncio.run, many())
+    others.found("s1")
+    submits = [scheduler.next(m.Submit) for _ in range(20)]
+    for submit in reversed(submits):
+        scheduler.say(doubled(submit))
+    assert running.result(10) == [[2.0 * n] for n in range(20)]
+
+
+def test_a_coroutine_that_no_longer_waits_cancels(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+
+    async def impatient() -> list[float]:
+        reply = calls.call_soon(request())
+        await asyncio.sleep(0)
+        reply.cancel()
+        return values(await calls.call_soon(request([5])))
+
+    running = others.run(asyncio.run, impatient())
+    others.found("s1")
+    first = scheduler.next(m.Submit)
+    # The cancellation is noticed a turn of the loop later, after the next call was begun.
+    second = scheduler.next(m.Submit)
+    assert scheduler.next(m.Cancel) == m.Cancel(first.id)
+    scheduler.say(m.Failed(first.id, "CANCELLED", "request cancelled", 0, False), doubled(second))
+    assert running.result(10) == [10.0]
+
+
+def test_a_coroutine_hears_of_losses_and_errors(calls: Calls, others: Others) -> None:
+    first, second = others.scheduler("s1"), others.scheduler("s2")
+
+    async def both() -> tuple[list[float], str]:
+        one, two = calls.call_soon(request()), calls.call_soon(request())
+        reply = await one
+        with pytest.raises(InvalidArgument) as caught:
+            await two
+        return values(reply), str(caught.value)
+
+    running = others.run(asyncio.run, both())
+    others.found("s1")
+    first.next(m.Submit)
+    first.next(m.Submit)
+    others.supervisor.say(m.SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    others.found("s2")
+    second.say(doubled(second.next(m.Submit)))
+    second.say(m.Failed(second.next(m.Submit).id, "INVALID_ARG", "no", 0, False))
+    assert running.result(10) == ([2.0, 4.0], "no")
+
+
+def test_threads_take_answers_for_each_other(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    running = [others.run(call, calls, request([n])) for n in range(6)]
+    asked = 0
+    submits: list[m.Submit] = []
+
+    def all_are_submitted() -> bool:
+        nonlocal asked
+        # As many threads ask where it is as begin before the first has been told.
+        if not others.supervisor.silent():
+            others.found("s1")
+            asked += 1
+        if not scheduler.silent():
+            submits.append(scheduler.next(m.Submit))
+        return len(submits) == 6
+
+    until("all are submitted", all_are_submitted, 10)
+    assert asked <= 6
+    for submit in submits:
+        scheduler.say(doubled(submit))
+    assert [values(future.result()) for future in running] == [[2.0 * n] for n in range(6)]
+
+
+def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(calls: Calls, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    running = others.run(call, calls, request([1]))
+    others.found("s1")
+    first = scheduler.next(m.Submit)
+
+    async def one() -> list[float]:
+        return values(await calls.call_soon(request([2])))
+
+    other = others.run(asyncio.run, one())
+    second = scheduler.next(m.Submit)
+    scheduler.say(doubled(second), doubled(first))
+    assert other.result() == [4.0]
+    assert values(running.result(10)) == [2.0]
+
+
+def test_a_process_that_exits_takes_its_memory_along(calls: Calls, others: Others) -> None:
+    scheduler, theirs = others.scheduler("s1"), Arena(MIB)
+    place = theirs.allocate(8)
+    running = others.run(call, calls, request())
+    others.found("s1")
+    scheduler.say(doubled(scheduler.next(m.Submit)))
+    running.result(10)
+    before = _descriptors()
+
+    running = others.run(call, calls, request())
+    answer = TensorRef("Y", "FP32", (1, 2), place)
+    scheduler.say(finished(scheduler.next(m.Submit), answer))
+    running.result(10)
+    scheduler.next(m.Release)
+    assert _descriptors() > before
+
+    running = others.run(call, calls, request())
+    submit = scheduler.next(m.Submit)
+    others.supervisor.say(m.ProcessExited(theirs.memory.pid))
+    until("it is heard", lambda: not calls._mappings)
+    scheduler.say(doubled(submit))
+    running.result(10)
+    assert _descriptors() == before
+    theirs.close()
+
+
+def _descriptors() -> int:
+    gc.collect()  # or it does between two counts: what tests before this one have left
+    return len(os.listdir("/proc/self/fd"))

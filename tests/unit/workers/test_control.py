@@ -1,0 +1,109 @@
+"""A worker's link to the supervisor: questions from any thread, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shmserve.errors import NotFound, Unavailable
+from shmserve.ipc import messages as m
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.router import Router
+from shmserve.workers.control import Control, News
+from tests.rigs.arrivals import arrived
+
+NAME = b"worker.1.0.1"
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[Control, Router]]:
+    router = Router(f"ipc://{tmp_path}/control")
+    control = Control(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
+    control.send(m.WorkerStarted(1))
+    assert arrived(router)
+    yield control, router
+    control.close(0)
+    router.close()
+
+
+def question(number: int) -> m.FindModel:
+    return m.FindModel(number, "other", "")
+
+
+def asked(router: Router) -> m.FindModel:
+    ((_, message),) = arrived(router)
+    assert isinstance(message, m.FindModel)
+    return message
+
+
+def test_an_answer_and_a_refusal(ends: tuple[Control, Router]) -> None:
+    control, router = ends
+
+    def supervise() -> None:
+        router.post(NAME, m.Answered(asked(router).id, {"version": "1"}))
+        router.flush()
+        router.post(NAME, m.Refused(asked(router).id, "NOT_FOUND", "no such model"))
+        router.flush()
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    assert control.ask(question) == {"version": "1"}
+    with pytest.raises(NotFound, match="no such model"):
+        control.ask(question)
+    thread.join()
+
+
+def test_nobody_answers(ends: tuple[Control, Router]) -> None:
+    control, _ = ends
+    with pytest.raises(Unavailable):
+        control.ask(question, timeout_s=0.01)
+
+
+def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[Control, Router]) -> None:
+    """A model's own thread takes it from the socket; the loop, which waits, must still wake up."""
+    control, router = ends
+    heard: list[News] = []
+    control.on_models_changed = heard.append
+    news = m.ModelWithdrawn("other", "1", 0)
+    asking = threading.Thread(target=control.ask, args=(question,))
+    asking.start()
+    number = asked(router).id
+    control.pump()
+    for message in (m.MemoryDropped(7), news, m.Stop(), m.Answered(number, {})):
+        router.post(NAME, message)
+    router.flush()
+    asking.join()
+    assert heard == [news]
+    control.wait()
+    assert list(control.inbox) == [m.MemoryDropped(7), m.Stop()]
+
+
+def test_what_the_loop_s_own_thread_took_is_not_waited_for(ends: tuple[Control, Router]) -> None:
+    """A model asks in its `execute`, and with the answer comes what the loop must do after that."""
+    control, router = ends
+
+    def supervise() -> None:
+        number = asked(router).id
+        for message in (m.Attach("ipc://successor"), m.Answered(number, {})):
+            router.post(NAME, message)
+        router.flush()
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    control.ask(question)
+    thread.join()
+    slept = threading.Event()
+
+    def rescue() -> None:
+        slept.set()
+        control.wake()
+
+    timer = threading.Timer(10.0, rescue)
+    timer.start()
+    control.wait()
+    timer.cancel()
+    assert not slept.is_set()
+    assert list(control.inbox) == [m.Attach("ipc://successor")]

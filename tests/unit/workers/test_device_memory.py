@@ -1,0 +1,657 @@
+"""A worker and clients' device memory, on a stand-in for CUDA: open, gather, write, close."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import secrets
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.memory.cuda_ipc import Driver
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import CheckMemory
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    RequestedOutput,
+    pack_inference,
+    unpack_inference,
+)
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.workers.backends import Answer, Output, Request
+from shmserve.workers.backends.native import NativeBackend
+from shmserve.workers.backends.python import PythonBackend
+from shmserve.workers.backends.pytorch import PytorchBackend
+from shmserve.workers.device import DeviceLost
+from shmserve.workers.memory.device import Allocation, DeviceMemory
+from tests.rigs.fake_cuda import Exported, FakeCuda, FakeDevice
+from tests.rigs.worker_rig import (
+    Calls,
+    Region,
+    Rig,
+    inference,
+    model_config,
+    rig,
+    tensor,
+    tensor_config,
+)
+
+F32 = np.float32
+ROW = np.arange(4, dtype=F32).reshape(1, 4)
+
+
+@pytest.fixture
+def cuda() -> FakeCuda:
+    return FakeCuda()
+
+
+@pytest.fixture
+def worker(tmp_path: Path, cuda: FakeCuda) -> Iterator[Rig]:
+    """A worker that has the stand-in's devices."""
+    with rig(tmp_path) as made:
+        memory = cuda.device_memory()
+        made.context = dataclasses.replace(
+            made.context, mappings=Mappings(memory.open), device_memory=memory
+        )
+        yield made
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """What torch's backends run on."""
+    made = FakeDevice()
+    for backend in ("native", "pytorch"):
+        monkeypatch.setattr(f"shmserve.workers.backends.{backend}.open_device", lambda name: made)
+    return made
+
+
+def twice(worker: Rig, most: int = 8, body: str = "        return x * 2\n") -> Rig:
+    """A module that doubles X to Y."""
+    text = f"import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
+    (worker.context.version_dir / "model.py").write_text(text)
+    config = model_config(
+        [tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], most
+    )
+    return worker.serve(PytorchBackend(worker.context), config)
+
+
+def at(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
+    """The input x in device memory."""
+    return tensor("x", rows, Place(memory, offset, rows.nbytes))
+
+
+def out(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
+    """The output y in device memory."""
+    return (RequestedOutput("y", Place(memory, offset, byte_size)),)
+
+
+# --- handles and bounds
+
+
+def view(memory: DeviceMemory, region: Memory, offset: int, size: int) -> torch.Tensor:
+    found: torch.Tensor = Mappings(memory.open).view(Place(region, offset, size))
+    return found
+
+
+def test_one_mapping_for_one_handle_whatever_its_names(cuda: FakeCuda) -> None:
+    memory = cuda.device_memory()
+    mappings = Mappings(memory.open)
+    exported = cuda.export(64)
+    first, second = exported.memory(), exported.memory(32)
+    exported.write(0, np.arange(64, dtype=np.uint8))
+    assert mappings.view(Place(first, 60, 4)).tolist() == [60, 61, 62, 63]
+    assert mappings.view(Place(second, 8, 2)).tolist() == [8, 9]
+    mappings.view(Place(first, 0, 1)).fill_(99)
+    assert exported.content[0] == 99
+    assert cuda.asked == [("open", 0)]
+    mappings.drop(first.id)
+    assert cuda.opened == 1
+    mappings.drop(second.id)
+    assert cuda.asked == [("open", 0), ("close", 0)]
+    mappings.drop(second.id)  # unknown by now
+
+
+def test_a_view_that_a_model_keeps_keeps_the_mapping(cuda: FakeCuda) -> None:
+    memory = cuda.device_memory()
+    mappings = Mappings(memory.open)
+    region = cuda.export(64).memory()
+    kept = mappings.view(Place(region, 8, 8)).view(torch.float32)
+    mappings.drop(region.id)
+    assert (cuda.opened, memory.handles) == (1, 1)
+    # The last reference goes in a thread of the model's: the device's own thread closes.
+    held = [kept]
+    del kept
+
+    def let_go() -> None:
+        held.clear()
+        memory.collect()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert cuda.opened == 1
+    memory.collect()
+    assert (cuda.opened, memory.handles) == (0, 0)
+
+
+def test_a_handle_is_closed_before_it_is_opened_again(cuda: FakeCuda) -> None:
+    memory = cuda.device_memory()
+    exported = cuda.export(64)
+    for _ in range(1000):
+        mappings = Mappings(memory.open)
+        region = exported.memory()
+        mappings.view(Place(region, 0, 8))
+        mappings.drop(region.id)
+    assert cuda.opened == 0
+    assert memory.handles == 0
+    assert len(cuda.asked) == 2000
+
+
+@pytest.mark.parametrize(
+    ("inside", "size", "offset", "length", "fits"),
+    [
+        (0, 64, 0, 64, True),
+        (0, 65, 0, 1, False),  # the region is larger than the allocation
+        (0, 2**62, 0, 1, False),
+        (32, 64, 63, 1, True),  # the handle opens inside the allocation: what is before is not room
+        (32, 65, 0, 1, False),
+        (0, 64, 64, 1, False),
+        (0, 64, 1, 64, False),
+        (0, 32, 16, 32, False),  # within the allocation, outside the region
+    ],
+)
+def test_bounds(
+    cuda: FakeCuda, inside: int, size: int, offset: int, length: int, fits: bool
+) -> None:
+    exported = cuda.export(64, inside=inside)
+    memory = cuda.device_memory()
+    if fits:
+        assert len(view(memory, exported.memory(size), offset, length)) == length
+    else:
+        with pytest.raises(InvalidArgument):
+            view(memory, exported.memory(size), offset, length)
+    gc.collect()
+    memory.collect()
+    assert cuda.opened == 0, "also a refusal closes what it opened"
+
+
+def test_handles_that_open_nothing(cuda: FakeCuda) -> None:
+    memory = cuda.device_memory()
+    exported = cuda.export(64, device=1)
+    wrong = Memory.on_device(1, 64, CudaHandle(exported.raw, 0))
+    with pytest.raises(InvalidArgument, match="is not of device 0 of the server"):
+        memory.open(wrong)
+    cuda.forget(exported)
+    with pytest.raises(InvalidArgument, match="its owner is gone"):
+        memory.open(exported.memory())
+    with pytest.raises(InvalidArgument, match="cannot be opened"):
+        memory.open(Memory.on_device(1, 64, CudaHandle(exported.raw, 7, bytes(16))))
+    assert cuda.opened == 0
+
+
+def test_the_uuid_is_compared_before_anything_is_opened(cuda: FakeCuda) -> None:
+    memory = cuda.device_memory()
+    exported = cuda.export(64, device=1)
+    memory.open(exported.memory(uuid=cuda.uuid(1))).close()
+    cuda.asked.clear()
+    with pytest.raises(InvalidArgument, match="device 1 of the server is not the one"):
+        memory.open(exported.memory(uuid=cuda.uuid(0)))
+    assert cuda.asked == []
+    open_already = memory.open(exported.memory())
+    with pytest.raises(InvalidArgument, match="device 1 of the server is not the one"):
+        memory.open(exported.memory(uuid=cuda.uuid(0)))
+    open_already.close()
+
+
+def test_what_a_worker_says_of_a_handle(cuda: FakeCuda) -> None:
+    memory = cuda.device_memory()
+    exported = cuda.export(64)
+    for handle, size, code in (
+        (exported.raw, 64, ""),
+        (exported.raw, 65, "INVALID_ARG"),
+        (bytes(64), 64, "INVALID_ARG"),
+    ):
+        answer = memory.check(CheckMemory(7, handle, 0, b"", size))
+        assert (answer.id, answer.code) == (7, code)
+    assert cuda.opened == 0
+
+
+def test_without_cuda() -> None:
+    region = FakeCuda().export(64).memory()
+    with pytest.raises(Unavailable, match="not used here"):
+        Mappings().view(Place(region, 0, 1))
+    if not torch.cuda.is_available():
+        with pytest.raises(Unavailable, match="CUDA shared memory needs"):
+            DeviceMemory().open(region)
+
+
+def test_a_driver_that_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(Unavailable, match="extra 'cuda'"):
+        Driver()
+
+
+def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: FakeCuda) -> None:
+    def refuse(allocation: Allocation) -> torch.Tensor:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    memory = DeviceMemory(lambda: cuda, refuse)
+    worker.context = dataclasses.replace(
+        worker.context, mappings=Mappings(memory.open), device_memory=memory
+    )
+    config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
+    worker.serve(Calls(worker.context, lambda requests: []), config)
+    exported = cuda.export(64)
+    (reply,) = worker.batch(inference(at(exported.memory(), 0, ROW)))
+    assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
+    assert memory.check(CheckMemory(7, exported.raw, 0, b"", 64)).code == "UNAVAILABLE"
+    gc.collect()
+    memory.collect()
+    assert cuda.opened == 0
+
+
+def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: FakeCuda) -> None:
+    memory = cuda.device_memory()
+    exported = cuda.export(64)
+    cuda.forget(exported)
+    cuda.broken = True
+    with pytest.raises(Unavailable, match="cannot use shared memory on device 0 now"):
+        memory.open(exported.memory())
+    cuda.broken = False
+    with pytest.raises(InvalidArgument, match="cannot be opened"):
+        memory.open(exported.memory())
+    cuda.broken = True  # after it has worked, as when a kernel failed
+    with pytest.raises(DeviceLost):
+        memory.check(CheckMemory(7, exported.raw, 0, b"", 64))
+
+
+# --- on the wire
+
+
+def test_places_on_devices_travel() -> None:
+    memory = Memory.on_device(2**61, 4096, CudaHandle(secrets.token_bytes(64), 3, bytes(16)))
+    sent = Inference(
+        "",
+        (TensorRef("x", "FP32", (4,), Place(memory, 16, 16)),),
+        (RequestedOutput("y", Place(memory, 32, 16)),),
+    )
+    assert unpack_inference(pack_inference(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place(Memory.on_device(1, 64, CudaHandle(bytes(64), 0)), 60, 5),
+        Place(Memory.on_device(1, 64, CudaHandle(bytes(64), 0)), -1, 5),
+        Place(Memory.on_device(1, 64, CudaHandle(bytes(64), "0")), 0, 5),  # type: ignore[arg-type]
+        Place(Memory.on_device(1, 64, CudaHandle("0" * 64, 0)), 0, 5),  # type: ignore[arg-type]
+        Place(Memory.on_device(1, 64, CudaHandle(bytes(64), 0, 5)), 0, 5),  # type: ignore[arg-type]
+    ],
+)
+def test_malformed_places(place: Place) -> None:
+    with pytest.raises(MalformedMessage):
+        unpack_inference(pack_inference(Inference("", (TensorRef("x", "FP32", (1,), place),))))
+
+
+# --- a request
+
+
+def test_a_batch_of_one_is_computed_on_the_device(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
+    twice(worker)
+    exported = cuda.export(64)
+    memory = exported.memory()
+    for turn in range(3):
+        exported.write(0, ROW + turn)
+        cuda.asked.clear()
+        (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+        assert reply.code == "", reply.message
+        assert reply.answer is not None
+        assert reply.answer.outputs[0].data == Place(memory, 32, 16)
+        assert (exported.read(32, ROW) == (ROW + turn) * 2).all()
+        # The answer leaves after the device has done what it says.
+        assert cuda.asked[-1] == ("synchronize", 0)
+        # Until the model is known to leave its inputs alone they are copied, on the device.
+        assert worker.finished.copied_in == (0 if turn else 16)
+    assert (device.put_bytes, device.fetched_bytes) == (0, 0), "nothing passes through the host"
+    assert cuda.opened == 1
+
+
+def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
+    twice(worker)
+    one, two = cuda.export(64), cuda.export(64)
+    first, second = one.memory(), two.memory()
+    one.write(0, ROW)
+    two.write(0, ROW + 10)
+    replies = worker.batch(
+        inference(at(first, 0, ROW), outputs=out(first, 32)),
+        inference(at(second, 0, ROW), outputs=out(second, 48)),
+    )
+    assert [reply.code for reply in replies] == ["", ""], replies
+    assert (one.read(32, ROW) == ROW * 2).all()
+    assert (two.read(48, ROW) == (ROW + 10) * 2).all()
+    assert (device.put_bytes, device.fetched_bytes) == (0, 0)
+    assert worker.finished.copied_in == 32
+
+
+def test_rows_next_to_each_other_are_a_view(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
+    twice(worker)
+    exported = cuda.export(96)
+    memory = exported.memory()
+    rows = np.arange(8, dtype=F32).reshape(2, 4)
+    exported.write(0, rows)
+    for _ in range(2):
+        replies = worker.batch(
+            *(
+                inference(at(memory, 16 * n, ROW), outputs=out(memory, 32 + 16 * n))
+                for n in range(2)
+            )
+        )
+        assert [reply.code for reply in replies] == ["", ""], replies
+        assert (exported.read(32, rows) == rows * 2).all()
+    assert worker.finished.copied_in == 0
+
+
+def test_requests_of_both_kinds_in_one_batch(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
+    """One input on the device and one in the message; one output to the device and one back."""
+    twice(worker)
+    exported = cuda.export(64)
+    memory = exported.memory()
+    exported.write(0, ROW)
+    replies = worker.batch(
+        inference(at(memory, 0, ROW)),
+        inference(tensor("x", ROW + 5), outputs=out(memory, 32)),
+    )
+    assert (replies[0].array("y") == ROW * 2).all()
+    assert replies[1].code == ""
+    assert (exported.read(32, ROW) == (ROW + 5) * 2).all()
+
+
+def test_unregistered_while_in_flight(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
+    """A region's end reaches a worker between batches; what it keeps of it stays usable."""
+    body = "        self.last = x\n        return x * 2\n"
+    twice(worker, body=body)
+    exported = cuda.export(64)
+    memory = exported.memory()
+    exported.write(0, ROW)
+    for _ in range(2):
+        (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+        assert reply.code == ""
+    worker.context.mappings.drop(memory.id)
+    assert cuda.opened == 1, "the model still has its input"
+    again = cuda.export(64)
+    for _ in range(2):
+        worker.batch(inference(at(again.memory(), 0, ROW)))
+    gc.collect()
+    assert worker.context.device_memory is not None
+    worker.context.device_memory.collect()
+    assert ("close", 0) in cuda.asked
+
+
+def test_a_model_that_writes_into_its_inputs_gets_copies(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
+    twice(worker, body="        return x.mul_(2)\n")
+    exported = cuda.export(64)
+    memory = exported.memory()
+    exported.write(0, ROW)
+    for _ in range(3):
+        worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+        assert (exported.read(0, ROW) == ROW).all()
+        assert (exported.read(32, ROW) == ROW * 2).all()
+
+
+def test_places_that_are_too_small_or_gone(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
+    twice(worker)
+    exported = cuda.export(64)
+    (reply,) = worker.batch(
+        inference(at(exported.memory(), 0, ROW), outputs=out(exported.memory(), 32, 8))
+    )
+    assert (reply.code, reply.message) == (
+        "INTERNAL",
+        "shared memory size specified with the request for output 'y' (8 bytes) should be at "
+        "least 16 bytes to hold the results",
+    )
+    gone = cuda.export(64)
+    cuda.forget(gone)
+    replies = worker.batch(
+        inference(at(gone.memory(), 0, ROW)),
+        inference(tensor("x", ROW)),
+        inference(tensor("x", ROW), outputs=out(gone.memory(), 0)),
+    )
+    assert [reply.code for reply in replies] == ["INVALID_ARG", "", "INVALID_ARG"]
+
+
+def test_an_unaligned_place_and_an_output_that_is_its_input(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
+    twice(worker, body="        return x\n")
+    exported = cuda.export(64)
+    memory = exported.memory()
+    for start in (1, 4):
+        for offset in (33, start + 4, start):
+            for _ in range(2):
+                exported.write(start, ROW)
+                worker.batch(inference(at(memory, start, ROW), outputs=out(memory, offset)))
+                assert (exported.read(offset, ROW) == ROW).all()
+
+
+def test_a_device_that_fails_ends_the_process(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
+    twice(worker)
+    exported = cuda.export(64)
+    cuda.broken = True
+    with pytest.raises(DeviceLost):
+        worker.batch(inference(at(exported.memory(), 0, ROW), outputs=out(exported.memory(), 32)))
+
+
+def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
+    worker: Rig, cuda: FakeCuda, device: FakeDevice
+) -> None:
+    twice(worker)
+    gone = cuda.export(64)
+    worker.batch(inference(at(gone.memory(), 0, ROW), outputs=out(gone.memory(), 32)))
+    worker.context.mappings.drop_all()
+    cuda.forget(gone)
+    cuda.broken = True
+    with pytest.raises(DeviceLost):
+        worker.batch(inference(tensor("x", ROW), outputs=out(gone.memory(), 32)))
+
+
+# --- other backends
+
+
+class _Lost(RuntimeError):
+    """As torch's AcceleratorError."""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_device_that_is_not_read_any_more(
+    worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """A process that cannot use its device again makes room for one that can."""
+    config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
+    worker.serve(Calls(worker.context, lambda requests: []), config)
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise _Lost("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.Tensor, "to", fail)
+    request = inference(at(cuda.export(64).memory(), 0, ROW))
+    if lost:
+        monkeypatch.setattr(torch, "AcceleratorError", _Lost, raising=False)
+        with pytest.raises(_Lost):
+            worker.batch(request)
+    else:
+        (reply,) = worker.batch(request)
+        assert reply.code == "UNAVAILABLE"
+
+
+def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> None:
+    def echo(requests: list[Request]) -> list[Answer]:
+        found = [request.inputs["x"] for request in requests]
+        assert not any(item.on_device or item.shared for item in found)
+        return [Answer([Output("y", item.datatype, item.numpy())]) for item in found]
+
+    config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
+    worker.serve(Calls(worker.context, echo), config)
+    exported = cuda.export(64)
+    memory = exported.memory()
+    exported.write(0, ROW)
+    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+    assert reply.code == "", reply.message
+    assert (exported.read(32, ROW) == ROW).all()
+    assert (worker.finished.copied_in, worker.finished.copied_out) == (16, 16)
+
+
+def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
+    def echo(requests: list[Request]) -> list[Answer]:
+        return [Answer([Output("y", "BYTES", r.inputs["x"].numpy())]) for r in requests]
+
+    config = model_config([tensor_config("x", "STRING", [2])], [tensor_config("y", "STRING", [2])])
+    worker.serve(Calls(worker.context, echo), config)
+    exported = cuda.export(64)
+    memory = exported.memory()
+    words = np.array([b"one", b"three"], dtype=np.object_)
+    wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
+    exported.write(0, wire)
+    given = tensor("x", words, Place(memory, 0, wire.nbytes))
+    (reply,) = worker.batch(inference(given, outputs=out(memory, 32, 20)))
+    assert reply.code == "", reply.message
+    assert (exported.read(32, wire) == wire).all()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_python_model(worker: Rig, cuda: FakeCuda, stays: bool) -> None:
+    """In host memory, as with Triton, unless the configuration says otherwise."""
+    text = (
+        "import triton_python_backend_utils as pb\n"
+        "from torch.utils.dlpack import from_dlpack\n"
+        "class TritonPythonModel:\n"
+        "    def execute(self, requests):\n"
+        "        made = []\n"
+        "        for request in requests:\n"
+        "            x = from_dlpack(pb.get_input_tensor_by_name(request, 'x').to_dlpack())\n"
+        "            y = pb.Tensor.from_dlpack('y', x * 2)\n"
+        "            made.append(pb.InferenceResponse([y]))\n"
+        "        return made\n"
+    )
+    (worker.context.version_dir / "model.py").write_text(text)
+    parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}} if stays else {}
+    config = model_config(
+        [tensor_config("x", "FP32", [4])],
+        [tensor_config("y", "FP32", [4])],
+        8,
+        parameters=parameters,
+    )
+    backend = PythonBackend(worker.context)
+    worker.serve(backend, config)
+    exported = cuda.export(64)
+    memory = exported.memory()
+    exported.write(0, ROW)
+    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=out(memory, 32)))
+    backend.unload()  # the module that models import is one for the process
+    assert reply.code == "", reply.message
+    assert (exported.read(32, ROW) == ROW * 2).all()
+    assert worker.finished.copied_in == (0 if stays else 16)
+
+
+def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
+    text = (
+        "import numpy as np\n"
+        "from shmserve.model import FP32\n"
+        "class Model:\n"
+        "    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:\n"
+        "        return x * 2\n"
+    )
+    (worker.context.version_dir / "model.py").write_text(text)
+    backend = NativeBackend(worker.context)
+    config = backend.complete_config(model_config([], []))
+    worker.serve(backend, config)
+    exported = cuda.export(64)
+    memory = exported.memory()
+    exported.write(0, ROW)
+    name = config["output"][0]["name"]
+    wanted = (RequestedOutput(name, Place(memory, 32, 16)),)
+    (reply,) = worker.batch(inference(at(memory, 0, ROW), outputs=wanted))
+    assert reply.code == "", reply.message
+    assert (exported.read(32, ROW) == ROW * 2).all()
+
+
+def test_an_exporter_sees_its_own_memory() -> None:
+    """The stand-in itself: what one side writes the other reads, from where the handle opens."""
+    exported = Exported(16, 0, 8)
+    exported.write(4, np.array([7], np.int32))
+    assert exported.buffer[12] == 7
+
+
+# --- pinned host memory
+
+
+def pinned(region: Region) -> Memory:
+    return dataclasses.replace(region.memory, pinned=True)
+
+
+def test_a_region_is_pinned_when_it_is_first_used_and_unpinned_before_it_is_unmapped(
+    cuda: FakeCuda,
+) -> None:
+    mappings = Mappings(None, partial(cuda.device_memory().pin, device=1))
+    region = Region(8192)
+    memory = pinned(region)
+    kept = mappings.view(Place(memory, 4096, 8))
+    mappings.view(Place(memory, 0, 8192))
+    assert list(cuda.pinned.values()) == [8192] and cuda.asked == [("pin", 1)]
+    plain = Region(4096)
+    mappings.view(Place(plain.memory, 0, 8))
+    assert len(cuda.pinned) == 1, "nobody asked for it"
+    mappings.drop(memory.id)
+    assert not cuda.pinned and bytes(kept) == bytes(8), "a view of it stays valid"
+    mappings.drop_all()
+    for made in (region, plain):
+        made.close()
+
+
+def test_nothing_of_no_size_is_pinned(cuda: FakeCuda) -> None:
+    cuda.device_memory().pin(memoryview(b""), 0)()
+    assert not cuda.asked
+
+
+def test_what_cannot_be_pinned_is_used_all_the_same(cuda: FakeCuda) -> None:
+    def nobody() -> FakeCuda:
+        raise Unavailable("there is no driver")
+
+    cuda.broken = True
+    for memory in (cuda.device_memory(), DeviceMemory(nobody)):
+        mappings = Mappings(None, partial(memory.pin, device=0))
+        region = Region(4096)
+        assert len(mappings.view(Place(pinned(region), 0, 8))) == 8
+        mappings.drop_all()
+        region.close()
+    assert not cuda.asked
+
+
+def test_memory_that_is_not_mapped_is_not_pinned(cuda: FakeCuda) -> None:
+    mappings = Mappings(None, partial(cuda.device_memory().pin, device=0))
+    region = Region(4096)
+    copied = dataclasses.replace(region.memory, pinned=True, copied=True)
+    assert len(mappings.read(Place(copied, 0, 8))) == 8
+    assert not cuda.asked
+    mappings.drop_all()
+    region.close()

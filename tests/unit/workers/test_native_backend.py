@@ -1,0 +1,419 @@
+"""Native models: what annotations say, whole batches in and out, errors that say what to write."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.model import FP32, INT64, TensorType
+from shmserve.workers.backends.native import NativeBackend
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+
+F32 = np.float32
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+HEAD = """
+from dataclasses import dataclass
+from typing import ClassVar, Generic, NamedTuple, NotRequired, Required, TypedDict, TypeVar
+import numpy as np
+import torch
+from numpy import ndarray
+from torch import Tensor
+from shmserve.model import BF16, BYTES, Context, FP32, INT64
+
+T = TypeVar("T")
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+def write(worker: Rig, text: str) -> None:
+    (worker.context.version_dir / "model.py").write_text(HEAD + text)
+
+
+def blank(**more: Any) -> dict[str, Any]:
+    return model_config([], [], **more)
+
+
+def complete(worker: Rig, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    return NativeBackend(worker.context).complete_config(config or blank())
+
+
+def serve(worker: Rig, config: dict[str, Any] | None = None) -> Rig:
+    backend = NativeBackend(worker.context)
+    return worker.serve(backend, backend.complete_config(config or blank()))
+
+
+def test_the_example_serves(worker: Rig) -> None:
+    source = EXAMPLES / "native_model.py"
+    assert len(source.read_text().splitlines()) < 15
+    shutil.copy(source, worker.context.version_dir / "native_model.py")
+    config = blank(
+        default_model_filename="native_model.py", parameters={"class": {"string_value": "Blur"}}
+    )
+    completed = complete(worker, config)
+    assert completed["max_batch_size"] == 16
+    assert completed["dynamic_batching"] == {"max_queue_delay_microseconds": 0}
+    assert completed["input"] == [tensor_config("image", "FP32", [-1, -1])]
+    assert completed["output"] == [tensor_config("output", "FP32", [-1, -1])]
+    serve(worker, config)
+    rows = [np.ones((n, 5, 6), F32) for n in (1, 2)]
+    replies = worker.batch(*(inference(tensor("image", row)) for row in rows))
+    for row, reply in zip(rows, replies, strict=True):
+        assert reply.array("output").shape == row.shape
+        assert reply.array("output")[0, 2, 2] == 1
+
+
+def test_annotations_are_checked_when_they_are_written() -> None:
+    for wrong in ((), (0,), ("8",), (True,)):
+        with pytest.raises(TypeError, match="needs dimensions"):
+            FP32[(np.ndarray, *wrong)]
+    annotation: Any = FP32[np.ndarray, 1, -1]
+    assert annotation.__metadata__ == (TensorType("FP32", (1, -1)),)
+    assert repr(INT64) == "INT64"
+
+
+RESULTS = {
+    "tuple": (
+        "",
+        "tuple[FP32[Tensor, 1], INT64[Tensor, 1]]",
+        "(x, x.long())",
+        ("output_0", "output_1"),
+    ),
+    "named tuple": (
+        "class R(NamedTuple):\n    score: FP32[Tensor, 1]\n    label: INT64[Tensor, 1]\n",
+        "R",
+        "R(label=x.long(), score=x)",
+        ("score", "label"),
+    ),
+    "typed dict": (
+        "class R(TypedDict):\n    score: FP32[Tensor, 1]\n    label: INT64[ndarray, 1]\n",
+        "R",
+        "{'label': x.long().numpy(), 'score': x}",
+        ("score", "label"),
+    ),
+    "dataclass": (
+        "@dataclass\nclass R:\n    score: FP32[Tensor, 1]\n    label: INT64[Tensor, 1]\n",
+        "R",
+        "R(label=x.long(), score=x)",
+        ("score", "label"),
+    ),
+    "generic dataclass with more than fields": (
+        "@dataclass\nclass R(Generic[T]):\n    COUNT: ClassVar[int] = 2\n"
+        "    score: FP32[Tensor, 1]\n    label: INT64[Tensor, 1]\n",
+        "R[int]",
+        "R(label=x.long(), score=x)",
+        ("score", "label"),
+    ),
+    "typed dict with a key less": (
+        "class R(TypedDict):\n    score: Required[FP32[Tensor, 1]]\n"
+        "    label: INT64[Tensor, 1]\n    more: NotRequired[FP32[Tensor, 1]]\n",
+        "R",
+        "{'label': x.long(), 'score': x}",
+        ("score", "label"),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", RESULTS)
+def test_results_of_several_outputs(worker: Rig, form: str) -> None:
+    before, annotation, value, names = RESULTS[form]
+    write(
+        worker,
+        f"{before}\nclass Model:\n    def predict(self, x: FP32[Tensor, 1]) -> {annotation}:\n"
+        f"        return {value}\n",
+    )
+    completed = complete(worker)
+    kinds = [(output["name"], output["data_type"]) for output in completed["output"][:2]]
+    assert kinds == [(names[0], "TYPE_FP32"), (names[1], "TYPE_INT64")]
+    serve(worker)
+    replies = worker.batch(*(inference(tensor("x", np.full((n, 1), n, F32))) for n in (1, 2)))
+    for size, reply in zip((1, 2), replies, strict=True):
+        assert reply.array(names[0]).tolist() == [[size]] * size
+        assert reply.array(names[1]).tolist() == [[size]] * size
+
+
+def test_inputs_arrive_as_annotated(worker: Rig) -> None:
+    write(
+        worker,
+        """
+class Model:
+    def predict(
+        self,
+        t: BF16[Tensor, 1],
+        a: FP32[ndarray, 2],
+        s: BYTES[ndarray, 1],
+        o: INT64[Tensor, 1] | None = None,
+    ) -> BYTES[ndarray, 1]:
+        assert t.dtype is torch.bfloat16 and torch.is_inference_mode_enabled()
+        assert isinstance(a, ndarray) and isinstance(s, ndarray)
+        assert a.shape == (len(t), 2) and s.shape == (len(t), 1)
+        return np.array([[b"<" + item + b">"] for item in s.ravel()], dtype=object) \
+            if o is None else [[f"{number:d}"] for number in o.ravel()]
+""",
+    )
+    assert complete(worker)["input"] == [
+        tensor_config("t", "BF16", [1]),
+        tensor_config("a", "FP32", [2]),
+        tensor_config("s", "STRING", [1]),
+        tensor_config("o", "INT64", [1], optional=True),
+    ]
+    serve(worker)
+
+    def given(*texts: bytes) -> list[Any]:
+        n = len(texts)
+        return [
+            tensor("t", np.zeros((n, 1), np.uint16), datatype="BF16"),
+            tensor("a", np.zeros((n, 2), F32)),
+            tensor("s", np.array([[text] for text in texts], dtype=object)),
+        ]
+
+    first, second = worker.batch(inference(*given(b"a")), inference(*given(b"b", b"c")))
+    assert [output.data for reply in (first, second) for output in reply.answer.outputs] == [  # type: ignore[union-attr]
+        b"\3\0\0\0<a>",
+        b"\3\0\0\0<b>\3\0\0\0<c>",
+    ]
+    (reply,) = worker.batch(inference(*given(b"a"), tensor("o", np.array([[7]], np.int64))))
+    assert reply.answer is not None, reply.message
+    assert reply.answer.outputs[0].data == b"\1\0\0\x007"
+
+
+def test_an_argument_with_a_default_is_an_input_that_may_be_left_out(worker: Rig) -> None:
+    write(
+        worker,
+        """
+HALF = torch.tensor([0.5])
+
+class Model:
+    def predict(self, x: FP32[Tensor, 2], factor: FP32[Tensor, 1] = HALF) -> FP32[Tensor, 2]:
+        return x * factor
+""",
+    )
+    assert complete(worker)["input"][1] == tensor_config("factor", "FP32", [1], optional=True)
+    serve(worker)
+    x = tensor("x", np.ones((1, 2), F32))
+    for given, factor in (
+        (inference(x), 0.5),
+        (inference(x, tensor("factor", np.array([[3]], F32))), 3),
+    ):
+        (reply,) = worker.batch(given)
+        assert reply.answer is not None, reply.message
+        assert reply.answer.outputs[0].data == np.full((1, 2), factor, F32).tobytes()
+
+
+def test_without_a_batch_dimension(worker: Rig) -> None:
+    write(
+        worker,
+        """
+class Model:
+    max_batch_size = 0
+    def predict(self, x: FP32[Tensor, -1]) -> FP32[Tensor, 1]:
+        return x.sum(0, keepdim=True)
+""",
+    )
+    completed = complete(worker)
+    assert completed["max_batch_size"] == 0
+    assert "dynamic_batching" not in completed
+    serve(worker)
+    (reply,) = worker.batch(inference(tensor("x", np.ones(5, F32))))
+    assert reply.array("output").tolist() == [5]
+
+
+def test_class_attributes_and_what_the_author_wrote(worker: Rig) -> None:
+    write(
+        worker,
+        """
+class Model:
+    max_batch_size = 4
+    max_queue_delay_us = 300
+    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]:
+        return x
+""",
+    )
+    completed = complete(worker)
+    assert completed["max_batch_size"] == 4
+    assert completed["dynamic_batching"] == {"max_queue_delay_microseconds": 300}
+    written = {"preferred_batch_size": [2]}
+    completed = complete(worker, blank(max_batch_size=2, dynamic_batching=written))
+    assert completed["max_batch_size"] == 2
+    assert completed["dynamic_batching"] == written
+
+
+def test_without_inputs_there_is_no_batch(worker: Rig) -> None:
+    write(worker, "class Model:\n    def predict(self) -> FP32[Tensor, 1]: ...")
+    config = complete(worker)
+    assert (config["input"], config["max_batch_size"]) == ([], 0)
+    assert "dynamic_batching" not in config
+
+
+def test_load_and_unload_are_called(worker: Rig) -> None:
+    write(
+        worker,
+        """
+import helper
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def load(self, context: Context):
+        assert not self.training
+        self.shift = float(context.parameters["shift"])
+        assert (context.name, context.version, context.device) == ("m", "1", "cpu")
+        self.log = context.directory / "log"
+    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]:
+        return x + self.shift + helper.ONE
+    def unload(self):
+        self.log.write_text("unloaded")
+""",
+    )
+    (worker.context.version_dir / "helper.py").write_text("ONE = 1\n")
+    backend = NativeBackend(worker.context)
+    config = backend.complete_config(blank(parameters={"shift": {"string_value": "0.5"}}))
+    worker.serve(backend, config)
+    (reply,) = worker.batch(inference(tensor("x", np.array([[1]], F32))))
+    assert reply.array("output").tolist() == [[2.5]]
+    backend.unload()
+    assert (worker.context.version_dir / "log").read_text() == "unloaded"
+
+
+def test_writing_into_a_numpy_input_is_safe(worker: Rig) -> None:
+    write(
+        worker,
+        """
+class Model:
+    def predict(self, x: FP32[ndarray, 2]) -> FP32[ndarray, 2]:
+        x += 1
+        return x
+""",
+    )
+    serve(worker)
+    region = Region(4096)
+    rows = [np.zeros((1, 2), F32), np.zeros((1, 2), F32)]
+    for _ in range(2):
+        places = [region.write(at, row) for at, row in zip((0, 8), rows, strict=True)]
+        replies = worker.batch(
+            *(inference(tensor("x", row, place)) for row, place in zip(rows, places, strict=True))
+        )
+        for reply in replies:
+            assert reply.array("output").tolist() == [[1, 1]]
+        assert region.read(0, 16) == bytes(16)
+    region.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("class Other: pass", "'model.py' does not define a class 'Model'"),
+        ("class Model: pass", "class 'Model' has no method 'predict'"),
+        (
+            "class Model:\n    def predict(self, x: Tensor) -> FP32[Tensor, 1]: ...",
+            "argument 'x' of 'Model.predict' is not a tensor: annotate it like FP32[torch.Tensor",
+        ),
+        (
+            "class Model:\n    def predict(self, x) -> FP32[Tensor, 1]: ...",
+            "argument 'x' of 'Model.predict' is not a tensor",
+        ),
+        (
+            "class Model:\n    def predict(self, *x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+            "takes any number of values: name each input",
+        ),
+        (
+            "class Model:\n    def predict(self, x: FP32[Tensor, 1]): ...",
+            "'Model.predict' does not say what it returns",
+        ),
+        (
+            "class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> Tensor: ...",
+            "what 'Model.predict' returns is not a tensor",
+        ),
+        (
+            "class Model:\n    def predict(self, x: 'FP32[Nothing, 1]') -> FP32[Tensor, 1]: ...",
+            "an annotation of 'Model.predict' cannot be read: NameError: name 'Nothing'",
+        ),
+        (
+            "class Model:\n    max_batch_size = -1\n"
+            "    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+            "'Model.max_batch_size' must be an integer >= 0, got -1",
+        ),
+        *(
+            (f"class Model:\n    {text}", "'Model.predict' must be an ordinary method")
+            for text in (
+                "predict = 3",
+                "def predict() -> FP32[Tensor, 1]: ...",
+                "async def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+                "def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: yield x",
+                "@staticmethod\n    def predict(x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+                "@classmethod\n    def predict(cls, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+            )
+        ),
+        (
+            "class Model:\n    def predict(self, x: FP32[Tensor, 1], /) -> FP32[Tensor, 1]: ...",
+            "argument 'x' of 'Model.predict' must have a name to be given by",
+        ),
+    ],
+)
+def test_what_is_missing_is_said(worker: Rig, text: str, shown: str) -> None:
+    write(worker, text)
+    with pytest.raises(InvalidArgument) as caught:
+        complete(worker)
+    assert shown in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "shown"),
+    [
+        (
+            [tensor_config("x", "FP64", [1])],
+            [],
+            "input 'x' of model 'm' is TYPE_FP64 [1] in the configuration, but 'predict' has "
+            "TYPE_FP32 [1] for 'x'",
+        ),
+        ([tensor_config("x", "FP32", [1, 1])], [], "but 'predict' has TYPE_FP32 [1] for 'x'"),
+        ([tensor_config("z", "FP32", [1])], [], "but 'predict' has no 'z'"),
+        ([], [tensor_config("label", "FP32", [1])], "output 'label' of model 'm'"),
+    ],
+)
+def test_a_configuration_that_contradicts_the_annotations(
+    worker: Rig, inputs: list[Any], outputs: list[Any], shown: str
+) -> None:
+    write(
+        worker,
+        "class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: return x",
+    )
+    backend = NativeBackend(worker.context)
+    config = backend.complete_config(model_config(inputs, outputs))
+    with pytest.raises(ShmserveError) as caught:
+        backend.load(config)
+    assert shown in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "shown"),
+    [
+        ("tuple[FP32[Tensor, 1], FP32[Tensor, 1]]", "x", "'Model.predict' did not return 2 values"),
+        ("FP32[Tensor, 1]", "None", "inference output 'output' is a NoneType, not a tensor"),
+        ("FP32[Tensor, 1]", "x.double()", "unexpected datatype TYPE_FP64"),
+        ("FP32[Tensor, 1]", "x.sum()", "Expected [1,1], got []"),
+        ("FP32[Tensor, 1]", "1 / 0", "message: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_results_that_are_not_what_was_said(
+    worker: Rig, annotation: str, value: str, shown: str
+) -> None:
+    write(
+        worker,
+        f"class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> {annotation}:\n"
+        f"        return {value}\n",
+    )
+    serve(worker)
+    (reply,) = worker.batch(inference(tensor("x", np.zeros((1, 1), F32))))
+    assert reply.code == "INTERNAL"
+    assert shown in reply.message

@@ -1,0 +1,591 @@
+"""What models import: tensors, responses, requests, configurations, metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.dlpack import from_dlpack
+
+from shmserve.errors import NotFound
+from shmserve.ipc.tensors.datatypes import encode_bytes
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput
+from shmserve.workers import triton_python_backend_utils as pb_utils
+from shmserve.workers.backends.python import metrics
+from shmserve.workers.backends.python.errors import to_model, to_server
+from shmserve.workers.backends.python.inputs import Lender
+from shmserve.workers.backends.python.request import ReceivedRequest
+from shmserve.workers.backends.python.response import to_answer
+from shmserve.workers.batch.request import Input, Request
+from shmserve.workers.triton_python_backend_utils import Tensor, TritonModelException
+
+TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
+
+
+def received(*inputs: Input, **more: Any) -> ReceivedRequest:
+    inference = Inference("id-1", (), **more)
+    wanted = {"OUT": RequestedOutput("OUT")}
+    origin = Request(1, 42, inference, 0, {item.name: item for item in inputs}, wanted)
+    return ReceivedRequest(origin, Lender("m"))
+
+
+def given_input(array: Any, datatype: str, name: str = "IN") -> Input:
+    array = np.asarray(array)
+    raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
+    return Input(name, datatype, array.shape, memoryview(bytearray(raw)), model="m")
+
+
+# --- tensors
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_tensor_of_numpy(kind: str) -> None:
+    array = np.ones((2, 3), dtype=kind)
+    tensor = Tensor("x", array)
+    assert tensor.as_numpy() is array
+    assert (tensor.name(), tensor.shape(), tensor.is_cpu()) == ("x", [2, 3], True)
+    number = pb_utils.numpy_to_triton_type(array.dtype)
+    assert tensor.triton_dtype() == number == pb_utils.numpy_to_triton_type(array.dtype.type)
+    assert number is not None and pb_utils.triton_to_numpy_type(number) == array.dtype
+    assert tensor.as_output().data is array
+
+
+def test_a_tensor_of_strings() -> None:
+    for array in (np.array([b"a", "\u00fc", 3], dtype=object), np.array([b"a", b"bb"])):
+        tensor = Tensor("x", array)
+        assert tensor.triton_dtype() == 13
+        assert tensor.as_output().datatype == "BYTES"
+        assert tensor.as_numpy() is array
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(1, complex), np.array(["a"]), np.zeros(1, ">f4"), np.zeros(1, "M8[s]")]
+)
+def test_no_tensor_of_other_types(array: Any) -> None:
+    with pytest.raises(TritonModelException, match="NumPy dtype is not supported"):
+        Tensor("x", array)
+
+
+def test_no_tensor_of_something_else() -> None:
+    with pytest.raises(TritonModelException, match="Tensor name cannot be an empty string"):
+        Tensor("", np.zeros(1))
+    with pytest.raises(TypeError):
+        Tensor("x", [1, 2])  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        Tensor(3, np.zeros(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_dlpack_both_ways(kind: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(kind)
+    tensor = Tensor("x", array)
+    assert tensor.__dlpack_device__() == (1, 0)
+    for source in (tensor, tensor.to_dlpack(), torch.from_numpy(array)):
+        made = Tensor.from_dlpack("y", source)
+        assert (made.name(), made.shape()) == ("y", [2, 3])
+        assert made.triton_dtype() == tensor.triton_dtype()
+        assert (made.as_numpy() == array).all()
+    assert (from_dlpack(tensor) == torch.from_numpy(array)).all()
+    assert (np.from_dlpack(tensor) == array).all()
+    if kind != "bool":
+        np.from_dlpack(tensor).flat[0] = 7
+        assert array.flat[0] == 7  # it is the same memory
+
+
+def test_dlpack_of_bf16() -> None:
+    value = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+    tensor = Tensor.from_dlpack("x", value)
+    assert tensor.triton_dtype() == 14
+    assert tensor.as_output().data is not None
+    assert torch.equal(from_dlpack(tensor), value)
+    with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
+        tensor.as_numpy()
+    bits = given_input(value.view(torch.uint16).numpy(), "BF16")
+    came = received(bits).inputs()[0]
+    assert torch.equal(from_dlpack(came), value)
+    with pytest.raises(TritonModelException, match="Tensor dtype is BF16"):
+        came.as_numpy()
+    assert (came.as_output().data == value.view(torch.uint16).numpy()).all()
+
+
+def test_what_dlpack_does_not_take() -> None:
+    with pytest.raises(TritonModelException, match="does not have support for string tensors"):
+        Tensor("x", np.array([b"a"], dtype=object)).to_dlpack()
+    with pytest.raises(TritonModelException, match="Tensor must be a DLPack capsule"):
+        Tensor.from_dlpack("x", 3)
+    with pytest.raises(TritonModelException, match="not contiguous"):
+        Tensor.from_dlpack("x", torch.zeros(4, 4).T)
+    with pytest.raises(TritonModelException, match="not supported"):
+        Tensor.from_dlpack("x", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(TritonModelException, match="empty string"):
+        Tensor.from_dlpack("", torch.zeros(2))
+
+
+def test_dlpack_of_a_read_only_array_is_a_copy() -> None:
+    array = np.zeros(2)
+    array.flags.writeable = False
+    from_dlpack(Tensor("x", array)).fill_(1)
+    assert not array.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_dlpack_of_a_tensor_on_a_device() -> None:
+    value = torch.arange(4, device="cuda")
+    tensor = Tensor.from_dlpack("x", value)
+    assert not tensor.is_cpu()
+    assert torch.equal(from_dlpack(tensor), value)
+    with pytest.raises(TritonModelException, match="stored in GPU"):
+        tensor.as_numpy()
+    assert tensor.as_call_input().data == value.cpu().numpy().tobytes()
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8))
+def test_the_wire_form_of_strings(items: list[bytes]) -> None:
+    array = np.empty(len(items), dtype=object)
+    array[:] = items
+    encoded = pb_utils.serialize_byte_tensor(array)
+    assert encoded is not None
+    assert pb_utils.deserialize_bytes_tensor(encoded).tolist() == items
+    if encoded:
+        with pytest.raises(ValueError, match="beyond its end"):
+            pb_utils.deserialize_bytes_tensor(encoded[:-1])
+
+
+def test_no_wire_form_of_numbers() -> None:
+    assert pb_utils.serialize_byte_tensor(np.zeros(2)) is None
+
+
+def test_names_of_types() -> None:
+    assert pb_utils.triton_string_to_numpy("TYPE_STRING") is np.object_
+    assert pb_utils.triton_string_to_numpy("TYPE_BOOL") is bool
+    assert pb_utils.triton_string_to_numpy("TYPE_FP16") is np.float16
+    with pytest.raises(KeyError):
+        pb_utils.triton_string_to_numpy("TYPE_BF16")
+    assert pb_utils.triton_to_numpy_type(14) is None
+    assert pb_utils.numpy_to_triton_type(np.complex64) is None
+    assert pb_utils.numpy_to_triton_type(np.bytes_) == 13
+
+
+# --- errors and responses
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("INTERNAL", 500), ("NOT_FOUND", 404), ("UNAVAILABLE", 503)]
+)
+def test_errors(code: str, status: int) -> None:
+    error = pb_utils.TritonError("why", getattr(pb_utils.TritonError, code))
+    assert (error.message(), error.code().name) == ("why", code)
+    assert to_server(error).status == status
+    assert to_model(to_server(error)).code() is error.code()
+
+
+def test_an_error_is_internal_unless_it_says_otherwise() -> None:
+    assert pb_utils.TritonError("why").code() == pb_utils.TritonError.INTERNAL == 1
+    assert to_model(NotFound("x")).code() == pb_utils.TritonError.NOT_FOUND
+    for wrong in ((3,), ("a", 3)):
+        with pytest.raises(TypeError):
+            pb_utils.TritonError(*wrong)
+
+
+def test_responses() -> None:
+    tensor = Tensor("x", np.zeros(2))
+    response = pb_utils.InferenceResponse([tensor], parameters={"a": 1, "b": "c", "d": True})
+    assert response.output_tensors() == [tensor]
+    assert not response.has_error() and response.error() is None
+    assert json.loads(response.parameters()) == {"a": 1, "b": "c", "d": True}
+    assert pb_utils.get_output_tensor_by_name(response, "x") is tensor
+    assert pb_utils.get_output_tensor_by_name(response, "y") is None
+    answer = to_answer(response)
+    assert answer.error is None and answer.parameters == {"a": 1, "b": "c", "d": True}
+    failed = pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError("no"))
+    assert failed.has_error()
+    assert str(to_answer(failed).error) == "no"
+
+
+def test_no_response_of_something_else() -> None:
+    with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
+        pb_utils.InferenceResponse([None])  # type: ignore[list-item]
+    for wrong in ({"output_tensors": [3]}, {"error": "e"}, {"parameters": 3}):
+        with pytest.raises(TypeError):
+            pb_utils.InferenceResponse(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({1: 1}, "keys to have type str, found type <class 'int'>"),
+        ({"a": 1.5}, "values to have type bool/int/str, found type <class 'float'>"),
+        ({"a": [1]}, "values to have type bool/int/str, found type <class 'list'>"),
+        ({"a": 2**63}, "out of the range"),
+    ],
+)
+def test_no_other_parameters(parameters: Any, text: str) -> None:
+    with pytest.raises(TritonModelException, match=text):
+        pb_utils.InferenceResponse(parameters=parameters)
+
+
+# --- requests
+
+
+def test_a_received_request() -> None:
+    request = received(
+        given_input([1.0, 2.0], "FP64"),
+        given_input([b"a", b"b"], "BYTES", "S"),
+        parameters={"x": 1, "y": "z"},
+        correlation_id="s",
+        flags=1,
+        timeout_us=5,
+    )
+    assert request.request_id() == "id-1"
+    assert (request.correlation_id(), request.flags(), request.timeout()) == ("s", 1, 5)
+    assert request.parameters() == '{"x":1,"y":"z"}'
+    assert request.requested_output_names() == {"OUT"}
+    assert [tensor.name() for tensor in request.inputs()] == ["IN", "S"]
+    assert request.trace().get_context() is None
+    assert not request.is_cancelled()
+    tensor = pb_utils.get_input_tensor_by_name(request, "IN")
+    assert tensor is not None and tensor.as_numpy().tolist() == [1.0, 2.0]
+    assert tensor.as_numpy() is tensor.as_numpy()
+    strings = pb_utils.get_input_tensor_by_name(request, "S")
+    assert strings is not None and strings.as_numpy().tolist() == [b"a", b"b"]
+    assert pb_utils.get_input_tensor_by_name(request, "T") is None
+    request.inputs().clear()
+    assert len(request.inputs()) == 2
+
+
+def test_a_request_for_another_model() -> None:
+    tensor = Tensor("x", np.zeros(2))
+    request = pb_utils.InferenceRequest(
+        model_name="other",
+        inputs=[tensor],
+        requested_output_names=["b", "a", "b"],
+        parameters={"p": True},
+        correlation_id=3,
+    )
+    assert request.inputs() == [tensor]
+    assert pb_utils.get_input_tensor_by_name(request, "x") is tensor
+    assert request.requested_output_names() == {"a", "b"}
+    assert (request.request_id(), request.correlation_id(), request.timeout()) == ("", 3, 0)
+    assert json.loads(request.parameters()) == {"p": True}
+    request.set_flags(pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+    assert request.flags() == 1
+    with pytest.raises(TritonModelException, match="response sender"):
+        request.get_response_sender()
+    with pytest.raises(TritonModelException, match="only possible in a model"):
+        request.exec()
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "text"),
+    [
+        (
+            {"inputs": [None]},
+            TritonModelException,
+            "Input tensor for request with id 'q' and model",
+        ),
+        ({"inputs": [3]}, TypeError, "must be a Tensor"),
+        ({"requested_output_names": [""]}, TritonModelException, "Requested output name for"),
+        ({"correlation_id": 1.5}, TritonModelException, "must be integer or string"),
+        ({"parameters": {"a": 1.5}}, TritonModelException, "bool/int/str"),
+        ({"inputs": None}, TypeError, "needs inputs"),
+        ({"correlation_id": -1}, TypeError, "range of uint64"),
+        ({"requested_output_names": [3]}, TypeError, "a requested output name must be a str"),
+        ({"model_name": 3}, TypeError, "model_name must be a str"),
+        ({"model_version": "1"}, TypeError, "model_version must be an int"),
+        ({"timeout": -1}, TypeError, "timeout must be in the range"),
+        ({"timeout": 1.5}, TypeError, "timeout must be an int"),
+        ({"flags": None}, TypeError, "flags must be an int"),
+    ],
+)
+def test_no_request_like_that(more: dict[str, Any], kind: type[Exception], text: str) -> None:
+    rest: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
+    with pytest.raises(kind, match=text):
+        pb_utils.InferenceRequest(request_id="q", **{**rest, **more})
+
+
+def test_numbers_of_numpy_will_do() -> None:
+    given: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
+    request = pb_utils.InferenceRequest(
+        model_name="other", requested_output_names=[], inputs=[], **given
+    )
+    assert (request.correlation_id(), request.timeout()) == (7, 5)
+    assert type(request.correlation_id()) is type(request.timeout()) is int
+
+
+def test_bytes_are_taken_for_text() -> None:
+    """As elements of BYTES tensors are bytes: Triton's example of a call takes the name of the
+    model from one.
+    """
+    name: Any = np.array(["other"], dtype=object).astype(np.bytes_)[0]
+    given: dict[str, Any] = {"request_id": b"q", "requested_output_names": [b"b", "b", "\u00fc"]}
+    tensor = Tensor(b"\xc3\xbc", np.zeros(1))  # type: ignore[arg-type]
+    request = pb_utils.InferenceRequest(model_name=name, inputs=[tensor], **given)
+    assert request.requested_output_names() == {"b", "\u00fc"}
+    assert (request.request_id(), request.inputs()[0].name()) == ("q", "\u00fc")
+    assert pb_utils.TritonError(b"no").message() == "no"  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model_name must be UTF-8"):
+        pb_utils.InferenceRequest(model_name=b"\xff", inputs=[], requested_output_names=[])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pb_utils.is_model_ready(3),  # type: ignore[arg-type]
+        lambda: pb_utils.is_model_ready("other", 1),  # type: ignore[arg-type]
+        lambda: pb_utils.load_model(None),  # type: ignore[arg-type]
+        lambda: pb_utils.load_model("other", {}),  # type: ignore[arg-type]
+        lambda: pb_utils.load_model("other", files={"file:1/model.py": "x"}),  # type: ignore[dict-item]
+        lambda: pb_utils.load_model("other", files={1: b"x"}),  # type: ignore[dict-item]
+        lambda: pb_utils.unload_model(b"\xff"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_no_server_could_be_asked(call: Callable[[], object]) -> None:
+    with pytest.raises(TypeError):
+        call()
+
+
+# --- configurations
+
+
+def config(**more: Any) -> pb_utils.ModelConfig:
+    written: dict[str, Any] = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
+    return pb_utils.ModelConfig(json.dumps({**written, **more}))
+
+
+X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
+
+
+def test_a_config_is_filled_in() -> None:
+    made = config()
+    made.set_max_batch_size(8)
+    made.set_dynamic_batching()
+    made.add_input({**X, "optional": True})
+    made.add_output(X)
+    made.set_model_transaction_policy({"decoupled": False})
+    assert made.as_dict() == {
+        "name": "m",
+        "max_batch_size": 8,
+        "input": [{**X, "optional": True}],
+        "output": [X],
+        "dynamic_batching": {},
+        "model_transaction_policy": {"decoupled": False},
+    }
+    assert pb_utils.get_input_config_by_name(made.as_dict(), "X") == {**X, "optional": True}
+    assert pb_utils.get_output_config_by_name(made.as_dict(), "X") == X
+    assert pb_utils.get_output_config_by_name(made.as_dict(), "Z") is None
+    assert not pb_utils.using_decoupled_model_transaction_policy(made.as_dict())
+    assert not pb_utils.using_decoupled_model_transaction_policy({})
+
+
+def test_what_is_written_and_agrees_stays() -> None:
+    written = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
+    made = config(input=[written], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]})
+    made.add_input(X)
+    made.set_max_batch_size(4)
+    made.set_dynamic_batching()
+    assert made.as_dict()["input"] == [{**X, "format": "FORMAT_NONE"}]
+    assert made.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
+
+
+@pytest.mark.parametrize(
+    ("written", "call", "text"),
+    [
+        (
+            {"max_batch_size": 8},
+            lambda c: c.set_max_batch_size(4),
+            "configuration specified max_batch_size 8, but in auto-complete-config function for "
+            "model 'm' specified max_batch_size 4",
+        ),
+        (
+            {"sequence_batching": {}},
+            lambda c: c.set_dynamic_batching(),
+            "Configuration specified scheduling_choice as 'sequence_batching', but "
+            "auto-complete-config function for model 'm' tries to set scheduling_choice as "
+            "'dynamic_batching'",
+        ),
+        (
+            {"input": [{**X, "data_type": "TYPE_INT8"}]},
+            lambda c: c.add_input(X),
+            "unable to load model 'm', configuration expects datatype TYPE_INT8 for input 'X', "
+            "model provides TYPE_FP32",
+        ),
+        (
+            {"output": [{**X, "dims": [5]}]},
+            lambda c: c.add_output(X),
+            "model 'm', tensor 'X': the model expects dims [4] but the model configuration "
+            "specifies dims [5]",
+        ),
+        (
+            {"input": [{**X, "optional": False}]},
+            lambda c: c.add_input({**X, "optional": True}),
+            "model 'm', tensor 'X': the model expects optional True but the model configuration "
+            "specifies optional False",
+        ),
+        (
+            {},
+            lambda c: c.add_input({**X, "reshape": {}}),
+            "input 'X' in auto-complete-config function for model 'm' contains property other "
+            "than 'name', 'data_type', 'dims' and 'optional'.",
+        ),
+        (
+            {},
+            lambda c: c.add_output({**X, "optional": True}),
+            "output 'X' in auto-complete-config function for model 'm' contains property other "
+            "than 'name', 'data_type' and 'dims'.",
+        ),
+        (
+            {},
+            lambda c: c.add_output({"name": "X", "dims": [1]}),
+            "output 'X' in auto-complete-config function for model 'm' is missing 'data_type' "
+            "property.",
+        ),
+        (
+            {},
+            lambda c: c.add_input({"dims": [1]}),
+            "input in auto-complete-config function for model 'm' is missing 'name' property.",
+        ),
+        (
+            {"model_transaction_policy": {"decoupled": True}},
+            lambda c: c.set_model_transaction_policy({"decoupled": False}),
+            "trying to change decoupled property in auto-complete-config for model 'm', which is "
+            "already set to 'True'.",
+        ),
+        (
+            {},
+            lambda c: c.set_model_transaction_policy({"coupled": False}),
+            "model transaction property in auto-complete-config function for model 'm' contains "
+            "property other than 'decoupled'.",
+        ),
+    ],
+)
+def test_contradictions(written: dict[str, Any], call: Any, text: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole text is compared
+        call(config(**written))
+    assert str(caught.value) == text
+
+
+# --- metrics
+
+
+@pytest.fixture
+def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_families", {})
+    monkeypatch.setattr(metrics, "_changed", False)
+
+
+@pytest.mark.usefixtures("no_metrics")
+def test_a_counter_and_a_gauge() -> None:
+    family = pb_utils.MetricFamily("a_total", "what it is", pb_utils.MetricFamily.COUNTER)
+    counter = family.Metric(labels={"x": "1"})
+    counter.increment(2)
+    again = pb_utils.MetricFamily("a_total", "", pb_utils.MetricFamily.COUNTER).Metric({"x": "1"})
+    again.increment(0.5)
+    assert counter.value() == again.value() == 2.5
+    with pytest.raises(TritonModelException, match="only be incremented monotonically"):
+        counter.increment(-1)
+    with pytest.raises(TritonModelException, match="COUNTER does not support Set"):
+        counter.set(1)
+    with pytest.raises(TritonModelException, match="COUNTER does not support Observe"):
+        counter.observe(1)
+    gauge = pb_utils.MetricFamily("b", "", pb_utils.MetricFamily.GAUGE).Metric()
+    gauge.set(4)
+    gauge.increment(-6.5)
+    assert gauge.value() == -2.5
+    changed = metrics.changes()
+    assert changed is not None
+    first, second = changed
+    assert first == ["a_total", "what it is", "COUNTER", [[(("x", "1"),), [2.5], ()]]]
+    assert second[3][0][0] == ()
+    level, set_ns, increments = second[3][0][1]
+    assert (level, increments) == (4, -6.5)
+    assert set_ns > 0
+
+
+@pytest.mark.usefixtures("no_metrics")
+def test_changes_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(metrics, "on_change", lambda: told.append("changed"))
+    assert metrics.changes() is None
+    family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
+    assert metrics.changes() is None  # nothing to show yet
+    counter = family.Metric()
+    counter.increment(1)
+    assert told == ["changed"]
+    assert metrics.changes() == [["a", "", "COUNTER", [[(), [1], ()]]]]
+    assert metrics.changes() is None
+    counter.increment(1)
+    assert told == ["changed"] * 2
+
+
+@pytest.mark.usefixtures("no_metrics")
+def test_a_histogram() -> None:
+    family = pb_utils.MetricFamily("h", "", pb_utils.MetricFamily.HISTOGRAM)
+    metric = family.Metric(buckets=[1, 2.5])
+    for value in (0, 1, 2, 9):
+        metric.observe(value)
+    assert metrics.changes() == [
+        ["h", "", "HISTOGRAM", [[(), [12, 2, 1, 1], (1, 2.5)]]],
+    ]
+    for call in (metric.value, lambda: metric.set(1), lambda: metric.increment(1)):
+        with pytest.raises(TritonModelException, match="HISTOGRAM does not support"):
+            call()
+
+
+@pytest.mark.usefixtures("no_metrics")
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text"),
+    [
+        ("COUNTER", {"labels": 3}, "Labels must be a dictionary."),
+        ("COUNTER", {"buckets": [1]}, "Unexpected buckets found."),
+        ("HISTOGRAM", {"buckets": 3}, "Buckets must be a list."),
+        ("HISTOGRAM", {}, "Missing required buckets."),
+        ("HISTOGRAM", {"buckets": [2, 1]}, "ascending order"),
+        ("HISTOGRAM", {"buckets": [2], "labels": {"le": "1"}}, "Invalid label name"),
+        ("COUNTER", {"labels": {"a b": "1"}}, "Invalid label name"),
+        ("GAUGE", {"labels": {"__a": "1"}}, "Invalid label name"),
+    ],
+)
+def test_no_metric_like_that(kind: str, arguments: dict[str, Any], text: str) -> None:
+    family = pb_utils.MetricFamily("m", "", getattr(pb_utils.MetricFamily, kind))
+    with pytest.raises(TritonModelException, match=text):
+        family.Metric(**arguments)
+
+
+@pytest.mark.usefixtures("no_metrics")
+def test_no_family_like_that() -> None:
+    with pytest.raises(TritonModelException, match="Invalid metric name"):
+        pb_utils.MetricFamily("a b", "", pb_utils.MetricFamily.GAUGE)
+    pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.GAUGE)
+    with pytest.raises(TritonModelException, match="GAUGE already"):
+        pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
+    with pytest.raises(TypeError, match="description"):
+        pb_utils.MetricFamily("b", None, pb_utils.MetricFamily.GAUGE)  # type: ignore[arg-type]
+
+
+# --- the log
+
+
+def test_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"):
+        pb_utils.Logger.log("one")
+        pb_utils.Logger.log_warn("two %s")
+        pb_utils.Logger.log_error("three")
+        pb_utils.Logger.log_verbose("four")
+        pb_utils.Logger.log("five", pb_utils.Logger.WARNING)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told == [
+        ("INFO", "one"),
+        ("WARNING", "two %s"),
+        ("ERROR", "three"),
+        ("DEBUG", "four"),
+        ("WARNING", "five"),
+    ]
+    with pytest.raises(TypeError):
+        pb_utils.Logger.log_info(3)  # type: ignore[arg-type]

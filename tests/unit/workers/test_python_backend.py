@@ -1,0 +1,846 @@
+"""The Python backend: models written for Triton, in a worker's loop, batch by batch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shmserve.errors import Internal, InvalidArgument, Unavailable, Unsupported
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
+from shmserve.workers.backends.python import PythonBackend
+from tests.rigs.called_models import Others, finished, work
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+
+BIG = INLINE_LIMIT  # elements of FP32: more than what travels inline
+PREAMBLE = """
+import asyncio, json, threading
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+def given(request, name="X"):
+    return pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+
+def response(array, **more):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("Y", array)], **more)
+
+def first(kept):
+    if hasattr(kept, "inputs"):
+        kept = kept.inputs()[0]
+    return float((kept.as_numpy() if hasattr(kept, "as_numpy") else kept)[0])
+
+class TritonPythonModel:
+"""
+
+
+def config(**more: Any) -> dict[str, Any]:
+    made = model_config(
+        [tensor_config("X", "FP32", [-1])], [tensor_config("Y", "FP32", [-1])], **more
+    )
+    return {**made, "backend": "python"}
+
+
+class Model:
+    """A model made of the body of its class."""
+
+    def __init__(self, made: Rig) -> None:
+        self.rig = made
+        self.backend = PythonBackend(made.context)
+
+    def write(self, body: str, file: str = "model.py") -> Model:
+        path = self.rig.context.version_dir / file
+        path.write_text(PREAMBLE + "".join(f"    {line}\n" for line in dedent(body).splitlines()))
+        return self
+
+    def serve(self, body: str, **more: Any) -> Model:
+        self.write(body)
+        self.rig.serve(self.backend, config(**more))
+        return self
+
+    def ask(self, *values: Any, **more: Any) -> list[str | list[float]]:
+        """The outputs of one batch of requests with small inputs, or their error texts."""
+        return self.run(*(x(value) for value in values), **more)
+
+    def run(self, *inputs: TensorRef, **more: Any) -> list[str | list[float]]:
+        requests = [Inference("id-1", (item,), **more) for item in inputs]
+        replies = self.rig.batch(*requests)
+        return [
+            reply.message if reply.code else reply.array("Y", self.rig).tolist()
+            for reply in replies
+        ]
+
+
+def x(values: Any, place: Place | None = None) -> TensorRef:
+    return tensor("X", np.atleast_1d(np.asarray(values, dtype=np.float32)), place)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Model]:
+    with rig(tmp_path) as made:
+        model = Model(made)
+        yield model
+        model.backend.unload()
+    torch.set_warn_always(False)
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    made = Region(4 * BIG)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def others(model: Model, tmp_path: Path) -> Iterator[Others]:
+    made = Others(tmp_path, model.rig.supervisor)
+    model.rig.context.control.send(m.WorkerStarted(1))
+    made.supervisor.next(m.WorkerStarted)  # type: ignore[type-var]
+    yield made
+    made.close()
+
+
+def failed(text: str) -> str:
+    return f"Failed to process the request(s) for model 'm_0_0', message: {text}"
+
+
+# --- loading
+
+
+def test_what_a_model_is_started_with(model: Model) -> None:
+    model.serve(
+        """
+        def initialize(self, args):
+            self.told = {"args": args, "dir": pb_utils.get_model_dir()}
+        def execute(self, requests):
+            return [response(np.zeros(1), parameters={"told": json.dumps(self.told)})]
+        """
+    )
+    (reply,) = model.rig.batch(inference(x(0)))
+    assert reply.answer is not None
+    told = json.loads(reply.answer.parameters["told"])
+    context = model.rig.context
+    given = json.loads(told["args"].pop("model_config"))
+    assert given == config()
+    assert told == {
+        "args": {
+            "model_instance_kind": "CPU",
+            "model_instance_name": "m_0_0",
+            "model_instance_device_id": "0",
+            "model_repository": str(context.model_dir),
+            "model_version": "1",
+            "model_name": "m",
+        },
+        "dir": str(context.version_dir),
+    }
+
+
+def test_modules_beside_the_model(model: Model) -> None:
+    context = model.rig.context
+    (context.version_dir / "helper_a.py").write_text("A = 1\n")
+    (context.model_dir / "helper_b.py").write_text("B = 2\n")
+    (context.version_dir / "helper_c.py").write_text("C = 3\n")
+    model.serve(
+        """
+        def execute(self, requests):
+            import helper_a, helper_b
+            from . import helper_c
+            return [response(np.array([helper_a.A, helper_b.B, helper_c.C], "f4"))]
+        """
+    )
+    assert model.ask(0) == [[1, 2, 3]]
+
+
+def test_a_version_folder_that_is_a_package(model: Model) -> None:
+    (model.rig.context.version_dir / "__init__.py").write_text("D = 4\n")
+    model.serve(
+        """
+        def execute(self, requests):
+            from . import D
+            return [response(np.array([D], "f4"))]
+        """
+    )
+    assert model.ask(0) == [[4]]
+
+
+def test_another_file_name(model: Model) -> None:
+    body = "def execute(self, requests): return [response(np.ones(1, 'f4'))]"
+    model.write(body, "other.py")
+    model.rig.serve(model.backend, config(default_model_filename="other.py"))
+    assert model.ask(0) == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("body", "more", "kind", "text"),
+    [
+        (None, {}, Unavailable, "Python model file not found in '1/model.py'"),
+        ("pass", {"default_model_filename": "m.pt"}, InvalidArgument, "must end with '.py'"),
+        ("pass", {}, InvalidArgument, "does not implement `execute` method"),
+        (
+            "def execute(self, requests): pass",
+            {"model_transaction_policy": {"decoupled": True}},
+            Unsupported,
+            "uses the decoupled transaction policy",
+        ),
+        (
+            "def initialize(self, args): 1 / 0\ndef execute(self, requests): pass",
+            {},
+            ZeroDivisionError,
+            "division by zero",
+        ),
+    ],
+)
+def test_models_that_do_not_load(
+    model: Model, body: str | None, more: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    if body is not None:
+        model.write(body)
+    with pytest.raises(kind, match=text):
+        model.backend.load(config(**more))
+
+
+def test_a_file_without_a_model(model: Model) -> None:
+    (model.rig.context.version_dir / "model.py").write_text("x = 1\n")
+    with pytest.raises(AttributeError, match="TritonPythonModel"):
+        model.backend.load(config())
+
+
+def test_auto_complete(model: Model) -> None:
+    model.write(
+        """
+        @staticmethod
+        def auto_complete_config(config):
+            assert isinstance(config, pb_utils.ModelConfig)
+            config.set_max_batch_size(8)
+            return config
+        """
+    )
+    assert model.backend.complete_config(config()) == config(max_batch_size=8)
+
+
+def test_nothing_to_auto_complete(model: Model) -> None:
+    model.write("pass")
+    assert model.backend.complete_config(config()) == config()
+
+
+def test_auto_complete_that_returns_nothing(model: Model) -> None:
+    model.write("@staticmethod\ndef auto_complete_config(config): pass")
+    with pytest.raises(Internal, match="must return a valid"):
+        model.backend.complete_config(config())
+
+
+def test_auto_complete_with_what_is_no_json(model: Model) -> None:
+    """It would not get to the server either."""
+    model.write(
+        """
+        @staticmethod
+        def auto_complete_config(config):
+            config.set_max_batch_size(np.int64(8))
+            return config
+        """
+    )
+    with pytest.raises(TypeError, match="int64 is not JSON serializable"):
+        model.backend.complete_config(config())
+
+
+def test_finalize(model: Model, tmp_path: Path) -> None:
+    mark = tmp_path / "finalized"
+    model.serve(
+        f"""
+        def execute(self, requests): return [response(np.ones(1, 'f4'))]
+        def finalize(self): open({str(mark)!r}, "w").close()
+        """
+    )
+    assert model.ask(0) == [[1]]
+    model.backend.unload()
+    assert mark.exists()
+    model.backend = PythonBackend(model.rig.context)
+
+
+# --- execution
+
+
+def test_a_batch_in_order(model: Model) -> None:
+    model.serve("def execute(self, requests): return [response(2 * given(r)) for r in requests]")
+    assert model.ask(1, 2, [3, 4]) == [[2], [4], [6, 8]]
+
+
+def test_a_model_may_empty_its_list(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            responses = []
+            while requests:
+                responses.append(response(given(requests.pop(0))))
+            return responses
+        """
+    )
+    assert model.ask(1, 2) == [[1], [2]]
+
+
+def test_errors_of_single_requests(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            codes = [pb_utils.TritonError.NOT_FOUND, pb_utils.TritonError.UNAVAILABLE]
+            return [
+                response(given(r)) if given(r)[0] > 1 else
+                pb_utils.InferenceResponse([], pb_utils.TritonError("no", codes[int(given(r)[0])]))
+                for r in requests
+            ]
+        """
+    )
+    requests = [inference(x(n)) for n in (0, 1, 2)]
+    replies = model.rig.batch(*requests)
+    assert [reply.code for reply in replies] == ["NOT_FOUND", "UNAVAILABLE", ""]
+    assert replies[0].message == "no"
+
+
+def test_what_is_raised_fails_only_whom_it_is_about(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            for request in requests:
+                if given(request)[0] < 0:
+                    raise ValueError("below zero")
+            return [response(given(r)) for r in requests]
+        """
+    )
+    assert model.ask(1, -1, 2) == [[1], failed("ValueError: below zero"), [2]]
+
+
+def test_an_exception_that_cannot_say_what_it_is(model: Model) -> None:
+    model.serve(
+        """
+        class Mute(Exception):
+            def __str__(self):
+                raise self
+
+        def execute(self, requests):
+            raise self.Mute()
+        """
+    )
+    assert model.ask(1) == [failed("Mute")]
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        ("7", "Expected a list in the execute return, found type '<class 'int'>'."),
+        ("None", "Expected a list in the execute return, found type '<class 'NoneType'>'."),
+        (
+            "[]",
+            "Number of InferenceResponse objects do not match the number of InferenceRequest "
+            "objects. InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0",
+        ),
+        (
+            "[7]",
+            "Expected an 'InferenceResponse' object in the execute function return list, found "
+            "type '<class 'int'>'.",
+        ),
+        (
+            "[None]",
+            "Expected an 'InferenceResponse' object in the execute function return list, found "
+            "type '<class 'NoneType'>'.",
+        ),
+    ],
+)
+def test_returns_that_are_none(model: Model, returned: str, text: str) -> None:
+    model.serve(f"def execute(self, requests): return {returned}")
+    assert model.ask(0) == [failed(text)]
+
+
+def test_one_entry_that_is_none_of_a_batch(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            return [response(given(r)) if given(r)[0] else None for r in requests]
+        """
+    )
+    good, bad = model.ask(1, 0)
+    assert good == [1]
+    assert isinstance(bad, str) and "found type '<class 'NoneType'>'" in bad
+
+
+def test_rescheduling_is_refused(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            requests[0].set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            return [None]
+        """
+    )
+    (text,) = model.ask(0)
+    assert isinstance(text, str) and "iterative sequence batching" in text
+
+
+def test_outputs_pass_as_the_model_made_them(model: Model) -> None:
+    """Triton's Python backend does not hold a model to its configuration."""
+    model.serve("def execute(self, requests): return [response(np.ones((2, 1), 'f8'))]")
+    (reply,) = model.rig.batch(inference(x(0)))
+    assert reply.answer is not None
+    (output,) = reply.answer.outputs
+    assert (output.datatype, output.shape) == ("FP64", (2, 1))
+
+
+def test_cancellation_shows(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            return [response(np.array([request.is_cancelled()], "f4")) for request in requests]
+        """
+    )
+    model.rig.cancel(2)
+    assert model.ask(0, 0, 0) == [[0], "Request was cancelled", [0]]
+
+
+# --- coroutines and response senders
+
+
+def test_coroutines_share_a_loop(model: Model) -> None:
+    model.serve(
+        """
+        loops = set()
+        async def execute(self, requests):
+            self.loops.add(id(asyncio.get_running_loop()))
+            await asyncio.sleep(0)
+            assert len(self.loops) == 1
+            return [response(given(r)) for r in requests]
+        """
+    )
+    assert model.ask(1, 2) == [[1], [2]]
+    assert model.ask(3) == [[3]]
+
+
+def test_a_coroutine_raises(model: Model) -> None:
+    model.serve("async def execute(self, requests): raise ValueError('from a coroutine')")
+    assert model.ask(0) == [failed("ValueError: from a coroutine")]
+
+
+@pytest.mark.parametrize("returned", ["None", "[None] * len(requests)"])
+def test_responses_that_were_sent(model: Model, returned: str) -> None:
+    model.serve(
+        f"""
+        def execute(self, requests):
+            for request in requests:
+                array = given(request).copy()
+                request.get_response_sender().send(response(array), flags=1)
+                array[:] = -1  # too late
+            return {returned}
+        """
+    )
+    assert model.ask(1, 2) == [[1], [2]]
+
+
+def test_a_response_from_a_thread(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            array = given(requests[0]) + 1
+            sender = requests[0].get_response_sender()
+            timer = threading.Timer(0.05, lambda: sender.send(response(array)))
+            timer.start()
+        """
+    )
+    assert model.ask(1) == [[2]]
+
+
+def test_responses_from_tasks(model: Model) -> None:
+    model.serve(
+        """
+        async def execute(self, requests):
+            for request in requests:
+                asyncio.get_running_loop().create_task(self.answer(request))
+        async def answer(self, request):
+            sender = request.get_response_sender()
+            await asyncio.sleep(0.02)
+            sender.send(response(given(request)))
+        """
+    )
+    assert model.ask(1, 2) == [[1], [2]]
+
+
+def test_a_sender_that_nobody_uses(model: Model) -> None:
+    model.serve("def execute(self, requests): requests[0].get_response_sender()")
+    (text,) = model.ask(1)
+    assert isinstance(text, str) and "found type '<class 'NoneType'>'" in text
+
+
+def test_a_sender_is_not_waited_for_where_a_response_was_returned(model: Model) -> None:
+    model.serve(
+        """
+        senders = []
+        def execute(self, requests):
+            self.senders += [request.get_response_sender() for request in requests]
+            return [response(given(request)) for request in requests]
+        """
+    )
+    assert model.ask(1, 2) == [[1], [2]]
+
+
+def test_what_was_sent_before_an_error_counts(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            for request in requests:
+                request.get_response_sender().send(response(given(request)))
+            raise ValueError("afterwards")
+        """
+    )
+    assert model.ask(1, 2) == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("sends", "text"),
+    [
+        ("send()", "must be provided when the response flags is set to zero."),
+        ("send(flags=7)", "Unsupported flag provided."),
+        ("send(flags=1)", "cannot send complete final before sending a response."),
+    ],
+)
+def test_sends_that_are_refused(model: Model, sends: str, text: str) -> None:
+    model.serve(f"def execute(self, requests): requests[0].get_response_sender().{sends}")
+    (told,) = model.ask(0)
+    assert isinstance(told, str) and told.endswith(text) and "TritonModelException" in told
+
+
+def test_one_response_a_request(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            sender = requests[0].get_response_sender()
+            assert not sender.is_cancelled()
+            sender.send(response(given(requests[0])))
+            try:
+                sender.send(response(given(requests[0])))
+            except pb_utils.TritonModelException as error:
+                assert "cannot send more than one response" in str(error)
+            sender.send(flags=1)
+            try:
+                sender.send(flags=1)
+            except pb_utils.TritonModelException as error:
+                assert "has been closed" in str(error)
+        """
+    )
+    assert model.ask(3) == [[3]]
+
+
+# --- inputs in memory that is used again
+
+
+def big(region: Region, value: float) -> TensorRef:
+    array = np.full(BIG // 4, value, np.float32)
+    return x(array, region.write(0, array))
+
+
+def rounds(model: Model, region: Region, count: int = 12) -> list[Any]:
+    """The first element of each answer to `count` requests in the same place."""
+    return [
+        answer if isinstance(answer, str) else answer[0]
+        for number in range(count)
+        for answer in model.run(big(region, number))
+    ]
+
+
+def test_a_model_that_only_reads_gets_views(model: Model, region: Region) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            array = given(requests[0])
+            copied = array.flags.writeable
+            return [response(np.array([copied], "f4"))]
+        """
+    )
+    assert rounds(model, region, 11) == [1] * 8 + [0] * 3
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["array", "array[:1]", "array.reshape(-1, 2)[0]", "2 * array"],
+)
+def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, output: str) -> None:
+    model.serve(
+        f"""
+        def execute(self, requests):
+            array = given(requests[0])
+            self.copied = array.flags.writeable
+            return [response({output})]
+        """
+    )
+    factor = 2 if "2 *" in output else 1
+    assert rounds(model, region, 10) == [factor * n for n in range(10)]
+    assert not model.backend._model.copied
+
+
+@pytest.mark.parametrize(
+    ("keep", "late"),
+    [
+        ("given(r)", 0),
+        ("given(r)[:5]", 0),
+        ("torch.from_numpy(given(r))", 0),
+        ("r.inputs()[0]", 20),
+        ("r", 20),
+    ],
+)
+def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, late: int) -> None:
+    """`late`: it may begin to keep them whenever it likes."""
+    model.serve(
+        f"""
+        kept = []
+        def execute(self, requests):
+            import torch
+            for r in requests:
+                if given(r)[0] >= {late}:
+                    self.kept.append({keep})
+            return [response(np.array([first(k) for k in self.kept] or [-1], "f4"))]
+        """
+    )
+    for number in range(24):
+        (told,) = model.run(big(region, number))
+        assert told == (list(range(late, number + 1)) or [-1])
+
+
+WRITES: dict[str, str] = {
+    "numpy": "array[:] = -1",
+    "torch": "import torch; torch.from_numpy(array).fill_(-1)",
+    "dlpack": "import torch; torch.from_dlpack(requests[0].inputs()[0]).fill_(-1)",
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("late", [0, 20])
+def test_a_model_that_writes_into_its_inputs(
+    model: Model, region: Region, write: str, late: int
+) -> None:
+    """It may; the client's memory stays as it is."""
+    model.serve(
+        f"""
+        def execute(self, requests):
+            array = given(requests[0])
+            first = array[0]
+            if first >= {late}:
+                {WRITES[write]}
+            return [response(np.array([first], "f4"))]
+        """
+    )
+    for number in range(24):
+        assert model.run(big(region, number)) == [[number]]
+        assert (np.frombuffer(region.read(0, BIG), np.float32) == number).all()
+
+
+def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            array = given(requests[0])
+            first = array[0]
+            try:
+                if first >= 10:
+                    array += 1
+            except Exception as error:
+                return [pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))]
+            return [response(np.array([first], "f4"))]
+        """
+    )
+    assert rounds(model, region, 14) == list(range(14))
+
+
+# --- calling other models
+
+CALL = """
+def execute(self, requests):
+    return [self.answer(r) for r in requests]
+def answer(self, request):
+    reply = pb_utils.InferenceRequest(
+        model_name="other",
+        requested_output_names=["Y"],
+        inputs=[pb_utils.Tensor("X", given(request)[None])],
+        **json.loads(request.parameters()),
+    ).exec()
+    if reply.has_error():
+        return pb_utils.InferenceResponse([], error=reply.error())
+    return response(pb_utils.get_output_tensor_by_name(reply, "Y").as_numpy()[0])
+"""
+
+
+def doubled(submit: m.Submit) -> m.Finished:
+    (item,) = work(submit).inputs
+    assert isinstance(item.data, bytes)
+    return finished(submit, tensor("Y", 2 * np.frombuffer(item.data, "f4").reshape(item.shape)))
+
+
+def test_a_call(model: Model, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    model.serve(CALL)
+    running = others.run(model.ask, 1, 2)
+    assert others.found("s1").version == ""
+    scheduler.say(doubled(scheduler.next(m.Submit)))
+    scheduler.say(doubled(scheduler.next(m.Submit)))
+    assert running.result(10) == [[2], [4]]
+
+
+def test_a_call_ends_with_the_request_it_is_for(model: Model, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    model.serve(CALL)
+    deadline_ns = time.monotonic_ns() + 10**10
+    parameters = {"model_version": 1, "timeout": 10**12, "request_id": "q"}
+    running = others.run(lambda: model.ask(1, deadline_ns=deadline_ns, parameters=parameters))
+    assert others.found("s1").version == "1"
+    submit = scheduler.next(m.Submit)
+    assert (submit.deadline_ns, submit.timeout_us) == (deadline_ns, 10**12)
+    assert submit.request_id == "q"
+    scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
+    assert running.result(10) == ["Request timeout expired"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "text"),
+    [
+        (
+            lambda question: m.Refused(question.id, "NOT_FOUND", "x"),
+            "INTERNAL",
+            "Model other - Error when running inference: Failed for execute the inference "
+            "request. Model 'other' is not ready.",
+        ),
+        (
+            lambda question: m.Refused(question.id, "UNAVAILABLE", "it is loading"),
+            "UNAVAILABLE",
+            "Model other - Error when running inference: it is loading",
+        ),
+    ],
+)
+def test_a_call_of_nobody(
+    model: Model, others: Others, answer: Callable[[m.FindModel], Any], code: str, text: str
+) -> None:
+    model.serve(CALL)
+    running = others.run(model.rig.batch, inference(x(1)))
+    others.supervisor.say(answer(others.supervisor.next(m.FindModel)))
+    (reply,) = running.result(10)
+    assert (reply.code, reply.message) == (code, text)
+
+
+def test_a_call_that_does_not_fit(model: Model, others: Others) -> None:
+    model.serve(CALL.replace("[None]", "[None].astype('f8')"))
+    running = others.run(model.ask, 1)
+    others.found("s1")
+    assert running.result(10) == [
+        "Model other - Error when running inference: [request id: <id_unknown>] inference input "
+        "'X' data-type is 'FP64', but model 'other' expects 'FP32'"
+    ]
+
+
+def test_calls_at_the_same_time(model: Model, others: Others) -> None:
+    scheduler = others.scheduler("s1")
+    model.serve(
+        """
+        async def execute(self, requests):
+            return list(await asyncio.gather(*map(self.answer, requests)))
+        async def answer(self, request):
+            calls = [
+                pb_utils.InferenceRequest(
+                    model_name="other",
+                    requested_output_names=[],
+                    inputs=[pb_utils.Tensor("X", n * given(request)[None])],
+                ).async_exec(decoupled=n == 2)
+                for n in (1, 2)
+            ]
+            plain, decoupled = await asyncio.gather(*calls)
+            (second,) = decoupled
+            if plain.has_error():
+                return plain
+            tensors = plain.output_tensors() + second.output_tensors()
+            return response(sum(t.as_numpy()[0] for t in tensors))
+        """
+    )
+    running = others.run(model.ask, 1, 2, 3)
+    others.found("s1")
+    submits = [scheduler.next(m.Submit) for _ in range(6)]
+    failing = submits[4]
+    scheduler.say(m.Failed(failing.id, "INVALID_ARG", "not three", 0, False))
+    for submit in submits:
+        if submit is not failing:
+            scheduler.say(doubled(submit))
+    assert running.result(10) == [[6], [12], "not three"]
+
+
+def test_an_input_is_passed_on_where_it_is(model: Model, others: Others, region: Region) -> None:
+    scheduler = others.scheduler("s1")
+    model.serve(
+        """
+        def execute(self, requests):
+            reply = pb_utils.InferenceRequest(
+                model_name="other",
+                requested_output_names=["Y"],
+                inputs=[requests[0].inputs()[0]],
+            ).exec()
+            return [response(reply.output_tensors()[0].as_numpy())]
+        """,
+        max_batch_size=4,
+    )
+    array = np.ones((1, BIG // 4), np.float32)
+    place = region.write(0, array)
+    running = others.run(model.rig.batch, inference(tensor("X", array, place)))
+    others.found("s1")
+    submit = scheduler.next(m.Submit)
+    assert work(submit).inputs[0].data == place
+    scheduler.say(finished(submit, tensor("Y", np.ones((1, 1), "f4"))))
+    (reply,) = running.result(10)
+    assert reply.array("Y").tolist() == [[1]]
+
+
+def test_no_calls_while_loading(model: Model, tmp_path: Path) -> None:
+    model.write(
+        """
+        def initialize(self, args):
+            self.reply = pb_utils.InferenceRequest(
+                model_name="other", requested_output_names=[], inputs=[]
+            ).exec()
+        def execute(self, requests): return [self.reply]
+        """
+    )
+    model.rig.serve(model.backend, config())
+    (text,) = model.ask(0)
+    assert isinstance(text, str) and "only supported during the 'execute' function" in text
+
+
+def test_loading_other_models(model: Model, others: Others) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            pb_utils.load_model("other", config="{}", files={"file:1/model.py": b"x"})
+            pb_utils.unload_model("other", unload_dependents=True)
+            ready = [pb_utils.is_model_ready("other", "2"), pb_utils.is_model_ready("other")]
+            try:
+                pb_utils.load_model("other")
+            except pb_utils.TritonModelException as error:
+                assert str(error) == "Failed to load model: it cannot be"
+            for wrong in ({"x": b""}, 3):
+                try:
+                    pb_utils.load_model("other", files=wrong)
+                except pb_utils.TritonModelException:
+                    continue
+                assert False
+            return [response(np.array(ready, "f4"))]
+        """
+    )
+    supervisor = others.supervisor
+    running = others.run(model.ask, 0)
+    load = supervisor.next(m.LoadModel)
+    assert (load.name, load.config, load.files) == ("other", "{}", {"1/model.py": b"x"})
+    supervisor.say(m.Answered(load.id, {}))
+    unload = supervisor.next(m.UnloadModel)  # type: ignore[type-var]
+    assert (unload.name, unload.unload_dependents) == ("other", True)
+    supervisor.say(m.Answered(unload.id, {}))
+    assert others.found("s1").version == "2"
+    question = supervisor.next(m.FindModel)
+    supervisor.say(m.Refused(question.id, "NOT_FOUND", "no"))
+    supervisor.say(m.Refused(supervisor.next(m.LoadModel).id, "INVALID_ARG", "it cannot be"))
+    assert running.result(10) == [[1, 0]]

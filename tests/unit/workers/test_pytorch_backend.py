@@ -1,0 +1,737 @@
+"""Torch models of each form: names, whole batches, datatypes, errors that say what to write."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import pickle
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.workers import backends
+from shmserve.workers.backends.pytorch import PytorchBackend
+from shmserve.workers.backends.pytorch.names import Argument, CallPlan, ResultPlan
+from shmserve.workers.device import Device, open_device
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+
+F32 = np.float32
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+class Affine(torch.nn.Module):
+    """image -> its sum over the last dimension, times two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return image.sum(-1, keepdim=True) * self.factor
+
+
+def save_script(module: torch.nn.Module, worker: Rig, *example: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = torch.jit.trace(module, example) if example else torch.jit.script(module)
+        torch.jit.save(made, worker.context.version_dir / "model.pt")
+
+
+def save_exported(module: torch.nn.Module, worker: Rig, *example: Any, dynamic: Any = None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(module, example, dynamic_shapes=dynamic)
+        torch.export.save(program, worker.context.version_dir / "model.pt2")
+
+
+def write_class(worker: Rig, text: str) -> None:
+    (worker.context.version_dir / "model.py").write_text(text)
+
+
+def vectors(
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    most: int = 8,
+    data_type: str = "FP32",
+    **more: Any,
+) -> dict[str, Any]:
+    """A model of vectors: name -> length."""
+    return model_config(
+        [tensor_config(name, data_type, [size]) for name, size in inputs.items()],
+        [tensor_config(name, data_type, [size]) for name, size in outputs.items()],
+        most,
+        **more,
+    )
+
+
+def serve(worker: Rig, config: dict[str, Any]) -> Rig:
+    return worker.serve(PytorchBackend(worker.context), config)
+
+
+def refuses(worker: Rig, config: dict[str, Any]) -> str:
+    with pytest.raises(ShmserveError) as caught:
+        PytorchBackend(worker.context).load(config)
+    return caught.value.message
+
+
+BATCH = {0: torch.export.Dim("batch")}
+
+
+@pytest.mark.parametrize("form", ["script", "exported", "class"])
+@pytest.mark.parametrize(("x", "y"), [("image", "y"), ("INPUT__0", "OUTPUT__0")])
+def test_a_batch_of_unequal_requests(worker: Rig, form: str, x: str, y: str) -> None:
+    if form == "script":
+        save_script(Affine(), worker, torch.zeros(2, 4))
+    elif form == "exported":
+        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
+    else:
+        write_class(
+            worker,
+            "import torch\nclass Net(torch.nn.Module):\n"
+            "    def forward(self, image):\n"
+            "        return image.sum(-1, keepdim=True) * 2\n",
+        )
+    serve(worker, vectors({x: 4}, {y: 1}))
+    for sizes in ((1,), (1, 3, 2), (2, 2)):
+        rows = [np.random.rand(n, 4).astype(F32) for n in sizes]
+        replies = worker.batch(*(inference(tensor(x, row)) for row in rows))
+        for row, reply in zip(rows, replies, strict=True):
+            np.testing.assert_allclose(reply.array(y), row.sum(-1, keepdims=True) * 2, rtol=1e-5)
+
+
+class Three(torch.nn.Module):
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        return a - b, a * c
+
+
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        (("c", "a", "b"), "cab"),
+        (("X__2", "X__0", "X__1"), "cab"),
+        (("x", "y", "z"), "abc"),
+    ],
+)
+@pytest.mark.parametrize("form", ["script", "exported"])
+def test_inputs_by_argument_by_index_or_in_order(
+    worker: Rig, form: str, names: tuple[str, ...], order: str
+) -> None:
+    if form == "script":
+        save_script(Three(), worker)
+    else:
+        save_exported(Three(), worker, *torch.zeros(3, 2, 1), dynamic=(BATCH, BATCH, BATCH))
+    serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
+    value = {"a": 7.0, "b": 2.0, "c": 3.0}
+    given = [
+        tensor(name, np.array([[value[argument]]], F32))
+        for name, argument in zip(names, order, strict=True)
+    ]
+    (reply,) = worker.batch(inference(*given[::-1]))
+    assert reply.array("OUTPUT__0").tolist() == [[5]]
+    assert reply.array("OUTPUT__1").tolist() == [[21]]
+
+
+class ByKey(torch.nn.Module):
+    def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"sum": x["a"] + x["b"], "difference": x["a"] - x["b"]}
+
+
+@pytest.mark.parametrize("form", ["script", "exported"])
+def test_dictionaries_go_by_key(worker: Rig, form: str) -> None:
+    if form == "script":
+        save_script(ByKey(), worker)
+        names = ["a", "b"]
+    else:
+        example = {"a": torch.zeros(2, 1), "b": torch.zeros(2, 1)}
+        save_exported(ByKey(), worker, example, dynamic=({"a": BATCH, "b": BATCH},))
+        names = ["x_a", "x_b"]
+    serve(worker, vectors(dict.fromkeys(names, 1), {"difference": 1, "sum": 1}))
+    (reply,) = worker.batch(
+        inference(*(tensor(n, np.array([[v]], F32)) for n, v in zip(names, (5, 3), strict=True)))
+    )
+    assert (reply.array("sum").item(), reply.array("difference").item()) == (8, 2)
+
+
+DATATYPES = [name for name, size in ITEM_SIZE.items() if size]
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_datatype_of_torch(worker: Rig, datatype: str, rows: int) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x.clone()\n",
+    )
+    serve(worker, vectors({"x": 2}, {"y": 2}, data_type=datatype))
+    raw = bytes([1] * 2 * ITEM_SIZE[datatype])
+    replies = worker.batch(*(inference(TensorRef("x", datatype, (1, 2), raw)) for _ in range(rows)))
+    for reply in replies:
+        assert reply.answer is not None, reply.message
+        (output,) = reply.answer.outputs
+        assert (output.datatype, output.data) == (datatype, raw)
+
+
+def test_optional_inputs_take_the_models_default(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n"
+        "    def forward(self, a, b=None, c=None):\n"
+        "        return a + (0 if b is None else b) + (0 if c is None else 10 * c)\n",
+    )
+    config = vectors({"a": 1, "b": 1, "c": 1}, {"y": 1})
+    config["input"][1]["optional"] = config["input"][2]["optional"] = True
+    serve(worker, config)
+    one = np.ones((1, 1), F32)
+    for names, want in (("a", 1), ("ab", 2), ("ac", 11), ("abc", 12)):
+        (reply,) = worker.batch(inference(*(tensor(name, one) for name in names)))
+        assert reply.array("y").item() == want
+
+
+# --- files and parameters
+
+
+def test_weights_lie_beside_the_class_and_cannot_run_code(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.w = torch.nn.Parameter(torch.zeros(1))\n"
+        "    def forward(self, x):\n        return x * self.w\n",
+    )
+    weights = worker.context.version_dir / "model.pt"
+    torch.save({"w": torch.tensor([3.0])}, weights)
+    config = vectors({"x": 1}, {"y": 1}, default_model_filename="model.py")
+    serve(worker, config)
+    (reply,) = worker.batch(inference(tensor("x", np.array([[2]], F32))))
+    assert reply.array("y").tolist() == [[6]]
+    for wrong, text in (
+        ({"w": contextlib.suppress}, r"'model\.pt' holds objects that are no tensors"),
+        ({"v": torch.ones(1)}, r"'model\.pt' does not fit the class 'Net': (?s:.*)Missing key"),
+        ([1], r"'model\.pt' does not fit the class 'Net': Expected state_dict to be dict-like"),
+    ):
+        torch.save(wrong, weights)
+        with pytest.raises(InvalidArgument, match=text):
+            PytorchBackend(worker.context).load(config)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.pth"])
+@pytest.mark.parametrize("contents", [b"", b"junk"])
+def test_a_file_that_cannot_be_read_is_named(worker: Rig, name: str, contents: bytes) -> None:
+    if name == "model.pth":
+        write_class(
+            worker,
+            "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x\n",
+        )
+    (worker.context.version_dir / name).write_bytes(contents)
+    with pytest.raises(InvalidArgument, match=f"'{name}' cannot be read: "):
+        PytorchBackend(worker.context).load(vectors({"x": 1}, {"y": 1}))
+
+
+def test_a_class_without_forward(worker: Rig) -> None:
+    write_class(worker, "import torch\nclass Net(torch.nn.Module): pass\n")
+    with pytest.raises(InvalidArgument, match=r"'Net' in 'model\.py' has no method 'forward'"):
+        PytorchBackend(worker.context).load(vectors({"x": 1}, {"y": 1}))
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("form", ["pickle.pt", "pickle.pt2", "script.pt", "exported.pt2"])
+def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) -> None:
+    """R19: whatever is in an archive, and whether all of it or a part is a pickle."""
+    sprung = tmp_path / "sprung"
+    name = "model" + Path(form).suffix
+    path = worker.context.version_dir / name
+    if form.startswith("pickle"):
+        torch.save({"w": Trap(sprung)}, path)
+    elif form.startswith("script"):
+        save_script(Affine(), worker, torch.zeros(2, 4))
+        spoil(path, "data.pkl", pickle.dumps(Trap(sprung)))
+    else:
+        save_exported(Affine(), worker, torch.zeros(2, 4))
+        trap = io.BytesIO()
+        torch.save(((Trap(sprung),), {}), trap)
+        spoil(path, "model.pt", trap.getvalue())
+    config = vectors({"image": 4}, {"y": 1}, default_model_filename=name)
+    with pytest.raises(InvalidArgument, match=f"'{name}' "):
+        PytorchBackend(worker.context).load(config)
+    assert not sprung.exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def spoil(path: Path, ending: str, contents: bytes) -> None:
+    """Put other contents into each member of an archive whose name ends so."""
+    with zipfile.ZipFile(path) as archive:
+        members = {item.filename: archive.read(item) for item in archive.infolist()}
+    spoiled = [name for name in members if name.endswith(ending)]
+    assert spoiled, list(members)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, contents if name in spoiled else data)
+
+
+class Bomb:
+    """Leaves a file where it was unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_what_an_exported_program_comes_with_cannot_run_code(worker: Rig) -> None:
+    save_exported(Affine(), worker, torch.zeros(2, 3))
+    archive = worker.context.version_dir / "model.pt2"
+    with zipfile.ZipFile(archive) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    (samples,) = (name for name in members if name.endswith("sample_inputs/model.pt"))
+    exploded = worker.context.version_dir / "exploded"
+    bomb = io.BytesIO()
+    torch.save(Bomb(exploded), bomb)
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, content in {**members, samples: bomb.getvalue()}.items():
+            file.writestr(name, content)
+    with pytest.raises(InvalidArgument, match=r"'model\.pt2' holds objects that are no tensors"):
+        PytorchBackend(worker.context).complete_config(model_config([], []))
+    assert not exploded.exists()
+
+
+def test_arguments_that_are_given_by_name_only(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n"
+        "    def forward(self, *, a, b=1):\n        return a + b\n",
+    )
+    config = vectors({"a": 1, "b": 1}, {"y": 1})
+    config["input"][1]["optional"] = True
+    serve(worker, config)
+    one = np.ones((1, 1), F32)
+    for names in ("a", "ab"):
+        (reply,) = worker.batch(inference(*(tensor(name, one) for name in names)))
+        assert reply.array("y").item() == 2
+
+
+def test_the_class_called_model_is_served(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Block(torch.nn.Module):\n    def forward(self, x): return x\n"
+        "class Model(torch.nn.Module):\n    def forward(self, x): return x + 1\n",
+    )
+    serve(worker, vectors({"x": 1}, {"y": 1}, runtime="model.py"))
+    (reply,) = worker.batch(inference(tensor("x", np.array([[2]], F32))))
+    assert reply.array("y").tolist() == [[3]]
+
+
+def test_torch_compile_is_asked_for_by_its_parameters(
+    worker: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def compiled(module: Any, **options: Any) -> Any:
+        calls.append(options)
+        return module
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return x\n",
+    )
+    key = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
+    for text, want in (
+        ('{"backend": "eager"}', [{"backend": "eager"}]),
+        ('{"disable": true}', []),
+    ):
+        calls.clear()
+        serve(worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": text}}))
+        assert calls == want
+    assert "is not a JSON object" in refuses(
+        worker, vectors({"x": 1}, {"y": 1}, parameters={key: {"string_value": "fast"}})
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "inference_mode"),
+    [(None, True), ("TRUE", True), ("on", True), ("false", False), ("0", False)],
+)
+def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        assert not torch.is_grad_enabled()\n"
+        "        return x + torch.is_inference_mode_enabled()\n",
+    )
+    parameters = {} if value is None else {"INFERENCE_MODE": {"string_value": value}}
+    serve(worker, vectors({"x": 1}, {"y": 1}, parameters=parameters))
+    (reply,) = worker.batch(inference(tensor("x", np.zeros((1, 1), F32))))
+    assert reply.array("y").item() == inference_mode
+
+
+@pytest.mark.parametrize("key", ["INFERENCE_MODE", "DISABLE_OPTIMIZED_EXECUTION"])
+def test_a_parameter_that_is_no_boolean(worker: Rig, key: str) -> None:
+    save_script(Three(), worker)
+    config = vectors({"x": 1, "y": 1, "z": 1}, {"a": 1}, parameters={key: {"string_value": "no"}})
+    assert refuses(worker, config) == f"parameter '{key}': failed to convert 'no' to boolean"
+
+
+def test_a_missing_file(worker: Rig) -> None:
+    assert refuses(worker, vectors({"x": 1}, {"y": 1})) == (
+        "unable to find '1/model.pt or model.pt2 or model.py' for model instance 'm_0_0'"
+    )
+
+
+# --- auto-complete
+
+
+def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
+    save_exported(
+        Three(), worker, *torch.zeros(3, 2, 1), dynamic=({0: torch.export.Dim("b", max=6)},) * 3
+    )
+    completed = PytorchBackend(worker.context).complete_config(model_config([], []))
+    assert completed["max_batch_size"] == 4
+    assert completed["dynamic_batching"] == {}
+    assert completed["input"] == [tensor_config(name, "FP32", [1]) for name in "abc"]
+    assert completed["output"] == [tensor_config(f"OUTPUT__{at}", "FP32", [1]) for at in (0, 1)]
+    serve(worker, completed)
+
+
+class Scores(torch.nn.Module):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"mean": tokens.float().mean(1), "doubled": tokens * 2}
+
+
+def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
+    length = torch.export.Dim("length")
+    save_exported(
+        Scores(), worker, torch.zeros(2, 5, dtype=torch.int64), dynamic=({**BATCH, 1: length},)
+    )
+    completed = PytorchBackend(worker.context).complete_config(model_config([], []))
+    assert completed["input"] == [tensor_config("tokens", "INT64", [-1])]
+    assert completed["output"] == [
+        tensor_config("mean", "FP32", [1], reshape={"shape": []}),
+        tensor_config("doubled", "INT64", [-1]),
+    ]
+    serve(worker, completed)
+    tokens = np.arange(6, dtype=np.int64).reshape(2, 3)
+    (reply,) = worker.batch(inference(tensor("tokens", tokens)))
+    assert reply.array("mean").tolist() == [[1], [4]]
+    assert np.array_equal(reply.array("doubled"), tokens * 2)
+
+
+def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
+    save_exported(Affine(), worker, torch.zeros(2, 4))
+    backend = PytorchBackend(worker.context)
+    completed = backend.complete_config(model_config([], []))
+    assert completed["max_batch_size"] == 0
+    assert completed["input"] == [tensor_config("image", "FP32", [2, 4])]
+    assert "dynamic_shapes" in refuses(worker, vectors({"image": 4}, {"y": 1}))
+
+
+def test_what_the_author_wrote_stays(worker: Rig) -> None:
+    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
+    written = model_config([tensor_config("image", "FP32", [-1, 4])], [])
+    completed = PytorchBackend(worker.context).complete_config(written)
+    assert completed["max_batch_size"] == 0
+    assert completed["input"] == written["input"]
+    assert completed["output"] == [tensor_config("OUTPUT__0", "FP32", [-1, 1])]
+
+
+def test_torchscript_says_what_to_write(worker: Rig) -> None:
+    save_script(Three(), worker)
+    with pytest.raises(InvalidArgument) as caught:
+        PytorchBackend(worker.context).complete_config(model_config([], []))
+    for word in ('name: "a"', 'name: "c"', "data_type", "config.pbtxt", "OUTPUT__0"):
+        assert word in caught.value.message
+
+
+# --- errors at load
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "shown"),
+    [
+        (["a", "b"], ["y"], "takes the argument(s) 'c', but its configuration has no input for it"),
+        (["a", "b", "c", "d"], ["y"], "has 4 inputs, but its forward takes 3: 'a', 'b', 'c'"),
+        (["X__0", "Y__0", "Z__1"], ["y"], "inputs 'X__0' and 'Y__0' of model 'm' have the same"),
+        (["X__0", "X__1", "X__3"], ["y"], "input 'X__3' of model 'm' has the index 3, but the"),
+        (["a", "b", "c"], ["x", "y", "z"], "has 3 outputs, but the model returns 2"),
+        (["a", "b", "c"], ["Y__2"], "output 'Y__2' of model 'm' has the index 2"),
+    ],
+)
+def test_names_that_do_not_fit(
+    worker: Rig, inputs: list[str], outputs: list[str], shown: str
+) -> None:
+    save_script(Three(), worker)
+    config = vectors(dict.fromkeys(inputs, 1), dict.fromkeys(outputs, 1))
+    assert shown in refuses(worker, config)
+
+
+@pytest.mark.parametrize(
+    ("dims", "data_type", "most", "shown"),
+    [
+        ([5], "FP32", 4, "has the shape [5], but its program takes [4]"),
+        ([4], "FP64", 4, "has data_type TYPE_FP64, but its program takes TYPE_FP32"),
+        ([4], "FP32", 9, "has max_batch_size 9, but its program was exported for 8 at most"),
+    ],
+)
+def test_a_configuration_that_an_exported_program_contradicts(
+    worker: Rig, dims: list[int], data_type: str, most: int, shown: str
+) -> None:
+    batch = {0: torch.export.Dim("batch", max=8)}
+    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(batch,))
+    config = model_config(
+        [tensor_config("image", data_type, dims)], [tensor_config("y", "FP32", [1])], most
+    )
+    assert shown in refuses(worker, config)
+
+
+def test_strings_are_refused_at_load(worker: Rig) -> None:
+    save_script(Affine(), worker, torch.zeros(2, 4))
+    message = refuses(worker, vectors({"x": 1}, {"y": 1}, data_type="STRING"))
+    assert "TYPE_STRING" in message
+
+
+def test_devices_that_are_not_there(worker: Rig) -> None:
+    for name, word in (("npu:0", "torch_npu"), ("cuda:99", "cuda:99")):
+        with pytest.raises(Unavailable, match=word):
+            open_device(name)
+    with pytest.raises(InvalidArgument):
+        open_device("cuda")
+
+
+# --- errors at run time
+
+
+def test_outputs_that_are_not_what_the_configuration_says(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return {0: x.double(), 1: {'z': x}, 2: x[:1], 3: 'text', 4: x.to(torch.complex64),"
+        "                5: (x, x)[:0]}[int(x[0, 0])]\n",
+    )
+    serve(worker, vectors({"x": 1}, {"y": 1}))
+    for case, shown in enumerate(
+        (
+            "unexpected datatype TYPE_FP64 for inference output 'y', expecting TYPE_FP32",
+            "model 'm' returned the output(s) 'z', but its configuration names 'y'",
+            "unexpected shape for inference output 'y' for model 'm'. Expected [2,1], got [1,1].",
+            "inference output 'y' is a str, not a tensor",
+            "inference output 'y' has the datatype torch.complex64",
+            "model 'm' returned 0 output(s), which leaves none for 'y'",
+        )
+    ):
+        (reply,) = worker.batch(inference(tensor("x", np.full((2, 1), case, F32))))
+        assert reply.code == "INTERNAL"
+        assert shown in reply.message
+
+
+def test_one_request_the_model_cannot_take_fails_alone(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        assert (x >= 0).all(), 'negative'\n        return x\n",
+    )
+    serve(worker, vectors({"x": 1}, {"y": 1}))
+    replies = worker.batch(*(inference(tensor("x", np.full((1, 1), v, F32))) for v in (1, -1, 2)))
+    assert [reply.code for reply in replies] == ["", "INTERNAL", ""]
+    assert replies[2].array("y").item() == 2
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("write", ["x.add_(1)", "x.data.add_(1)", "np.add(a := x.numpy(), 1, a)"])
+def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
+    """Torch has no read-only tensors: a model that works in place gets copies."""
+    write_class(
+        worker,
+        "import numpy as np\nimport torch\nclass Net(torch.nn.Module):\n"
+        f"    def forward(self, x):\n        {write}\n        return x\n",
+    )
+    serve(worker, vectors({"x": 4}, {"y": 4}))
+    region = Region(4096)
+    data = np.zeros((1, 4), F32)
+    for _ in range(3):
+        place = region.write(0, data)
+        (reply,) = worker.batch(inference(tensor("x", data, place)))
+        assert reply.array("y").tolist() == [[1, 1, 1, 1]]
+        assert region.read(0, 16) == bytes(16)
+    region.close()
+
+
+def test_a_model_that_writes_and_then_raises_is_seen_to_write(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        assert x[0, 0] >= 0 or x.add_(1) is None\n        return x\n",
+    )
+    serve(worker, vectors({"x": 1}, {"y": 1}))
+    region = Region(4096)
+    changed = []
+    for value in (0, -9, -9):
+        place = region.write(0, data := np.full((1, 1), value, F32))
+        worker.batch(inference(tensor("x", data, place)))
+        changed.append(region.read(0, 4) != data.tobytes())
+    assert changed == [False, True, False]  # once, and no more
+    region.close()
+
+
+def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
+    write_class(
+        worker,
+        "import torch\nclass Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n        self.at = x.data_ptr()\n        return x\n",
+    )
+    backend = PytorchBackend(worker.context)
+    worker.serve(backend, vectors({"x": 4}, {"y": 4}))
+    region = Region(4096)
+    data = np.ones((1, 4), F32)
+    place, wanted = region.write(64, data), RequestedOutput("y", region.place(256, 16))
+    addresses = []
+    for _ in range(3):
+        (reply,) = worker.batch(inference(tensor("x", data, place), outputs=[wanted]))
+        assert reply.code == "", reply.message
+        program: Any = backend._serving.call
+        addresses.append(program.at)
+    mapped = np.frombuffer(worker.context.mappings.view(place), np.uint8)
+    at = mapped.__array_interface__["data"][0]
+    assert [address == at for address in addresses] == [False, True, True]
+    assert region.read(256, 16) == data.tobytes()
+    region.close()
+
+
+# --- names, pure
+
+
+def test_call_plan_binds_by_position_and_by_keyword() -> None:
+    arguments = [Argument("a"), Argument("b", required=False), Argument("c", required=False)]
+    plan = CallPlan("m", ["c", "a"], arguments)
+    assert plan.bind({"a": 1, "c": 3}) == ([1], {"c": 3})
+    assert plan.bind({"a": 1}) == ([1], {})
+    unnamed = CallPlan("m", ["X__0", "X__1"], None)
+    assert unnamed.bind({"X__1": 2, "X__0": 1}) == ([1, 2], {})
+    with pytest.raises(InvalidArgument, match="by position"):
+        unnamed.bind({"X__1": 2})
+
+
+def test_result_plan_takes_named_tuples_by_field() -> None:
+    from typing import NamedTuple
+
+    class Pair(NamedTuple):
+        low: int
+        high: int
+
+    assert ResultPlan("m", ["high", "low"]).name(Pair(1, 2)) == {"high": 2, "low": 1}
+    assert ResultPlan("m", ["Y__1"]).name(Pair(1, 2)) == {"Y__1": 2}
+    with pytest.raises(Internal, match="'low', 'high', but its configuration names 'middle'"):
+        ResultPlan("m", ["high", "middle"]).name(Pair(1, 2))
+
+
+def test_backends_are_found_by_name_and_by_platform() -> None:
+    assert backends.find({"backend": "pytorch"}) is PytorchBackend
+    assert backends.find({"platform": "pytorch_libtorch"}) is PytorchBackend
+    with pytest.raises(InvalidArgument, match="unable to find backend 'tensorrt'"):
+        backends.find({"backend": "tensorrt", "name": "m"})
+
+
+# --- devices with memory of their own
+
+
+class Elsewhere(Device):
+    """A device that is this host: what is put there, or fetched, is a copy."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.moves: list[str] = []
+
+    @property
+    def remote(self) -> bool:
+        return True
+
+    def put(self, tensor: Tensor) -> Tensor:
+        self.moves.append("put")
+        return tensor.clone()
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        self.moves.append("fetch")
+        return tensor.clone()
+
+    def synchronize(self) -> None:
+        self.moves.append("synchronize")
+
+
+def test_tensors_go_to_a_device_and_back_once_a_batch(
+    worker: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Elsewhere()
+    monkeypatch.setattr("shmserve.workers.backends.pytorch.open_device", lambda name: device)
+    save_script(Three(), worker)
+    serve(worker, vectors(dict.fromkeys("abc", 1), {"Y__0": 1, "Y__1": 1}))
+    rows = [np.full((n, 1), n, F32) for n in (1, 2)]
+    requests = [inference(*(tensor(name, row) for name in "abc")) for row in rows]
+    for reply, row in zip(worker.batch(*requests), rows, strict=True):
+        assert np.array_equal(reply.array("Y__1"), row * row)
+    assert device.moves == ["put"] * 3 + ["fetch"] * 2 + ["synchronize"]
+    device.moves.clear()
+    (only,) = worker.batch(
+        inference(*(tensor(n, rows[0]) for n in "abc"), outputs=[RequestedOutput("Y__0")])
+    )
+    assert only.array("Y__0").tolist() == [[0]]
+    assert device.moves == ["put"] * 3 + ["fetch", "synchronize"], "what nobody wants stays there"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("form", ["script", "exported", "class"])
+def test_on_a_cuda_device(worker: Rig, form: str) -> None:
+    if form == "script":
+        save_script(Affine(), worker, torch.zeros(2, 4))
+    elif form == "exported":
+        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic=(BATCH,))
+    else:
+        write_class(
+            worker,
+            "import torch\nclass Net(torch.nn.Module):\n    def forward(self, image):\n"
+            "        assert image.is_cuda\n        return image.sum(-1, keepdim=True) * 2\n",
+        )
+    context = dataclasses.replace(worker.context, device="cuda:0", kind="GPU")
+    worker.serve(PytorchBackend(context), vectors({"image": 4}, {"y": 1}))
+    region = Region(4096)
+    rows = [np.random.rand(n, 4).astype(F32) for n in (1, 3)]
+    places = [region.write(at, row) for at, row in zip((0, 1024), rows, strict=True)]
+    for count in (1, 2):
+        replies = worker.batch(
+            *(
+                inference(tensor("image", row, place))
+                for row, place in zip(rows[:count], places, strict=False)
+            )
+        )
+        for row, reply in zip(rows, replies, strict=False):
+            np.testing.assert_allclose(reply.array("y"), row.sum(-1, keepdims=True) * 2, rtol=1e-5)
+    region.close()

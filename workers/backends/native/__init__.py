@@ -1,0 +1,148 @@
+"""Backend `native`: a class whose annotated `predict` gets whole batches; needs no configuration.
+
+The file is `default_model_filename` (model.py) in the version folder, the class the parameter
+"class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension) and
+`max_queue_delay_us` (0) as attributes, and the methods `load(self, context)` and `unload(self)`.
+One that is a `torch.nn.Module` is put on the device and into evaluation mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.tensors.datatypes import TO_CONFIG
+from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
+from shmserve.model import Context, TensorType
+from shmserve.workers.backends import (
+    Answer,
+    Backend,
+    ModelContext,
+    Request,
+    has_scheduler,
+    parameters,
+)
+from shmserve.workers.backends.native import signature as predict_signature
+from shmserve.workers.backends.pytorch.runner import Runner
+from shmserve.workers.device import open_device
+from shmserve.workers.user_code import import_file
+
+_DEFAULT_MAX_BATCH_SIZE = 32
+
+
+class NativeBackend(Backend):
+    """One object of the model's class."""
+
+    device_inputs = True
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        self._device = open_device(context.device)
+        self._class: type | None = None
+        self._model: Any = None
+
+    def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Inputs and outputs from the annotations, batching from the class's attributes."""
+        model = self._find(config)
+        completed = dict(config)
+        inputs, outputs = predict_signature.as_config(predict_signature.read(model))
+        completed["input"] = config.get("input") or inputs
+        completed["output"] = config.get("output") or outputs
+        if not config.get("max_batch_size"):
+            # Without inputs nothing says how many rows a batch has.
+            most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] else 0
+            completed["max_batch_size"] = _whole(model, "max_batch_size", most)
+        if completed["max_batch_size"] > 1 and not has_scheduler(config):
+            delay = _whole(model, "max_queue_delay_us", 0)
+            completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
+        return completed
+
+    def load(self, config: dict[str, Any]) -> None:
+        """Make the object; raises InvalidArgument when configuration and annotations disagree."""
+        context = self.context
+        kind = self._find(config)
+        predict = predict_signature.read(kind)
+        signature = Signature(config, context.version)
+        _check(signature, predict)
+        self._take = predict.take
+        as_numpy = frozenset(p.name for p in predict.parameters if p.numpy)
+        self._runner = Runner(context, signature, self._device, as_numpy)
+        self._model = kind()
+        if isinstance(self._model, torch.nn.Module):
+            self._model.to(self._device.torch).eval()
+        if hasattr(self._model, "load"):
+            folder = context.version_dir.resolve()
+            own = parameters(config)
+            self._model.load(
+                Context(context.model_name, context.version, context.device, folder, own)
+            )
+
+    def execute(self, requests: list[Request]) -> list[Answer]:
+        """One call of `predict` for the whole batch."""
+        inputs = self._runner.inputs(requests)
+        with torch.inference_mode():
+            with self._runner.calling(requests):
+                result = self._model.predict(**inputs)
+            return self._runner.answers(requests, self._take(result))
+
+    def unload(self) -> None:
+        """Call the model's own `unload`, if it has one."""
+        if hasattr(self._model, "unload"):
+            self._model.unload()
+
+    def _find(self, config: dict[str, Any]) -> type:
+        if self._class is None:
+            file = config.get("default_model_filename") or "model.py"
+            path = self.context.version_dir / file
+            if not path.exists():
+                raise Unavailable(
+                    f"unable to find '{self.context.version}/{file}' for model instance "
+                    f"'{self.context.instance_name}'"
+                )
+            name = parameters(config).get("class") or "Model"
+            module = import_file(path, f"shmserve_model_{self.context.model_name}")
+            found = getattr(module, name, None)
+            if not isinstance(found, type):
+                raise InvalidArgument(f"'{file}' does not define a class '{name}'")
+            self._class = found
+        return self._class
+
+
+def _whole(model: type, attribute: str, default: int) -> int:
+    value = getattr(model, attribute, default)
+    if type(value) is not int or value < 0:
+        raise InvalidArgument(
+            f"'{model.__name__}.{attribute}' must be an integer >= 0, got {value!r}"
+        )
+    return value
+
+
+def _check(signature: Signature, predict: predict_signature.PredictSignature) -> None:
+    annotated = {p.name: p.type for p in predict.parameters}
+    needed = {p.name for p in predict.parameters if not p.optional}
+    sides: tuple[tuple[str, dict[str, TensorSpec], dict[str, TensorType], set[str]], ...] = (
+        ("input", signature.inputs, annotated, needed),
+        ("output", signature.outputs, predict.outputs, set()),
+    )
+    for what, specs, types, required in sides:
+        for name, spec in specs.items():
+            kind = types.get(name)
+            dims = spec.dims if spec.reshape is None else spec.reshape
+            if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
+                says = (
+                    "no"
+                    if kind is None
+                    else f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
+                )
+                raise InvalidArgument(
+                    f"{what} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
+                    f"{shape_text(dims)} in the configuration, but 'predict' has {says} '{name}'"
+                )
+        lost = sorted(required - set(specs))
+        if lost:
+            raise InvalidArgument(
+                f"'predict' of model '{signature.name}' takes '{lost[0]}', which is no {what} of "
+                "the configuration"
+            )

@@ -1,0 +1,303 @@
+"""Backend `python`: a `TritonPythonModel` in model.py, run as Triton's Python backend runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shmserve.errors import Internal, InvalidArgument, Unavailable, Unsupported
+from shmserve.workers import triton_python_backend_utils as pb_utils
+from shmserve.workers.backends import Answer, Backend, ModelContext, Request, parameters
+from shmserve.workers.backends.python import metrics, server
+from shmserve.workers.backends.python.config import ModelConfig
+from shmserve.workers.backends.python.inputs import Lender
+from shmserve.workers.backends.python.request import ReceivedRequest
+from shmserve.workers.backends.python.response import InferenceResponse, Outbox, to_answer
+from shmserve.workers.user_code import in_words
+
+logger = logging.getLogger(__name__)
+
+# What models import, and what a few import although it is Triton's own affair.
+_MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
+# How the count of an object looks that only a list refers to.
+_LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
+
+
+class PythonBackend(Backend):
+    """One `TritonPythonModel`. Where its `execute` is a coroutine function, one loop runs them."""
+
+    strict_outputs = False
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        for name in _MODULE_NAMES:
+            sys.modules[name] = pb_utils
+        self._server = server.Server(context)
+        server.install(self._server)
+        self._lender = Lender(context.model_name, context.copied)
+        self._runner: asyncio.Runner | None = None
+        self._class: Any = None
+        self._model: Any = None
+
+    def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What the model's `auto_complete_config` makes of it; raises what that raises."""
+        kind = self._find(config)
+        completed = ModelConfig(json.dumps(config))
+        if hasattr(kind, "auto_complete_config"):
+            completed = kind.auto_complete_config(completed)
+        if not isinstance(completed, ModelConfig):
+            raise Internal(
+                f"auto_complete_config function in model '{self.context.model_name}' must return "
+                "a valid pb.ModelConfig object."
+            )
+        # Through JSON, as in Triton: what is none, such as numpy's numbers, is the model's mistake.
+        plain: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
+        return plain
+
+    def load(self, config: dict[str, Any]) -> None:
+        """Make the model and call its `initialize`.
+
+        Raises what that raises, Unsupported for a decoupled model.
+        """
+        context = self.context
+        if pb_utils.using_decoupled_model_transaction_policy(config):
+            raise Unsupported(
+                f"model '{context.model_name}' uses the decoupled transaction policy, which is not "
+                "supported"
+            )
+        metrics.on_change = context.control.wake
+        self.device_inputs = parameters(config).get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
+        kind = self._find(config)
+        if not hasattr(kind, "execute"):
+            raise InvalidArgument(
+                f"Python model {context.version}/{_file_name(config)} does not implement `execute` "
+                "method."
+            )
+        self._model = kind()
+        if hasattr(self._model, "initialize"):
+            self._model.initialize(
+                {
+                    "model_config": json.dumps(config, separators=(",", ":")),
+                    "model_instance_kind": context.kind,
+                    "model_instance_name": context.instance_name,
+                    "model_instance_device_id": str(context.device_id),
+                    "model_repository": str(context.model_dir),
+                    "model_version": context.version,
+                    "model_name": context.model_name,
+                }
+            )
+        self._server.alone = _instances(config) == 1
+        self._server.running = True
+
+    def execute(self, requests: list[Request]) -> list[Answer]:
+        """One call of the model's `execute`. Raises what it raises, Internal for a bad return."""
+        self._server.executing = requests
+        self._lender.prepare()
+        received = [ReceivedRequest(request, self._lender) for request in requests]
+        try:
+            answers = self._execute(received)
+        except Exception as error:
+            answers = self._sent(received)
+            if not answers:
+                if isinstance(error, UserWarning) and "not writable" in in_words(error):
+                    raise ValueError("an input is read-only") from error
+                raise
+            logger.exception("model '%s' failed after it had answered", self.context.model_name)
+        finally:
+            self._server.executing = ()
+        _check_complaints(requests, answers)
+        self._lender.settle(answers)
+        _give_up(requests, received)
+        return answers
+
+    def metrics(self) -> list[list[Any]] | None:
+        """What the model has made with `pb_utils.MetricFamily`."""
+        return metrics.changes()
+
+    def unload(self) -> None:
+        """Call the model's `finalize`; raises what it raises."""
+        self._server.running = False
+        try:
+            if hasattr(self._model, "finalize"):
+                self._model.finalize()
+        finally:
+            self._model = None
+            if self._runner is not None:
+                self._runner.close()
+            self._server.calls.close()
+            server.install(None)
+
+    # --- loading
+
+    def _find(self, config: dict[str, Any]) -> Any:
+        if self._class is None:
+            file = _file_name(config)
+            version_dir = self.context.version_dir
+            if not file.endswith(".py"):
+                raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
+            if not (version_dir / file).is_file():
+                raise Unavailable(f"Python model file not found in '{self.context.version}/{file}'")
+            if "EXECUTION_ENV_PATH" in parameters(config):
+                logger.warning("EXECUTION_ENV_PATH has no effect: models share the server's Python")
+            module = _import_model(self.context.model_dir, version_dir, file)
+            self._class = module.TritonPythonModel
+        return self._class
+
+    # --- execution
+
+    def _execute(self, received: list[ReceivedRequest]) -> list[Answer]:
+        # Its own list: a model may empty what it is given.
+        returned = self._model.execute(list(received))
+        if not isinstance(returned, list):
+            returned = self._listed(returned, received)
+        if len(returned) != len(received):
+            raise self._misbehaved(
+                "Number of InferenceResponse objects do not match the number of InferenceRequest "
+                f"objects. InferenceRequest(s) size is:{len(received)}, and InferenceResponse(s) "
+                f"size is:{len(returned)}"
+            )
+        pairs = list(zip(received, returned, strict=True))
+        self._await_senders(
+            [request.outbox for request, item in pairs if item is None and request.outbox]
+        )
+        self.context.stopwatch.output_start_ns = time.monotonic_ns()
+        return [self._answer(*pair) for pair in pairs]
+
+    def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
+        """What `execute` has returned, if that is not yet a list."""
+        if asyncio.iscoroutine(returned):
+            returned = self._run(returned)
+        if returned is None and all(request.outbox is not None for request in received):
+            return [None] * len(received)
+        if not isinstance(returned, list):
+            raise self._misbehaved(_no_list(returned))
+        return returned
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._runner is None:
+            self._runner = asyncio.Runner()  # one event loop for all
+        return self._runner.run(coroutine)
+
+    def _answer(self, request: ReceivedRequest, response: Any) -> Answer:
+        if request.outbox is not None and request.outbox.answer is not None:
+            return request.outbox.answer
+        if isinstance(response, InferenceResponse):
+            return to_answer(response)
+        if request.release_flags == pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+            what = "only a model with iterative sequence batching may reschedule its requests"
+        else:
+            what = (
+                "Expected an 'InferenceResponse' object in the execute function return list, found "
+                f"type '{type(response)}'."
+            )
+        return Answer(error=self._misbehaved(what))
+
+    def _await_senders(self, outboxes: Sequence[Outbox]) -> None:
+        """Wait for responses that the model sends from its threads, or tasks of its loop."""
+        if self._runner is not None and not all(outbox.done.is_set() for outbox in outboxes):
+            self._run(_arrival(outboxes))
+        for outbox in outboxes:
+            outbox.done.wait()
+
+    @staticmethod
+    def _sent(received: Sequence[ReceivedRequest]) -> list[Answer]:
+        """What the model has sent, if that is an answer to every request."""
+        sent = [r.outbox.answer for r in received if r.outbox is not None]
+        answers = [answer for answer in sent if answer is not None]
+        return answers if len(answers) == len(received) else []
+
+    def _misbehaved(self, what: str) -> Internal:
+        where = self.context.instance_name
+        return Internal(f"Failed to process the request(s) for model '{where}', message: {what}")
+
+
+def _no_list(returned: Any) -> str:
+    return f"Expected a list in the execute return, found type '{type(returned)}'."
+
+
+async def _arrival(outboxes: Sequence[Outbox]) -> None:
+    loop = asyncio.get_running_loop()
+    changed = asyncio.Event()
+
+    def notify() -> None:
+        loop.call_soon_threadsafe(changed.set)
+
+    for outbox in outboxes:
+        outbox.listener = notify
+    while not all(outbox.done.is_set() for outbox in outboxes):
+        await changed.wait()
+        changed.clear()
+
+
+def _check_complaints(requests: Sequence[Request], answers: Sequence[Answer]) -> None:
+    """Raises ValueError when the model reports that it may not write into its inputs.
+
+    The server then runs the requests again with inputs that the model may write into.
+    """
+    for request, answer in zip(requests, answers, strict=True):
+        if answer.error is None:
+            continue
+        text = answer.error.message
+        if ("read-only" in text or "not writable" in text) and any(
+            source.shared for source in request.inputs.values()
+        ):
+            raise ValueError(f"an input is read-only: {text}")
+
+
+def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
+    """The memory of the inputs is used again: what the model keeps of them becomes its own."""
+    for index, request in enumerate(requests):
+        if not any(source.shared for source in request.inputs.values()):
+            continue
+        kept = sys.getrefcount(received[index]) > _LISTED
+        tensors = received[index].tensors
+        for name in tensors:
+            if kept or sys.getrefcount(tensors[name]) > _LISTED:
+                tensors[name].own()
+
+
+def _instances(config: dict[str, Any]) -> int:
+    groups = config.get("instance_group") or [{}]
+    return sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
+
+
+def _file_name(config: dict[str, Any]) -> str:
+    name: str = config.get("default_model_filename") or "model.py"
+    return name
+
+
+def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
+    """Import a model's file as `VERSION.NAME`; raises what it raises.
+
+    The version's folder is a package of its own name, so that `from . import` works, and modules
+    in it and in the model's folder can be imported.
+    """
+    package = version_dir.name
+    for folder in (str(version_dir), str(model_dir)):
+        if folder not in sys.path:
+            sys.path.append(folder)
+    init = version_dir / "__init__.py"
+    if init.is_file():
+        spec = importlib.util.spec_from_file_location(
+            package, init, submodule_search_locations=[str(version_dir)]
+        )
+        assert spec is not None
+    else:
+        spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
+        spec.submodule_search_locations = [str(version_dir)]
+    module = importlib.util.module_from_spec(spec)
+    # Not found by searching sys.path, where another folder may have this number as its name.
+    sys.modules[package] = module
+    if spec.loader is not None:
+        spec.loader.exec_module(module)
+    return importlib.import_module(f"{package}.{Path(file).stem}")

@@ -1,0 +1,279 @@
+"""Requests as models of the Python backend know them: those they get, and those they make."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import operator
+import weakref
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+from shmserve.errors import ShmserveError
+from shmserve.workers.backends.python import server
+from shmserve.workers.backends.python.errors import TritonModelException, text, whole
+from shmserve.workers.backends.python.inputs import Lender
+from shmserve.workers.backends.python.response import (
+    InferenceResponse,
+    InferenceResponseSender,
+    Outbox,
+    ResponseIterator,
+    checked_parameters,
+    from_error,
+    from_reply,
+)
+from shmserve.workers.backends.python.tensor import Tensor
+from shmserve.workers.batch.request import Request
+from shmserve.workers.bls.calls import CallRequest, Reply
+
+
+class MemoryType(IntEnum):
+    """Where outputs of a call may be wanted."""
+
+    TRITONSERVER_MEMORY_GPU = 0
+    TRITONSERVER_MEMORY_CPU = 1
+
+
+class PreferredMemory:
+    """Where the outputs of a call should be; they come in host memory all the same."""
+
+    def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
+        pass
+
+
+class InferenceTrace:
+    """The trace that a request belongs to; requests are not traced."""
+
+    def get_context(self) -> str | None:
+        """The context to pass on, if there is one."""
+        return None
+
+
+class InferenceRequest:
+    """An inference of another model, for `exec` or `async_exec`.
+
+    `inputs` are Tensors, `requested_output_names` may be empty for all outputs; `model_version` -1
+    is the latest, `timeout` is in microseconds, 0 for none. `parameters` reach the other model.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_correlation_id",
+        "_flags",
+        "_inputs",
+        "_model_name",
+        "_model_version",
+        "_outputs",
+        "_parameters",
+        "_release_flags",
+        "_request_id",
+        "_timeout",
+        "_trace",
+    )
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] | None = None,
+        requested_output_names: Sequence[str] | None = None,
+        model_name: str | None = None,
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: InferenceTrace | None = None,
+        parameters: dict[str, bool | int | str] | None = None,
+    ) -> None:
+        if inputs is None or requested_output_names is None or model_name is None:
+            raise TypeError(
+                "an InferenceRequest needs inputs, requested_output_names and model_name"
+            )
+        request_id, model_name = text(request_id, "request_id"), text(model_name, "model_name")
+        if not isinstance(correlation_id, str):
+            try:
+                correlation_id = operator.index(correlation_id)
+            except TypeError:
+                raise TritonModelException("Correlation ID must be integer or string") from None
+            if not 0 <= correlation_id < 2**64:
+                raise TypeError(f"correlation_id must be in the range of uint64: {correlation_id}")
+        of = f"for request with id '{request_id}' and model name '{model_name}'"
+        for tensor in inputs:
+            if tensor is None:
+                raise TritonModelException(f"Input tensor {of} should not be empty.")
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"an input of a request must be a Tensor, not {type(tensor)}")
+        if not all(requested_output_names):
+            raise TritonModelException(f"Requested output name {of} should not be empty.")
+        self._request_id = request_id
+        self._correlation_id = correlation_id
+        self._inputs = list(inputs)
+        self._outputs = dict.fromkeys(
+            text(name, "a requested output name") for name in requested_output_names
+        )
+        self._model_name = model_name
+        self._model_version = whole(model_version, "model_version", -1)
+        self._flags = whole(flags, "flags")
+        self._timeout = whole(timeout, "timeout")
+        self._trace = trace or InferenceTrace()
+        self._parameters: dict[str, Any] = checked_parameters(parameters)
+        self._release_flags = 0
+
+    # --- what it says
+
+    def inputs(self) -> list[Tensor]:
+        """Its input tensors."""
+        return list(self._inputs)
+
+    def request_id(self) -> str:
+        """Its id; may be empty."""
+        return self._request_id
+
+    def correlation_id(self) -> int | str:
+        """The sequence it belongs to; 0 for none."""
+        return self._correlation_id
+
+    def requested_output_names(self) -> set[str]:
+        """The names of the outputs that are wanted."""
+        return set(self._outputs)
+
+    def parameters(self) -> str:
+        """Its custom parameters, as JSON."""
+        return json.dumps(self._parameters)
+
+    def flags(self) -> int:
+        """TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END, combined."""
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        """Set the flags."""
+        self._flags = whole(flags, "flags")
+
+    def timeout(self) -> int:
+        """Its own limit in microseconds; 0 for none."""
+        return self._timeout
+
+    def trace(self) -> InferenceTrace:
+        """Its trace."""
+        return self._trace
+
+    def set_release_flags(self, flags: int) -> None:
+        """Set TRITONSERVER_REQUEST_RELEASE_ALL or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE."""
+        self._release_flags = flags
+
+    # --- calling another model
+
+    def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
+        """Run it and wait. What goes wrong is in the response; `decoupled`: an iterator of one."""
+        try:
+            response = from_reply(server.current().call(self._call_request()))
+        except ShmserveError as error:
+            response = from_error(error)
+        return ResponseIterator(response) if decoupled else response
+
+    def async_exec(
+        self, decoupled: bool = False
+    ) -> asyncio.Future[InferenceResponse | ResponseIterator]:
+        """Run it, from a coroutine: it begins now, the result of the future is that of `exec`.
+
+        Raises RuntimeError where no event loop runs.
+        """
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Reply] | ShmserveError
+        try:
+            reply = server.current().call_soon(self._call_request())
+        except ShmserveError as error:
+            reply = error
+        return loop.create_task(_response(reply, decoupled))
+
+    def _call_request(self) -> CallRequest:
+        version = self._model_version
+        return CallRequest(
+            self._model_name,
+            "" if version <= 0 else str(version),
+            [tensor.as_call_input() for tensor in self.inputs()],
+            tuple(self._outputs),
+            self._request_id,
+            self._parameters,
+            self._correlation_id,
+            self._flags,
+            self._timeout,
+            server.current().deadline_ns(),
+        )
+
+    # --- only for requests that came from a client
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for the response any more."""
+        return False
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        """What can send the response apart from `execute`'s return. Only for a received request."""
+        raise TritonModelException("only a request that a model received has a response sender")
+
+
+async def _response(
+    reply: asyncio.Future[Reply] | ShmserveError, decoupled: bool
+) -> InferenceResponse | ResponseIterator:
+    try:
+        if isinstance(reply, ShmserveError):
+            raise reply
+        response = from_reply(await reply)
+    except ShmserveError as error:
+        response = from_error(error)
+    return ResponseIterator(response) if decoupled else response
+
+
+class ReceivedRequest(InferenceRequest):
+    """A request as `execute` gets it."""
+
+    __slots__ = ("_origin", "_sender", "outbox", "tensors")
+
+    def __init__(self, origin: Request, lender: Lender) -> None:
+        inference = origin.inference
+        self._origin = origin
+        self._request_id = inference.request_id
+        self._correlation_id = inference.correlation_id
+        self._flags = inference.flags
+        self._timeout = inference.timeout_us
+        self._parameters = inference.parameters
+        self._outputs = dict.fromkeys(origin.requested)
+        self._model_name = ""
+        self._model_version = -1
+        self._release_flags = 0
+        self._trace = _NO_TRACE
+        self.tensors = {name: Tensor.of_input(item, lender) for name, item in origin.inputs.items()}
+        self.outbox: Outbox | None = None
+        self._sender: weakref.ref[InferenceResponseSender] | None = None
+
+    @property
+    def release_flags(self) -> int:
+        """What the model wants to happen with it."""
+        return self._release_flags
+
+    def inputs(self) -> list[Tensor]:
+        """Its input tensors."""
+        return list(self.tensors.values())
+
+    def parameters(self) -> str:
+        """Its custom parameters, as JSON."""
+        return json.dumps(self._parameters, separators=(",", ":"))
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for the response any more."""
+        return self._origin.is_cancelled()
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        """What can send the response apart from `execute`'s return."""
+        sender = self._sender() if self._sender is not None else None
+        if sender is None:
+            if self.outbox is None:
+                self.outbox = Outbox()
+            # The outbox learns when the model has let go of its sender, so nobody else may hold it.
+            sender = InferenceResponseSender(self.outbox, self._origin.is_cancelled)
+            self._sender = weakref.ref(sender)
+        return sender
+
+
+_NO_TRACE = InferenceTrace()

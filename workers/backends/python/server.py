@@ -1,0 +1,216 @@
+"""What a running model may ask of the server: other models, their loading, the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from enum import IntEnum
+
+from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
+from shmserve.ipc.messages import FindModel, LoadModel, UnloadModel
+from shmserve.workers.backends import ModelContext
+from shmserve.workers.backends.python.errors import TritonModelException, text
+from shmserve.workers.batch.request import Request
+from shmserve.workers.bls.calls import CallRequest, Calls, Reply
+
+logger = logging.getLogger(__name__)
+
+
+class Server:
+    """The server as one worker's model sees it. `running`: the model may call others; `alone`: it
+    has no other instance."""
+
+    def __init__(self, context: ModelContext) -> None:
+        self.context = context
+        self.calls = Calls(context.control, context.arena.memory.byte_size)
+        self.running = False
+        self.alone = False
+        self.executing: Sequence[Request] = ()
+
+    def deadline_ns(self) -> int:
+        """When the last of the requests being executed is no longer waited for; 0: never."""
+        deadlines = [request.inference.deadline_ns for request in self.executing]
+        return max(deadlines, default=0) if all(deadlines) else 0
+
+    def call(self, request: CallRequest) -> Reply:
+        """Run an inference of another model. Raises the ShmserveError that it ended with."""
+        try:
+            self._check(request)
+            begun = self.calls.begin(request)
+        except ShmserveError as error:
+            raise _not_begun(request.model, error) from None
+        return self.calls.wait(begun)
+
+    def call_soon(self, request: CallRequest) -> asyncio.Future[Reply]:
+        """Begin one, from the running event loop."""
+        try:
+            self._check(request)
+            return self.calls.call_soon(request)
+        except ShmserveError as error:
+            raise _not_begun(request.model, error) from None
+
+    def _check(self, request: CallRequest) -> None:
+        if not self.running:
+            raise Internal("BLS is only supported during the 'execute' function.")
+        if self.alone and self.executing and request.model == self.context.model_name:
+            found = self.context.control.ask(
+                lambda number: FindModel(number, request.model, request.version)
+            )
+            if found["version"] == self.context.version:
+                raise InvalidArgument("it would wait for its only instance, which makes this call")
+
+    def load_model(self, name: str, config: str, files: dict[str, bytes]) -> None:
+        """Load or reload a model. Raises the ShmserveError that the server refused with."""
+        self.context.control.ask(lambda number: LoadModel(number, name, config, files))
+        self.calls.forget(name)
+
+    def unload_model(self, name: str, dependents: bool) -> None:
+        """Unload a model. Raises the ShmserveError that the server refused with."""
+        self.context.control.ask(lambda number: UnloadModel(number, name, dependents))
+        self.calls.forget(name)
+
+    def is_model_ready(self, name: str, version: str) -> bool:
+        """Whether a model (version "": its latest) can run inferences now."""
+        try:
+            found = self.context.control.ask(lambda number: FindModel(number, name, version))
+        except (NotFound, Unavailable):
+            return False
+        return bool(found["ready"])
+
+
+def _not_begun(model: str, error: ShmserveError) -> ShmserveError:
+    """Triton's words for a call that reached no scheduler: the calling model is at fault."""
+    why = error.message
+    if isinstance(error, NotFound):
+        why = f"Failed for execute the inference request. Model '{model}' is not ready."
+    message = f"Model {model} - Error when running inference: {why}"
+    if isinstance(error, NotFound | InvalidArgument):
+        return Internal(message)
+    return type(error)(message)
+
+
+_server: Server | None = None
+
+
+def install(server: Server | None) -> None:
+    """Make `server` what this process's model sees."""
+    global _server
+    _server = server
+
+
+def current() -> Server:
+    """The server of this process's model. Raises TritonModelException outside a worker."""
+    if _server is None:
+        raise TritonModelException("this is only possible in a model that a server runs")
+    return _server
+
+
+def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
+    """Load or reload a model, as POST /v2/repository/models/NAME/load does.
+
+    `config` is a JSON configuration to use instead of the model's own, `files` maps
+    "file:1/model.py" and the like to contents. Raises TritonModelException when it fails.
+    """
+    model_name, config = text(model_name, "model_name"), text(config, "config")
+    if files is not None and not isinstance(files, dict):
+        raise TritonModelException(
+            f"failed to load model '{model_name}', files should be a dictionary of file paths and "
+            "file contents"
+        )
+    given: dict[str, bytes] = {}
+    for key, content in (files or {}).items():
+        if not isinstance(content, bytes):
+            raise TypeError(f"the contents of '{key}' must be bytes, not {type(content)}")
+        path = text(key, "the name of a file")
+        if not path.startswith("file:"):
+            raise TritonModelException(
+                f"Failed to load model: the name of a file must begin with 'file:', got '{path}'"
+            )
+        given[path.removeprefix("file:")] = content
+    try:
+        current().load_model(model_name, config, given)
+    except ShmserveError as error:
+        raise TritonModelException(f"Failed to load model: {error.message}") from None
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Unload all versions of a model. Raises TritonModelException when it fails."""
+    model_name = text(model_name, "model_name")
+    try:
+        current().unload_model(model_name, bool(unload_dependents))
+    except ShmserveError as error:
+        raise TritonModelException(f"Failed to unload model: {error.message}") from None
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    """Whether a model can run inferences now; version "" is the latest.
+
+    Raises TritonModelException for a version that is no number.
+    """
+    model_name, model_version = text(model_name, "model_name"), text(model_version, "model_version")
+    if model_version and not (model_version.isdecimal() and int(model_version)):
+        raise TritonModelException(
+            "Failed to check model readiness: failed to get model version from specified version "
+            f"string '{model_version}', version should be an integral value > 0"
+        )
+    try:
+        return current().is_model_ready(model_name, model_version)
+    except ShmserveError as error:
+        raise TritonModelException(f"Failed to check model readiness: {error.message}") from None
+
+
+def get_model_dir() -> str:
+    """The folder of the model's version, where its files are."""
+    return str(current().context.version_dir)
+
+
+class LogLevel(IntEnum):
+    """How important a line of the log is."""
+
+    INFO = 0
+    WARNING = 1
+    ERROR = 2
+    VERBOSE = 3
+
+
+_LEVELS = {
+    LogLevel.INFO: logging.INFO,
+    LogLevel.WARNING: logging.WARNING,
+    LogLevel.ERROR: logging.ERROR,
+    LogLevel.VERBOSE: logging.DEBUG,
+}
+
+
+class Logger:
+    """Writes to the server's log."""
+
+    INFO = LogLevel.INFO
+    WARNING = LogLevel.WARNING
+    ERROR = LogLevel.ERROR
+    VERBOSE = LogLevel.VERBOSE
+
+    @staticmethod
+    def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
+        """Write a line; raises TypeError for what is no text."""
+        logger.log(_LEVELS[level], "%s", text(message, "a log message"))
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        """Something worth knowing."""
+        Logger.log(message, LogLevel.INFO)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        """Something that may be wrong."""
+        Logger.log(message, LogLevel.WARNING)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        """Something that is wrong."""
+        Logger.log(message, LogLevel.ERROR)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        """Something for who looks closely (--log-verbose)."""
+        Logger.log(message, LogLevel.VERBOSE)

@@ -1,0 +1,161 @@
+"""Backend `pytorch`: TorchScript, exported programs, `nn.Module` classes; Triton's naming rules.
+
+    model.pt    TorchScript
+    model.pt2   torch.export.save: inputs, outputs and batch size need no configuration
+    model.py    a class; weights beside it in model.safetensors, model.pt or model.pth
+
+The first of these in the version folder is taken unless `default_model_filename` names one, or
+`runtime` model.py, as a class with its weights in model.pt needs.
+Parameters: INFERENCE_MODE "false" runs under no_grad, DISABLE_OPTIMIZED_EXECUTION "true" turns
+TorchScript's optimiser off, TORCH_COMPILE_OPTIONAL_PARAMETERS (JSON, "{}" for torch's defaults)
+compiles a class with torch.compile, INTRA_OP_THREAD_COUNT or NUM_THREADS sets the threads of one
+operation. Other parameters of Triton's backend have no effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.workers.backends import Answer, Backend, ModelContext, Request, parameters
+from shmserve.workers.backends.pytorch import export
+from shmserve.workers.backends.pytorch.names import CallPlan, ResultPlan
+from shmserve.workers.backends.pytorch.programs import (
+    Program,
+    load_class,
+    load_exported,
+    load_script,
+)
+from shmserve.workers.backends.pytorch.runner import Runner
+from shmserve.workers.device import open_device
+
+_FILES = ("model.pt", "model.pt2", "model.py")
+# As Triton reads them.
+_BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+
+class PytorchBackend(Backend):
+    """One torch model on one device."""
+
+    device_inputs = True
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        self._device = open_device(context.device)
+        self._loaded: tuple[Program, export.Description | None] | None = None
+
+    def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Inputs, outputs and batch size of an exported program.
+
+        Raises InvalidArgument for the other forms when inputs or outputs lack: they do not say
+        theirs.
+        """
+        program, description = self._program(config)
+        if description is not None:
+            most = int(self.context.backend_config.get("default-max-batch-size", "4"))
+            return export.complete(config, description, most)
+        if not config.get("input") or not config.get("output"):
+            raise InvalidArgument(_what_to_write(config, program))
+        return config
+
+    def load(self, config: dict[str, Any]) -> None:
+        """Load the file and match it with the configuration."""
+        signature = Signature(config, self.context.version)
+        strings = [s.name for s in signature.inputs.values() if s.datatype == "BYTES"]
+        if strings:
+            raise InvalidArgument(
+                f"input '{strings[0]}' of model '{signature.name}' has data_type TYPE_STRING, "
+                "which torch has no tensors for"
+            )
+        _set_options(parameters(config))
+        program, description = self._program(config)
+        self._call_plan = CallPlan(signature.name, list(signature.inputs), program.arguments)
+        self._result_plan = ResultPlan(
+            signature.name, list(signature.outputs), program.result_count
+        )
+        if description is not None:
+            export.check(signature, description, self._call_plan.by_position)
+        self._serving = program
+        inference_mode = _boolean(parameters(config), "INFERENCE_MODE", True)
+        self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
+        self._runner = Runner(self.context, signature, self._device)
+
+    def execute(self, requests: list[Request]) -> list[Answer]:
+        """One call of the model for the whole batch."""
+        inputs = self._runner.inputs(requests)
+        program = self._serving
+        args, kwargs = ([inputs], {}) if program.single_dict else self._call_plan.bind(inputs)
+        with self._grad_free():
+            with self._runner.calling(requests, placed=program.eager):
+                result = program.call(*args, **kwargs)
+            return self._runner.answers(requests, self._result_plan.name(result))
+
+    def _program(self, config: dict[str, Any]) -> tuple[Program, export.Description | None]:
+        if self._loaded is None:
+            path = self._find(config)
+            if path.suffix == ".py":
+                program = load_class(
+                    path, self._device, self.context.model_name, parameters(config)
+                )
+                self._loaded = program, None
+            elif path.suffix == ".pt2":
+                program, exported = load_exported(path, self._device)
+                self._loaded = program, export.describe(exported)
+            else:
+                self._loaded = load_script(path, self._device), None
+        return self._loaded
+
+    def _find(self, config: dict[str, Any]) -> Path:
+        named = config.get("default_model_filename") or config.get("runtime") or ""
+        for name in [named] if named.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES:
+            path = self.context.version_dir / name
+            if path.exists():
+                return path
+        wanted = named or " or ".join(_FILES)
+        raise Unavailable(
+            f"unable to find '{self.context.version}/{wanted}' for model instance "
+            f"'{self.context.instance_name}'"
+        )
+
+
+def _set_options(given: dict[str, str]) -> None:
+    if _boolean(given, "DISABLE_OPTIMIZED_EXECUTION", False):
+        torch._C._set_graph_executor_optimize(False)
+    for key in ("INTRA_OP_THREAD_COUNT", "NUM_THREADS"):
+        value = given.get(key)
+        if value is None:
+            continue
+        if not value.isdecimal() or int(value) < 1:
+            raise InvalidArgument(f"parameter '{key}' must be a positive integer, got '{value}'")
+        torch.set_num_threads(int(value))
+    with contextlib.suppress(RuntimeError):  # may be set only before anything ran in parallel
+        inter = given.get("INTER_OP_THREAD_COUNT") or given.get("NUM_INTEROP_THREADS")
+        if inter and inter.isdecimal():
+            torch.set_num_interop_threads(int(inter))
+
+
+def _what_to_write(config: dict[str, Any], program: Program) -> str:
+    names = [a.name for a in program.arguments] if program.arguments else ["INPUT__0"]
+    inputs = ", ".join(
+        f'{{ name: "{n}" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }}' for n in names
+    )
+    return (
+        f"model '{config.get('name', '')}': the model file does not say the datatypes and shapes "
+        f"of its inputs and outputs. Write them into config.pbtxt, for example: input [ {inputs} ] "
+        'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 1000 ] } ]'
+    )
+
+
+def _boolean(given: dict[str, str], key: str, default: bool) -> bool:
+    text = given.get(key)
+    if text is None:
+        return default
+    value = _BOOLEANS.get(text.lower())
+    if value is None:
+        raise InvalidArgument(f"parameter '{key}': failed to convert '{text}' to boolean")
+    return value

@@ -1,0 +1,239 @@
+"""The three forms a torch model comes in: TorchScript, an exported program, a class in a file.
+
+All become a `Program`: something to call, what its forward takes, how many results it returns where
+that is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.workers.backends.pytorch.names import Argument
+from shmserve.workers.device import Device
+from shmserve.workers.user_code import import_file, in_words
+
+logger = logging.getLogger(__name__)
+
+COMPILE_KEY = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A model to call. `arguments` None: unknown. `single_dict`: it takes all as one dict.
+
+    `eager`: it runs operation by operation, not compiled.
+    """
+
+    call: Callable[..., Any]
+    arguments: Sequence[Argument] | None
+    result_count: int | None
+    single_dict: bool = False
+    eager: bool = True
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What goes wrong in it, in words that name the file; that memory is short is not its fault."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        what = f"cannot be read: {in_words(error)}"
+        if type(error).__name__ == "UnpicklingError":  # which is torch's to import
+            what = "holds objects that are no tensors"
+        raise InvalidArgument(f"'{path.name}' {what}") from error
+
+
+def load_script(path: Path, device: Device) -> Program:
+    """A TorchScript archive; raises InvalidArgument for what `torch.save` wrote."""
+    try:
+        with _reading(path), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
+    except InvalidArgument as error:
+        if "locating file constants.pkl" not in str(error):
+            raise
+        raise InvalidArgument(
+            f"'{path.name}' is not TorchScript but what torch.save writes. Where it holds the "
+            "weights of a class, the configuration's 'runtime' must name the file of the class"
+        ) from None
+    module.eval()
+    schema = module.forward.schema
+    taken = schema.arguments[1:]
+    arguments = [Argument(item.name, not item.has_default_value()) for item in taken]
+    single_dict = len(taken) == 1 and isinstance(taken[0].type, torch._C.DictType)
+    count = None
+    if len(schema.returns) == 1:
+        kind = schema.returns[0].type
+        if isinstance(kind, torch._C.TupleType):
+            count = len(kind.elements())
+        elif isinstance(kind, torch._C.TensorType):
+            count = 1
+    return Program(module, None if single_dict else arguments, count, single_dict)
+
+
+def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
+    """An archive of `torch.export.save`; raises InvalidArgument when it holds pickled objects."""
+    exported = _load_archive(path)
+    if device.remote:
+        from torch.export.passes import move_to_device_pass
+
+        exported = move_to_device_pass(exported, device.torch)
+    signature = exported.graph_signature
+    # What is no tensor was fixed when the program was exported, and must be given again as it was.
+    leaves = list(signature.user_inputs)
+    tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, str)]
+    module = exported.module()
+    unflatten = torch.utils._pytree.tree_unflatten
+    in_spec = exported.call_spec.in_spec
+    assert in_spec is not None
+
+    def call(*values: torch.Tensor) -> Any:
+        filled: list[Any] = leaves.copy()
+        for at, value in zip(tensors, values, strict=True):
+            filled[at] = value
+        args, kwargs = unflatten(filled, in_spec)
+        return module(*args, **kwargs)
+
+    flat = all(leaf.is_leaf() for leaf in in_spec.children()[0].children())
+    plain = flat and len(tensors) == len(leaves) and not in_spec.children()[1].children()
+    arguments = [Argument(str(leaves[at])) for at in tensors]
+    return Program(module if plain else call, arguments, None), exported
+
+
+@contextlib.contextmanager
+def _tensors_only() -> Iterator[None]:
+    """torch.export.load unpickles what is no tensor in an archive, whatever it runs, unless the
+    environment forbids that."""
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ[names[0]] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[names[0]]
+        os.environ.update(before)
+
+
+def _load_archive(path: Path) -> torch.export.ExportedProgram:
+    with _tensors_only(), _reading(path):
+        return torch.export.load(path)
+
+
+def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:
+    """The `torch.nn.Module` that a Python file defines, with the weights beside it, if any.
+
+    Compiled with `torch.compile` when the configuration's parameters say with which options.
+    """
+    kind = _module_class(import_file(path, f"shmserve_model_{name}"), path)
+    module: torch.nn.Module = kind()
+    if kind.forward is torch.nn.Module.forward:
+        raise InvalidArgument(f"class '{kind.__name__}' in '{path.name}' has no method 'forward'")
+    weights = _find_weights(path)
+    if weights is not None:
+        state = _read_weights(weights)
+        try:
+            module.load_state_dict(state)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidArgument(
+                f"'{weights.name}' does not fit the class '{kind.__name__}': {error}"
+            ) from error
+    module.to(device.torch).eval()
+    arguments = _arguments(module.forward)
+    options = _compile_options(parameters)
+    if options is None:
+        return Program(module, arguments, None)
+    try:
+        compiled = torch.compile(module, **options)
+    except Exception as error:
+        raise InvalidArgument(f"parameter '{COMPILE_KEY}': {in_words(error)}") from error
+    return Program(compiled, arguments, None, eager=False)
+
+
+def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
+    found = [
+        value
+        for _, value in sorted(vars(module).items())
+        if isinstance(value, type) and issubclass(value, torch.nn.Module)
+    ]
+    own = [kind for kind in found if kind.__module__ == module.__name__] or found
+    if not own:
+        raise InvalidArgument(f"'{path.name}' does not define a subclass of torch.nn.Module")
+    for kind in own:
+        if kind.__name__ == "Model":
+            return kind
+    if len(own) > 1:
+        logger.warning(
+            "'%s' defines %s: %s is served; call the one to serve 'Model'",
+            path.name,
+            ", ".join(kind.__name__ for kind in own),
+            own[0].__name__,
+        )
+    return own[0]
+
+
+def _find_weights(path: Path) -> Path | None:
+    for suffix in (".safetensors", ".pt", ".pth"):
+        weights = path.with_suffix(suffix)
+        if weights.exists():
+            return weights
+    return None
+
+
+def _read_weights(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        try:
+            load_file = importlib.import_module("safetensors.torch").load_file
+        except ImportError as error:
+            raise Unavailable(
+                f"'{path.name}' cannot be read: the package safetensors is not installed"
+            ) from error
+        read = load_file
+    else:
+        read = partial(torch.load, map_location="cpu", weights_only=True)
+    with _reading(path):
+        state: dict[str, Any] = read(path)
+    return state
+
+
+def _arguments(forward: Callable[..., Any]) -> list[Argument] | None:
+    found = []
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return None
+        found.append(
+            Argument(
+                parameter.name,
+                parameter.default is parameter.empty,
+                by_name=parameter.kind is parameter.KEYWORD_ONLY,
+            )
+        )
+    return found
+
+
+def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
+    text = parameters.get(COMPILE_KEY)
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"parameter '{COMPILE_KEY}' is not a JSON object: {error}") from None
+    if not isinstance(options, dict):
+        raise InvalidArgument(f"parameter '{COMPILE_KEY}' is not a JSON object")
+    return None if options.get("disable") in (True, "True", "true") else options

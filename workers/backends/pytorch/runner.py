@@ -1,0 +1,233 @@
+"""Requests to a callable that takes whole batches, and back: gather, put, fetch, split."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shmserve.errors import Internal
+from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.signature import Signature, shape_text
+from shmserve.workers.backends import Answer, ModelContext, Output, Request
+from shmserve.workers.backends.pytorch.in_place import InPlace
+from shmserve.workers.batch.unpack import Gatherer, gather_strings
+from shmserve.workers.device import Device
+from shmserve.workers.memory.device import to_host
+from shmserve.workers.torch_types import PROTOCOL, as_torch
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Moves the tensors of one instance. `as_numpy`: the inputs that are wanted as numpy arrays.
+
+    torch knows no read-only tensors, and an input that is a view may be a client's own memory. So
+    the first batch is a copy, and views are handed out only to a model that left it as it was,
+    byte by byte; a model that later writes into one by operations of torch is noticed, and gets
+    copies from then on.
+    """
+
+    def __init__(
+        self,
+        context: ModelContext,
+        signature: Signature,
+        device: Device,
+        as_numpy: frozenset[str] = frozenset(),
+    ) -> None:
+        self._context = context
+        self._signature = signature
+        self._device = device
+        self._as_numpy = as_numpy
+        self._batched = signature.max_batch_size > 0
+        self._copied = context.copied
+        self._gatherer = Gatherer(signature, context.mappings, device.host_buffer, context.copied)
+        self._views = False
+        self._learning = True
+        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._first: list[tuple[memoryview, bytes]] = []  # what is learnt from, and as it was
+        self._in_place = InPlace(signature.name, context.mappings, device.torch)
+
+    @contextlib.contextmanager
+    def calling(self, requests: Sequence[Request], placed: bool = True) -> Iterator[None]:
+        """A context for the model's call, in which (if `placed`) outputs may be computed in
+        clients' memory; sees in the end whether the model wrote into its inputs."""
+        try:
+            if placed:
+                with self._in_place.around(requests):
+                    yield
+            else:
+                yield
+        finally:
+            self._watch()
+
+    def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Each input that the requests have (all have the same), whole batch, on the device.
+
+        Call it outside `inference_mode`: tensors made in that do not tell when they are written.
+        """
+        self._forget()
+        made: dict[str, Any] = {}
+        for name, first in requests[0].inputs.items():
+            if first.datatype == "BYTES":
+                made[name] = gather_strings(name, requests)
+            elif name in self._as_numpy:
+                made[name] = self._numpy(name, first.datatype, requests)
+            else:
+                made[name] = self._tensor(name, first.datatype, requests)
+        self._context.stopwatch.input_end_ns = time.monotonic_ns()
+        return made
+
+    def _numpy(self, name: str, datatype: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
+        raw, shape, view = self._gatherer.gather(name, requests)
+        if not isinstance(raw, memoryview):
+            self._copied.inputs += len(raw)
+            raw, view = to_host(raw), False
+        array: np.ndarray[Any, Any] = np.ndarray(shape, NUMPY.get(datatype, NUMPY["UINT16"]), raw)
+        if not array.flags.aligned:
+            return array.copy()
+        # The loop gives copies to a model that fails because it writes into its inputs.
+        array.flags.writeable = not view
+        return array
+
+    def _tensor(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
+        # What is in host memory and goes to a device is copied there anyway.
+        aliased = not self._device.remote or requests[0].inputs[name].on_device
+        raw, shape, view = self._gatherer.gather(name, requests, aliased and not self._views)
+        tensor = as_torch(datatype, shape, raw)
+        if isinstance(raw, memoryview):
+            if self._learning and aliased:
+                self._first.append((raw, bytes(raw)))
+            if self._device.remote:
+                self._copied.inputs += tensor.nbytes
+                return self._device.put(tensor)
+        elif tensor.device != self._device.torch:
+            # In the memory of another device: copied to ours, or to the host's.
+            self._copied.inputs += tensor.nbytes
+            return tensor.to(self._device.torch)
+        if view or self._learning:
+            self._watched.append((tensor, tensor._version))
+        return tensor
+
+    def _watch(self) -> None:
+        wrote = any(tensor._version != version for tensor, version in self._watched)
+        # What writes past torch, as through `x.numpy()`, counts nothing up.
+        wrote = wrote or any(raw.tobytes() != before for raw, before in self._first)
+        if self._watched:
+            if wrote and (self._views or self._learning):
+                logger.warning(
+                    "model '%s' writes into its inputs, so each is copied for it",
+                    self._signature.name,
+                )
+            self._views = not wrote
+            self._learning = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._watched.clear()
+        self._first.clear()
+
+    def answers(self, requests: Sequence[Request], outputs: Mapping[str, Any]) -> list[Answer]:
+        """One answer a request, with its rows of each output that it wants.
+
+        Raises Internal when an output is no array or has not as many rows as the batch.
+        """
+        self._in_place.finish(requests, outputs)
+        wanted = {name for request in requests for name in request.requested}
+        made: list[_Made] = []
+        for name, value in outputs.items():
+            if name in wanted:
+                made.append(self._fetch(name, value, requests))
+        if self._device.remote:
+            self._device.synchronize()
+        self._context.stopwatch.output_start_ns = time.monotonic_ns()
+        if len(requests) == 1:
+            return [Answer([item.whole(requests[0]) for item in made])]
+        return self._split(requests, made)
+
+    def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> _Made:
+        if self._device.remote and isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
+            datatype = PROTOCOL[value.dtype]
+            readers = [request for request in requests if name in request.requested]
+            host: torch.Tensor | None = None
+            if not all(_to_device(request, name) for request in readers):
+                self._copied.outputs += value.nbytes
+                host = self._device.fetch(value)
+            return _Made(name, datatype, host, value)
+        name, datatype, data = self._fetch_host(name, value)
+        return _Made(name, datatype, data, None)
+
+    def _fetch_host(self, name: str, value: Any) -> Output:
+        if isinstance(value, torch.Tensor):
+            datatype = PROTOCOL.get(value.dtype)
+            if datatype is None:
+                raise Internal(
+                    f"inference output '{name}' has the datatype {value.dtype}, which no client "
+                    "can receive"
+                )
+            return Output(name, datatype, self._device.fetch(value))
+        datatype = self._signature.outputs[name].datatype
+        if datatype == "BYTES":
+            return Output(name, datatype, np.asarray(value, dtype=np.object_))
+        if isinstance(value, np.ndarray):
+            return Output(name, _datatype(value, datatype), value)
+        raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
+
+    def _split(self, requests: Sequence[Request], outputs: Sequence[_Made]) -> list[Answer]:
+        total = sum(request.batch_size for request in requests)
+        for output in outputs:
+            shape = tuple((output.host if output.device is None else output.device).shape)
+            if not shape or shape[0] != total:
+                raise Internal(
+                    f"unexpected shape for inference output '{output.name}' for model "
+                    f"'{self._signature.name}'. Expected {total} rows, got {shape_text(shape)}."
+                )
+        answers = []
+        at = 0
+        for request in requests:
+            end = at + request.batch_size
+            answers.append(Answer([output.rows(request, at, end) for output in outputs]))
+            at = end
+        return answers
+
+
+class _Made(NamedTuple):
+    """An output of a whole batch: in host memory (if someone wants it there), on the device."""
+
+    name: str
+    datatype: str
+    host: Any
+    device: torch.Tensor | None
+
+    def whole(self, request: Request) -> Output:
+        """As the only request of the batch gets it."""
+        return Output(self.name, self.datatype, self._for(request))
+
+    def rows(self, request: Request, at: int, end: int) -> Output:
+        """As a request gets it whose rows are [at, end)."""
+        return Output(self.name, self.datatype, self._for(request)[at:end])
+
+    def _for(self, request: Request) -> Any:
+        if self.device is not None and (self.host is None or _to_device(request, self.name)):
+            return self.device
+        return self.host
+
+
+def _to_device(request: Request, name: str) -> bool:
+    wanted = request.requested.get(name)
+    return wanted is not None and wanted.place is not None and wanted.place.memory.cuda is not None
+
+
+def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:
+    kind = array.dtype.newbyteorder("=")
+    if kind == NUMPY.get(expected, NUMPY["UINT16"]):
+        return expected
+    for datatype, own in NUMPY.items():
+        if own == kind:
+            return datatype
+    raise Internal(f"an inference output has the datatype {kind}, which no client can receive")

@@ -1,0 +1,1 @@
+"""A batch: requests unpacked, inputs gathered, outputs scattered."""

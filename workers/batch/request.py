@@ -1,0 +1,165 @@
+"""What a backend is given and gives back: requests with their inputs as views, answers with arrays.
+
+Request   key, client_pid, inference, batch_size
+  └─ inputs: {name: Input}     name, datatype, shape and bytes; an array when asked for
+Answer    outputs: [Output(name, datatype, data)] and parameters, or an error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, decode_bytes
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput
+
+if TYPE_CHECKING:
+    import torch
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(slots=True, eq=False)
+class Copied:
+    """Bytes of tensors that a worker has copied: on their way to the model, and from it."""
+
+    inputs: int = 0
+    outputs: int = 0
+
+    def take(self) -> tuple[int, int]:
+        """What was copied since the last call."""
+        taken = self.inputs, self.outputs
+        self.inputs = self.outputs = 0
+        return taken
+
+
+class Input:
+    """One input of one request. `shape`: as the model sees it, batch dimension and `reshape` done.
+
+    `raw` holds the bytes, writable: a copy of those in the message, or (then `place` says where) a
+    view of an arena or of a client's region. What lies there may be used again, by the client or
+    for a second try, so arrays over it are read-only (`shared`) until the loop has found that the
+    model writes into its inputs and calls `detach`.
+    """
+
+    __slots__ = ("_array", "datatype", "model", "name", "place", "raw", "shape", "shared")
+
+    def __init__(
+        self,
+        name: str,
+        datatype: str,
+        shape: tuple[int, ...],
+        raw: Any,
+        place: Place | None = None,
+        model: str = "",
+    ) -> None:
+        self.name = name
+        self.datatype = datatype
+        self.shape = shape
+        self.raw = raw
+        self.place = place
+        self.shared = place is not None and datatype != "BYTES"
+        self.model = model
+        self._array: Array | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the bytes are in device memory."""
+        return not isinstance(self.raw, memoryview)
+
+    def detach(self) -> int:
+        """Make the bytes this process's own, which the model may write into; how many it copied."""
+        if not self.shared:
+            return 0
+        self.raw = self.raw.clone() if self.on_device else memoryview(bytearray(self.raw))
+        self.place = None
+        self.shared = False
+        self._array = None
+        return len(self.raw)
+
+    def numpy(self) -> Array:
+        """The tensor as a numpy array: a view where that is possible, the same on every call.
+
+        BYTES become an object array of `bytes`; BF16, which numpy lacks, comes as its uint16 bit
+        patterns. Raises InvalidArgument for BYTES whose lengths do not add up.
+        """
+        if self._array is None:
+            self._array = self._decode()
+        return self._array
+
+    def _decode(self) -> Array:
+        if not ITEM_SIZE[self.datatype]:
+            return decode_bytes(self.raw, self.shape, self.name, self.model)
+        kind = NUMPY.get(self.datatype, NUMPY["UINT16"])
+        array: Array = np.ndarray(self.shape, kind, self.raw)
+        if self.place is None:
+            return array
+        # A client may choose any offset; unaligned arrays are slow, and undefined for compiled
+        # code.
+        if not array.flags.aligned:
+            return array.copy()
+        array.flags.writeable = False
+        return array
+
+    def torch(self) -> torch.Tensor:
+        """The tensor as a torch tensor where its bytes are, a view if possible. Not for BYTES.
+
+        Writable whatever it lies in, because torch knows no read-only tensors: callers must not
+        write into it.
+        """
+        from shmserve.workers.torch_types import as_torch
+
+        return as_torch(self.datatype, self.shape, self.raw)
+
+
+class Output(NamedTuple):
+    """One output of one request: a numpy array or a torch tensor, batch dimension included.
+
+    `datatype` is the protocol's name. BYTES: an object array of bytes or str, or numpy's S and U
+    types. BF16: a torch tensor, or uint16 bit patterns.
+    """
+
+    name: str
+    datatype: str
+    data: Any
+
+
+@dataclass(slots=True)
+class Answer:
+    """The answer to one request: outputs and parameters, or an error that is for the client."""
+
+    outputs: list[Output] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    error: ShmserveError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request of a batch. `batch_size`: rows in each input; 0 when the model does not batch.
+
+    `requested` maps the name of each output that is wanted to where it goes; every output of the
+    model when the client named none. `probe` asks whether the client has cancelled meanwhile.
+    `bodies` keeps packed answers by the form of their outputs, where these all have their places:
+    requests that are packed alike share it. `overlaid`: an output goes where an input is.
+    `byte_size`: of all inputs together.
+    """
+
+    key: int
+    client_pid: int
+    inference: Inference
+    batch_size: int
+    inputs: dict[str, Input]
+    requested: dict[str, RequestedOutput]
+    probe: Callable[[int], bool] = lambda key: False
+    bodies: dict[Any, bytes] = field(default_factory=dict)
+    overlaid: bool = False
+    byte_size: int = 0
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for this request any more (looks at what has arrived until now)."""
+        return self.probe(self.key)

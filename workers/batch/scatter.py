@@ -1,0 +1,312 @@
+"""A request's answer -> the bytes that travel: outputs written once, where they are wanted.
+
+the client's region    when the request names one for that output
+inside the message     when all the others together are small
+the worker's arena     else; the reader releases it
+
+What goes to a client's device memory is copied there from wherever the model left it. A tensor that
+is already where it should go is left there: a runner may have had the model compute it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from shmserve.errors import Internal
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, TO_CONFIG, encode_bytes
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred, InferredTemplate, pack_inferred
+from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
+from shmserve.workers.batch.request import Answer, Array, Copied, Output, Request
+from shmserve.workers.batch.unpack import reshape
+from shmserve.workers.memory.copying import Copier
+from shmserve.workers.memory.outputs import OutputMemory
+
+if TYPE_CHECKING:
+    from shmserve.workers.memory.device import DeviceMemory
+
+# An array that is smaller than this is copied sooner than it is found where it should go.
+_WORTH_A_LOOK = 16 * 1024
+_MOST_BODIES = 16
+_MOST_TEMPLATES = 256
+
+
+class _Ready(NamedTuple):
+    """An output to be written: `data` is the wire form (BYTES), or an array of it (a tensor, if it
+    goes to a device)."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Any
+    byte_size: int
+
+
+class Scatterer:
+    """Writes answers of one model. `strict`: outputs must agree with the model's configuration;
+    `threads`: how many may copy a large one."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        mappings: Mappings,
+        memory: OutputMemory,
+        strict: bool,
+        device_memory: DeviceMemory | None = None,
+        copied: Copied | None = None,
+        threads: int = 1,
+    ) -> None:
+        self._signature = signature
+        self._batched = signature.max_batch_size > 0
+        self._mappings = mappings
+        self._memory = memory
+        self._strict = strict
+        self._device_memory = device_memory
+        self._copied = copied or Copied()
+        self._copier = Copier(threads)
+        self._templates: dict[Any, InferredTemplate | None] = {}  # None: a form seen once
+
+    def write(self, request: Request, answer: Answer) -> bytes:
+        """The packed `Inferred` of a successful answer, after its outputs have been written.
+
+        Outputs that nobody asked for, or that the configuration does not have, are left out. Raises
+        a ShmserveError when an output does not fit the model or its place, or memory is full; then
+        no block of the arena stays allocated.
+        """
+        ready = [
+            self._prepare(output, self._signature.outputs[output.name], request)
+            for output in answer.outputs
+            if output.name in request.requested and output.name in self._signature.outputs
+        ]
+        if request.overlaid and len(ready) > 1:
+            ready = [_detached(item, request) for item in ready]
+        requested = request.requested
+        loose = sum([item.byte_size for item in ready if requested[item.name].place is None])
+        inline = loose <= INLINE_LIMIT
+        taken: list[int] = []
+        try:
+            data = [
+                self._put(item, requested[item.name].place, inline, request.client_pid, taken)
+                for item in ready
+            ]
+        except BaseException:
+            self._memory.release(request.client_pid, taken)
+            raise
+        return self._packed(ready, data, request, answer)
+
+    def _packed(
+        self, ready: list[_Ready], data: list[bytes | Place], request: Request, answer: Answer
+    ) -> bytes:
+        """The answer, packed; put together from what it was before where it is of the same form."""
+        form = tuple([(*item[:3], item.byte_size) for item in ready])
+        if not answer.parameters:
+            inline = [where for where in data if isinstance(where, bytes)]
+            if len(inline) == len(data):
+                return self._filled(form, inline, ready)
+            known = request.bodies.get(form)
+            if known is not None:
+                return known
+        packed = pack_inferred(Inferred(_refs(ready, data), answer.parameters))
+        wanted = request.requested
+        if (
+            not answer.parameters
+            and len(request.bodies) < _MOST_BODIES
+            and all(wanted[item.name].place is not None for item in ready)
+        ):
+            # All is where the request says: shapes and sizes are all that can be new next time.
+            request.bodies[form] = packed
+        return packed
+
+    def _filled(self, form: Any, inline: list[bytes], ready: list[_Ready]) -> bytes:
+        template = self._templates.get(form)
+        if template is not None:
+            return template.fill(inline)
+        answer = Inferred(_refs(ready, inline))
+        if form in self._templates:  # the second time: it was worth remembering
+            self._templates[form] = InferredTemplate(answer)
+        else:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            self._templates[form] = None
+        return pack_inferred(answer)
+
+    def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> _Ready:
+        place = request.requested[output.name].place
+        if place is not None and place.memory.cuda is not None and output.datatype != "BYTES":
+            array = _any_tensor(output)
+        else:
+            array = _host_array(output)
+        shape = tuple(array.shape)
+        if self._strict:
+            self._check(output, spec, shape, request)
+        if spec.reshape is not None:
+            shape = self._client_shape(shape, spec)
+        if output.datatype == "BYTES":
+            data = encode_bytes(array)
+            return _Ready(output.name, "BYTES", shape, data, len(data))
+        return _Ready(output.name, output.datatype, shape, array, array.nbytes)
+
+    def _check(
+        self, output: Output, spec: TensorSpec, shape: tuple[int, ...], request: Request
+    ) -> None:
+        if output.datatype != spec.datatype:
+            raise Internal(
+                f"unexpected datatype {TO_CONFIG[output.datatype]} for inference output "
+                f"'{output.name}', expecting {TO_CONFIG[spec.datatype]}"
+            )
+        dims = spec.dims if spec.reshape is None else spec.reshape
+        expected = (request.batch_size, *dims) if self._batched else dims
+        if not agree(expected, shape):
+            raise Internal(
+                f"unexpected shape for inference output '{output.name}' for model "
+                f"'{self._signature.name}'. Expected {shape_text(expected)}, got "
+                f"{shape_text(shape)}."
+            )
+
+    def _client_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
+        # Only a shape that is the one before the reshape is reshaped; what else a model returned
+        # passes as it is.
+        dims = spec.reshape or ()
+        head, rest = (shape[:1], shape[1:]) if self._batched else ((), shape)
+        return (*head, *reshape(rest, dims, spec.dims)) if agree(dims, rest) else shape
+
+    def _put(
+        self,
+        item: _Ready,
+        place: Place | None,
+        inline: bool,
+        client_pid: int,
+        taken: list[int],
+    ) -> bytes | Place:
+        """Write an output; where it is then."""
+        data: bytes | Place
+        if place is not None:
+            if item.byte_size > place.byte_size:
+                raise Internal(
+                    f"shared memory size specified with the request for output '{item.name}' "
+                    f"({place.byte_size} bytes) should be at least {item.byte_size} bytes to hold "
+                    "the results"
+                )
+            data = place
+            if item.byte_size != place.byte_size:
+                data = Place(place.memory, place.offset, item.byte_size)
+            if place.memory.cuda is not None:
+                self._put_on_device(item, data, place.memory.cuda.device)
+            elif place.memory.copied:
+                raw = item.data
+                self._mappings.write(data, raw if isinstance(raw, bytes) else raw.tobytes())
+                self._copied.outputs += item.byte_size
+            else:
+                self._copied.outputs += self._write(item, self._mappings.view(data))
+        elif inline:
+            data = item.data if isinstance(item.data, bytes) else item.data.tobytes()
+            self._copied.outputs += item.byte_size
+        else:
+            data, view = self._memory.allocate(client_pid, item.byte_size)
+            taken.append(data.offset)
+            self._copied.outputs += self._write(item, view)
+        return data
+
+    def _put_on_device(self, item: _Ready, place: Place, device: int) -> None:
+        destination = self._mappings.view(place)
+        if not item.byte_size:
+            return
+        assert self._device_memory is not None
+        data = item.data
+        if isinstance(data, bytes):
+            from shmserve.workers.memory.device import as_bytes
+
+            data = as_bytes(bytearray(data))
+        self._copied.outputs += self._device_memory.write(destination, data, device)
+
+    def _write(self, item: _Ready, destination: memoryview) -> int:
+        """Put the bytes where they go; how many were copied."""
+        size = item.byte_size
+        if not size:
+            return 0
+        if isinstance(item.data, bytes):
+            destination[:] = item.data
+            return size
+        # One copy, strided or not; an output may be a view of the very bytes it goes to.
+        target: Array = np.ndarray(item.data.shape, item.data.dtype, destination)
+        if size >= _WORTH_A_LOOK:
+            if not np.may_share_memory(target, item.data):
+                self._copier.copy(target, item.data)
+                return size
+            if _same(target, item.data):
+                return 0  # the model computed it there
+        np.copyto(target, item.data)
+        return size
+
+    def settle(self) -> None:
+        """Wait until what was written to devices is there; before an answer says that it is.
+
+        Raises DeviceLost when that fails.
+        """
+        if self._device_memory is not None:
+            self._device_memory.settle()
+
+
+def _refs(ready: list[_Ready], data: Sequence[bytes | Place]) -> tuple[TensorRef, ...]:
+    return tuple([TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)])
+
+
+def _detached(item: _Ready, request: Request) -> _Ready:
+    """An output that shows an input, as a copy: another one may be written over that before."""
+    data = item.data
+    if isinstance(data, bytes):
+        return item
+    if not isinstance(data, np.ndarray):
+        return item._replace(data=data.clone())
+    views = [source.raw for source in request.inputs.values() if source.shared]
+    if any(np.may_share_memory(data, raw) for raw in views if isinstance(raw, memoryview)):
+        return item._replace(data=data.copy())
+    return item
+
+
+def _same(one: Array, other: Array) -> bool:
+    """Whether two arrays of one shape and type are the very same bytes."""
+    return other.flags.c_contiguous and bool(
+        one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
+    )
+
+
+def _any_tensor(output: Output) -> Any:
+    """An output as a tensor, wherever it is."""
+    from shmserve.workers.torch_types import PROTOCOL, as_torch
+
+    if isinstance(output.data, np.ndarray):
+        array = np.ascontiguousarray(_host_array(output))
+        return as_torch(output.datatype, array.shape, bytearray(array))
+    kind = PROTOCOL.get(output.data.dtype)
+    if kind != output.datatype:
+        raise Internal(
+            f"inference output '{output.name}' was given as {output.data.dtype}, which is not "
+            f"{output.datatype}"
+        )
+    return output.data
+
+
+def _host_array(output: Output) -> Array:
+    name, datatype, data = output
+    if datatype not in ITEM_SIZE:
+        raise Internal(f"inference output '{name}' has an unknown datatype")
+    if not isinstance(data, np.ndarray):
+        from shmserve.workers.torch_types import host_array
+
+        data = host_array(data)
+    if datatype == "BYTES":
+        return data
+    kind = NUMPY.get(datatype, NUMPY["UINT16"])
+    if data.dtype == kind:
+        return data
+    if data.dtype.newbyteorder("=") != kind:
+        raise Internal(
+            f"inference output '{name}' was given as {data.dtype}, which is not {datatype}"
+        )
+    swapped: Array = data.astype(kind)
+    return swapped

@@ -1,0 +1,1 @@
+"""Business logic scripting: a model that calls other models is a client of their schedulers."""

@@ -1,0 +1,70 @@
+"""Where the models are that this worker's model calls: asked of the supervisor once, then known."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from shmserve.ipc.messages import FindModel
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.workers.control import Control
+
+Key = tuple[str, str]  # a model's name, and its version or "" for the latest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A model version that serves: its scheduler's endpoint, and what it takes."""
+
+    endpoint: str
+    signature: Signature
+
+
+class Directory:
+    """The known targets. For any thread."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._lock = threading.Lock()
+        self._known: dict[Key, Target] = {}
+        self._losses = 0
+
+    def find(self, key: Key) -> Target:
+        """Who serves it; waits for the supervisor where that is not known.
+
+        Raises NotFound or Unavailable when nobody does.
+        """
+        while (target := self._known.get(key)) is None:
+            losses = self._losses
+            found = self._control.ask(lambda number: FindModel(number, *key))
+            with self._lock:
+                # Otherwise the answer may be older than the news of a loss.
+                if losses == self._losses:
+                    self._known[key] = Target(
+                        found["endpoint"], Signature(found["config"], found["version"])
+                    )
+        return target
+
+    def knows(self, key: Key, target: Target) -> bool:
+        """Whether `target` is what `find` says."""
+        return self._known.get(key) is target
+
+    def forget(self, model: str) -> None:
+        """Ask anew for every version of a model."""
+        with self._lock:
+            for key in [key for key in self._known if key[0] == model]:
+                del self._known[key]
+
+    def doubt(self, key: Key, endpoint: str) -> None:
+        """Ask anew if it is still `endpoint` that is known."""
+        with self._lock:
+            target = self._known.get(key)
+            if target is not None and target.endpoint == endpoint:
+                del self._known[key]
+
+    def lose(self, endpoint: str) -> None:
+        """Nobody is at `endpoint` any more."""
+        with self._lock:
+            self._losses += 1
+            for key in [key for key, at in self._known.items() if at.endpoint == endpoint]:
+                del self._known[key]

@@ -1,0 +1,1 @@
+"""A worker's memory: outputs in its arena, device memory, copies."""

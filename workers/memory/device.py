@@ -1,0 +1,312 @@
+"""Clients' memory on a device: opened once a handle, seen as tensors, closed when nobody has one.
+
+    region (memory id) ─┐
+    region (memory id) ─┴─> Allocation (handle, device) <── views that a model still holds
+
+One mapping a handle: several regions in one allocation share it, as CUDA wants it. The allocation
+is closed when its last region is dropped and the last tensor over it is gone; then it waits for the
+device's thread, which is the worker's loop. `settle` waits until what was written is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.memory.cuda_ipc import Cuda, CudaError, Driver, address_of
+from shmserve.ipc.messages import CheckMemory, MemoryChecked
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
+from shmserve.workers.device import DeviceLost, lost
+from shmserve.workers.user_code import in_words
+
+logger = logging.getLogger(__name__)
+
+# Host bytes, or a one-dimensional tensor of uint8 on a device.
+Bytes = Any
+
+
+class Allocation:
+    """An open handle. `room` is how many bytes there are from `pointer` to the allocation's end."""
+
+    __slots__ = ("__weakref__", "device", "pointer", "room")
+
+    def __init__(self, pointer: int, room: int, device: int) -> None:
+        self.pointer = pointer
+        self.room = room
+        self.device = device
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.room,),
+            "typestr": "|u1",
+            "data": (self.pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def cuda_tensor(allocation: Allocation) -> torch.Tensor:
+    """All of an allocation as bytes; the tensor, and every view of it, keeps the allocation."""
+    return torch.as_tensor(allocation, device=f"cuda:{allocation.device}")
+
+
+class _Mapping:
+    """The part of an allocation that one region may use; `view` is None once it is closed."""
+
+    pid = 0  # no process of ours: a death ends it by way of its region
+
+    def __init__(self, view: torch.Tensor, collect: Callable[[], None]) -> None:
+        self.view: Any = view
+        self._collect = collect
+
+    def close(self) -> None:
+        self.view = None
+        self._collect()
+
+
+class DeviceMemory:
+    """What this process has open on devices. `cuda` and `as_tensor` are replaced in tests."""
+
+    def __init__(
+        self,
+        cuda: Callable[[], Cuda] = Driver,
+        as_tensor: Callable[[Allocation], torch.Tensor] = cuda_tensor,
+    ) -> None:
+        self._make = cuda
+        self._cuda: Cuda | None = None
+        self._as_tensor = as_tensor
+        self._open: weakref.WeakValueDictionary[tuple[bytes, int], Allocation] = (
+            weakref.WeakValueDictionary()
+        )
+        self._unused: deque[tuple[int, int]] = deque()  # (pointer, device), to be closed
+        self._written: set[int] = set()
+        self._used: set[int] = set()  # devices that worked
+        self._thread = threading.get_ident()
+
+    def open(self, memory: Memory) -> _Mapping:
+        """Map the memory of a region, for `Mappings`.
+
+        Raises InvalidArgument when the handle opens nothing, or less than the region says, or on
+        another device than it says; Unavailable where there is no CUDA, or torch was built without,
+        or the device has no room for this process; DeviceLost when it can be used no more.
+        """
+        handle = memory.cuda
+        assert handle is not None and threading.get_ident() == self._thread
+        self.collect()  # a handle is open once at a time
+        if self._cuda is None:
+            self._cuda = self._make()
+        allocation = self._allocation(self._cuda, handle)
+        if memory.byte_size > allocation.room:
+            del allocation
+            self.collect()
+            raise InvalidArgument("a shared memory region is larger than the allocation behind it")
+        try:
+            view = self._as_tensor(allocation)
+        except Exception as error:  # starting torch's CUDA fails in many ways
+            if lost(error):
+                raise
+            logger.error("torch cannot use device %d: %s", allocation.device, in_words(error))
+            raise _unusable(allocation.device) from None
+        return _Mapping(view[: memory.byte_size], self.collect)
+
+    def _allocation(self, cuda: Cuda, handle: CudaHandle) -> Allocation:
+        key = (handle.raw, handle.device)
+        known = self._open.get(key)
+        try:
+            if handle.uuid and handle.uuid != cuda.uuid(handle.device):
+                raise InvalidArgument(
+                    f"device {handle.device} of the server is not the one with the 'device_uuid' "
+                    "that the shared memory region was registered with"
+                )
+            if known is not None:
+                return known
+            pointer = cuda.open(handle.raw, handle.device)
+            self._used.add(handle.device)
+        except CudaError as error:
+            logger.warning("a client's memory on device %d: %s", handle.device, error)
+            self._blame(cuda, handle.device)
+            raise InvalidArgument(
+                "the CUDA handle of a shared memory region cannot be opened: its owner is gone, or "
+                f"it is not of device {handle.device} of the server"
+            ) from None
+        try:
+            base, byte_size = cuda.extent(pointer, handle.device)
+        except CudaError as error:
+            cuda.close(pointer, handle.device)
+            logger.warning("a client's memory on device %d: %s", handle.device, error)
+            raise InvalidArgument(
+                "the CUDA handle of a shared memory region means no allocation"
+            ) from None
+        made = Allocation(pointer, base + byte_size - pointer, handle.device)
+        # Wherever the last reference goes, also in a thread of the model's: noted, not closed.
+        weakref.finalize(made, self._unused.append, (pointer, handle.device)).atexit = False
+        self._open[key] = made
+        return made
+
+    def _blame(self, cuda: Cuda, device: int) -> None:
+        """Return where it was a handle's fault that it did not open; raise where the device's."""
+        try:
+            cuda.synchronize(device)
+        except CudaError as error:
+            if device in self._used:
+                raise DeviceLost(f"device {device}: {error}") from None
+            logger.error("device %d cannot be used: %s", device, error)
+            raise _unusable(device) from None
+        self._used.add(device)
+
+    def collect(self) -> None:
+        """Close what nobody refers to any more; nothing outside the device's thread."""
+        if threading.get_ident() != self._thread:
+            return
+        while self._unused:
+            pointer, device = self._unused.popleft()
+            assert self._cuda is not None
+            try:
+                self._cuda.close(pointer, device)
+            except CudaError as error:
+                logger.warning("closing a client's memory on device %d: %s", device, error)
+
+    def pin(self, view: memoryview, device: int) -> Callable[[], None]:
+        """Lock a mapping of a client's region for a device, for `Mappings`; gives what undoes it.
+
+        What cannot be pinned is used as it is: it is only slower. Each call of the driver says
+        itself whether it went well, so that no later one fails for it.
+        """
+        if not view.nbytes:
+            return _nothing
+        address = address_of(view)
+        try:
+            if self._cuda is None:
+                self._cuda = self._make()
+            self._cuda.pin(address, view.nbytes, device)
+        except (CudaError, Unavailable) as error:
+            logger.warning("a region of %d bytes cannot be pinned: %s", view.nbytes, error)
+            return _nothing
+        return partial(self._unpin, self._cuda, address, device)
+
+    @staticmethod
+    def _unpin(cuda: Cuda, address: int, device: int) -> None:
+        try:
+            cuda.unpin(address, device)
+        except CudaError as error:
+            logger.warning("unpinning a region: %s", error)
+
+    def write(self, destination: torch.Tensor, source: torch.Tensor, device: int) -> int:
+        """Copy a tensor, from wherever it is, to bytes of a client's memory; how many were copied.
+
+        None where it is there already. The bytes are there after `settle`.
+        """
+        self._written.add(device)
+        source = source.detach().resolve_conj().resolve_neg()
+        if source.data_ptr() == destination.data_ptr() and source.is_contiguous():
+            return 0
+        if destination.data_ptr() % source.dtype.itemsize:
+            destination.copy_(source.contiguous().view(-1).view(torch.uint8))
+        else:
+            if _overlap(destination, source):
+                source = source.clone()
+            destination.view(source.dtype).view(source.shape).copy_(source)
+        return int(destination.numel())
+
+    def settle(self) -> None:
+        """Wait until all that was written has reached the devices.
+
+        Raises DeviceLost when that fails: the process can use the device no more.
+        """
+        while self._written:
+            device = self._written.pop()
+            assert self._cuda is not None
+            try:
+                self._cuda.synchronize(device)
+            except CudaError as error:
+                raise DeviceLost(f"device {device}: {error}") from error
+
+    def check(self, question: CheckMemory) -> MemoryChecked:
+        """Open a memory and let it go again: how that went."""
+        handle = CudaHandle(question.handle, question.device_id, question.device_uuid)
+        try:
+            self.open(Memory.on_device(0, question.byte_size, handle)).close()
+        except ShmserveError as error:
+            return MemoryChecked(question.id, error.code, error.message)
+        return MemoryChecked(question.id, "", "")
+
+    @property
+    def handles(self) -> int:
+        """How many are open, or wait to be closed."""
+        return len(self._open) + len(self._unused)
+
+
+def _unusable(device: int) -> Unavailable:
+    return Unavailable(f"this model's process cannot use shared memory on device {device} now")
+
+
+def _nothing() -> None:
+    """What was not pinned."""
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.device != other.device:
+        return False
+    reach = sum((n - 1) * s for n, s in zip(other.shape, other.stride(), strict=True) if n)
+    end = other.data_ptr() + (reach + 1) * other.dtype.itemsize
+    return other.data_ptr() < one.data_ptr() + one.numel() and one.data_ptr() < end
+
+
+class DeviceBuffers:
+    """Where rows from several places come together on a device; one an input, kept and grown."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def gather(self, name: str, rows: Sequence[Bytes], room: int) -> torch.Tensor:
+        """The rows one after the other, on the device of the first that is on one.
+
+        Copied from device to device in the order of the current stream; rows in host memory are
+        copied to it. `room` is how many bytes the buffer gets when it is made.
+        """
+        device = next(row.device for row in rows if isinstance(row, torch.Tensor))
+        total = sum(map(len, rows))
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < total or buffer.device != device:
+            buffer = None
+            self._buffers.pop(name, None)  # before there is another one
+            buffer = torch.empty(max(room, total), dtype=torch.uint8, device=device)
+            self._buffers[name] = buffer
+        at = 0
+        for row in rows:
+            end = at + len(row)
+            buffer[at:end].copy_(as_bytes(row), non_blocking=True)
+            at = end
+        return buffer[:total]
+
+
+def as_bytes(raw: Bytes) -> torch.Tensor:
+    """A tensor of uint8 over bytes, wherever they are."""
+    if isinstance(raw, torch.Tensor):
+        return raw
+    if not len(raw):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+def to_host(raw: Bytes) -> memoryview:
+    """A copy of a device's bytes in host memory, once all that was asked of the device is done.
+
+    Raises Unavailable when that fails, and what torch raises when the device can be used no more.
+    """
+    try:
+        return memoryview(raw.to("cpu", copy=True).numpy())
+    except RuntimeError as error:
+        if lost(error):
+            raise
+        logger.error("reading a client's memory: %s", error)
+        raise Unavailable("the memory of a tensor cannot be read") from error
