@@ -74,7 +74,7 @@ LOADS = (
     _load(
         "grpc",
         "simple, gRPC, 16 in flight",
-        Load("simple", 16, door="grpc"),
+        Load("simple", 16, listener="grpc"),
         THROUGHPUT,
         0.5,
         1.0,

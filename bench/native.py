@@ -1,6 +1,6 @@
 """The native client's cases: our own load generator here, perf_analyzer for Triton, in turns.
 
-Triton's figure is that of its best door for the same work (HTTP or gRPC, binary tensors, or its
+Triton's figure is that of its best listener for the same work (HTTP or gRPC, binary tensors, or its
 system shared memory); for 16 MiB it is one memcpy.
 """
 
@@ -27,7 +27,7 @@ _GRACE_S = 60.0
 
 @dataclass(frozen=True)
 class NativeCase:
-    """What the client sends (`kind` names it in native_load.py), and what Triton's doors get.
+    """What the client sends (`kind` names it in native_load.py), and what Triton's listeners get.
 
     No `peer`: the other column is one memcpy of 16 MiB.
     """
@@ -38,7 +38,7 @@ class NativeCase:
     in_flight: int
     elements: int
     peer: Load | None
-    doors: tuple[str, ...]
+    listeners: tuple[str, ...]
     figure: Figure
 
     @property
@@ -60,7 +60,7 @@ def _case(
     flags: tuple[str, ...] = (),
     peer: Load | None = None,
     alone: bool = False,
-    doors: tuple[str, ...] = ("http", "grpc"),
+    listeners: tuple[str, ...] = ("http", "grpc"),
 ) -> NativeCase:
     many = in_flight > 1
     figure = Figure(
@@ -71,7 +71,7 @@ def _case(
         Target("ratio", must, aim),
     )
     given = None if alone else peer or Load(model, in_flight, flags)
-    return NativeCase(name, model, kind, in_flight, elements, given, doors, figure)
+    return NativeCase(name, model, kind, in_flight, elements, given, listeners, figure)
 
 
 NATIVE = (
@@ -82,14 +82,14 @@ NATIVE = (
         "1 KB identity, 1 in flight: p50",
         *("identity", "plain", 1, 256, 1.2, 0.8),
         flags=("--shape", "INPUT0:256"),
-        doors=("http",),
+        listeners=("http",),
     ),
     _case(
         "native-600k",
         "600 KB identity in place, 8 in flight",
         *("identity", "in-place", 8, 153_600, 3.0, 5.0),
         peer=through_shm(153_600, 8),
-        doors=("http",),
+        listeners=("http",),
     ),
     _case(
         "native-16m",
@@ -120,11 +120,11 @@ def run(case: NativeCase, runner: Runner) -> Row:
                 theirs = [
                     perf.measure(
                         analyzer,
-                        replace(case.peer, door=door),
-                        servers[PEER].address(door),
+                        replace(case.peer, listener=listener),
+                        servers[PEER].address(listener),
                         runner.settings.seconds,
                     )[case.column]
-                    for door in case.doors
+                    for listener in case.listeners
                 ]
                 best = max(theirs) if case.in_flight > 1 else min(theirs)
                 row.samples.setdefault(PEER, []).append(best)

@@ -32,12 +32,12 @@ class LoadFailed(Exception):
 @dataclass(frozen=True)
 class Load:
     """What perf_analyzer sends: to which model, how many in flight, its flags for the tensors, and
-    at which door ("http" or "grpc")."""
+    at which listener ("http" or "grpc")."""
 
     model: str
     in_flight: int
     flags: tuple[str, ...] = ()
-    door: str = "http"
+    listener: str = "http"
 
 
 def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[str, float]:
@@ -48,7 +48,17 @@ def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[st
     window_ms = max(100, round(seconds * 1000 / _WINDOWS))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         report = Path(folder) / "report.csv"
-        command = [str(analyzer.binary), "-m", load.model, "-u", url, "-i", load.door, "-b", "1"]
+        command = [
+            str(analyzer.binary),
+            "-m",
+            load.model,
+            "-u",
+            url,
+            "-i",
+            load.listener,
+            "-b",
+            "1",
+        ]
         command += ["--concurrency-range", str(load.in_flight), *load.flags]
         command += ["--measurement-mode", "time_windows", "-p", str(window_ms)]
         command += ["-r", str(_WINDOWS), "-s", _ANY_DEVIATION, "-f", str(report)]

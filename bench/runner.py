@@ -119,10 +119,10 @@ class Runner:
             self.results.versions[server.name] = client.call("GET", "/v2")["version"]
             if case.load.model == "simple":
                 client.infer("simple")
-        perf.measure(analyzer, case.load, server.address(case.load.door), _WARM_UP_S)
+        perf.measure(analyzer, case.load, server.address(case.load.listener), _WARM_UP_S)
 
     def _sample(self, server: Server, row: Row, case: LoadCase, analyzer: Analyzer) -> None:
-        address = server.address(case.load.door)
+        address = server.address(case.load.listener)
         report = perf.measure(analyzer, case.load, address, self.settings.seconds)
         row.samples.setdefault(server.name, []).append(report[case.column])
         row.details.setdefault(server.name, []).append(report)

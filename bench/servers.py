@@ -45,9 +45,9 @@ class Ports:
 
     def flags(self) -> list[str]:
         """The flags, which both products have, that open these ports."""
-        doors = (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics))
-        addresses = [f"--{door}-address=127.0.0.1" for door, _ in doors]
-        return addresses + [f"--{door}-port={port}" for door, port in doors]
+        listeners = (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics))
+        addresses = [f"--{listener}-address=127.0.0.1" for listener, _ in listeners]
+        return addresses + [f"--{listener}-port={port}" for listener, port in listeners]
 
 
 class Product(Protocol):
@@ -117,9 +117,9 @@ class Server:
         """The process that the benchmark started: the root of the server's tree."""
         return self.process.pid
 
-    def address(self, door: str) -> str:
-        """HOST:PORT of its door "http" or "grpc"."""
-        return f"127.0.0.1:{self.ports.grpc if door == 'grpc' else self.ports.http}"
+    def address(self, listener: str) -> str:
+        """HOST:PORT of its listener "http" or "grpc"."""
+        return f"127.0.0.1:{self.ports.grpc if listener == 'grpc' else self.ports.http}"
 
     @property
     def run_dir(self) -> Path:

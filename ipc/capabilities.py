@@ -1,12 +1,12 @@
-"""What a guest (a program outside the server) can prove: who it is, and which memory is its own.
+"""Capabilities of local clients, as MACs: who a program is, and which memory is its own.
 
-The server's processes share a key that no guest knows, so a scheduler needs to ask nobody:
+The server's processes share a key that no local client knows, so a scheduler needs to ask nobody:
 
-    token      MAC of the guest's number: part of the identity of its links to schedulers
-    memory id  MAC of the guest's number and of all that describes the memory; for that of a device,
-               a number that is never used twice, and a MAC
+    token      MAC of the local client's number: part of the identity of its links to schedulers
+    memory id  MAC of the local client's number and of all that describes the memory; for that of
+               a device, a number that is never used twice, and a MAC
 
-A guest that makes one up, or uses another guest's memory, has the wrong one.
+A local client that makes one up, or uses another one's memory, has the wrong one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 KEY_SIZE = 32
 
-# A guest's number stands where others have their pid, and is never one: those end at 2**22.
+# A local client's number stands where others have their pid, and is never one: those end at 2**22.
 # All have nine digits.
 FIRST = 100_000_000
-# What a scheduler takes of one guest: links at a time, and bytes of a packed request.
+# What a scheduler takes of one local client: links at a time, and bytes of a packed request.
 MOST_LINKS = 16
 LARGEST_WORK = 1 << 20
 _TOKEN_SIZE = 16
 _MAC_BITS = 40
 
 
-class Seals:
-    """Makes and checks what guests prove themselves with."""
+class Capabilities:
+    """Makes and checks what local clients prove themselves with."""
 
     def __init__(self, key: bytes) -> None:
         self.key = key
@@ -40,11 +40,11 @@ class Seals:
         return hashlib.blake2b(text.encode(), key=self.key, digest_size=size).digest()
 
     def token(self, number: int) -> str:
-        """What guest `number` is told."""
+        """What local client `number` is told."""
         return self._mac(f"guest {number}", _TOKEN_SIZE).hex()
 
-    def guest(self, identity: bytes) -> int:
-        """The number of the guest whose link has this identity; 0 when it is none's."""
+    def local_client(self, identity: bytes) -> int:
+        """The number of the local client whose link has this identity; 0 when it is none's."""
         number, _, rest = identity.partition(b".")
         if len(number) != 9 or not number.isdigit() or int(number) < FIRST:
             return 0
@@ -62,12 +62,12 @@ class Seals:
         sealed: bool,
         pinned: bool = False,
     ) -> int:
-        """The id of a memory of guest `number`: 62 bits that cannot be guessed."""
+        """The id of a memory of local client `number`: 62 bits that cannot be guessed."""
         text = f"memory {number} {pid} {fd} {inode} {byte_size} {sealed} {pinned}"
         return int.from_bytes(self._mac(text, 8), "little") >> 2
 
     def device_memory_id(self, number: int, serial: int, byte_size: int, handle: CudaHandle) -> int:
-        """The id of a device memory of guest `number`.
+        """The id of a device memory of local client `number`.
 
         Shared once more, the same handle has another `serial` and id, so that workers can refuse
         what was withdrawn.
@@ -78,7 +78,7 @@ class Seals:
         return serial << _MAC_BITS | int.from_bytes(self._mac(text, _MAC_BITS // 8), "little")
 
     def owns(self, number: int, memory: Memory) -> bool:
-        """Whether the memory is one of guest `number`'s, described as it is."""
+        """Whether the memory is one of local client `number`'s, described as it is."""
         if memory.cuda is not None:
             serial = memory.id >> _MAC_BITS
             return memory.id == self.device_memory_id(number, serial, memory.byte_size, memory.cuda)

@@ -32,23 +32,23 @@ def instances(run_dir: Path, number: int) -> str:
     return f"ipc://{run_dir}/w{number}"
 
 
-def guest_folder(run_dir: Path) -> Path:
+def local_client_folder(run_dir: Path) -> Path:
     """The folder of what programs outside the server may reach."""
     return run_dir / "guests"
 
 
-def door(run_dir: Path) -> Path:
-    """The socket (SOCK_SEQPACKET) where a program becomes a guest."""
-    return guest_folder(run_dir) / "door"
+def listener(run_dir: Path) -> Path:
+    """The socket (SOCK_SEQPACKET) where a program becomes a local client."""
+    return local_client_folder(run_dir) / "door"
 
 
-def guests(run_dir: Path, number: int) -> str:
-    """The socket of scheduler `number` for guests."""
-    return f"ipc://{guest_folder(run_dir)}/{number}"
+def local_clients(run_dir: Path, number: int) -> str:
+    """The socket of scheduler `number` for local clients."""
+    return f"ipc://{local_client_folder(run_dir)}/{number}"
 
 
-def for_guests(endpoint: str) -> str:
-    """The endpoint for guests of the scheduler at `endpoint`; "" stays ""."""
+def for_local_clients(endpoint: str) -> str:
+    """The endpoint for local clients of the scheduler at `endpoint`; "" stays ""."""
     if not endpoint:
         return ""
     folder, _, name = endpoint.rpartition("/")

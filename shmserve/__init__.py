@@ -11,7 +11,7 @@ One HTTP request, by file (gRPC and programs on this host come in through gatewa
     gateway/answers.py, replies.py              an answer -> a response
 
 The control plane, beside it: cli.py, flags.py and config.py; supervisor.py owns the process tree
-(children.py, zygote.py, listening.py, gateways.py, guests.py), models.py what is loaded
+(children.py, zygote.py, listening.py, gateways.py, local clients.py), models.py what is loaded
 (repository.py, planning.py, deployment.py), regions.py whose memory is registered (trust.py,
 region_ledger.py). ipc has the words and the memory that processes share.
 """

@@ -23,10 +23,11 @@ from shmserve.ipc.messages import (
     MemoryDropped,
     ProcessExited,
     ReleaseOutputs,
+    Reply,
     Stop,
 )
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.transport.busy_poll import SPIN_NS, Spin
+from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Answer, Backend, ModelContext, Request
@@ -37,8 +38,6 @@ from shmserve.workers.metrics import MetricsReports
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
-
-Reply = list[Any]  # [key, code, message, body], an entry of BatchFinished.replies
 
 # Input bytes; a batch of more runs in parts. Many requests may name the same memory of a client's:
 # what is copied for them, or gathered, is no longer bounded by what that client has.
@@ -78,7 +77,7 @@ class Instance:
         )
         self._batches: deque[Execute] = deque()
         self._live = 1  # requests under way as the last batch was sent, in all instances
-        self._spin = Spin()
+        self._busy_poll = BusyPoll()
         self._cancelled: set[int] = set()
         self._work: dict[int, tuple[int, bytes]] = {}  # what each request of the batch came as
         self._scheduler: Dealer | None = None
@@ -121,14 +120,14 @@ class Instance:
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
         others = False
-        if self._spin.worth(live):
+        if self._busy_poll.worth(live):
             until_ns = began_ns + SPIN_NS
             while not others and not control.inbox and time.monotonic_ns() < until_ns:
                 os.sched_yield()
                 others = control.wait(0.0)
         if not others and not control.inbox:
             others = control.wait(timeout_s)
-        self._spin.observe(live, time.monotonic_ns() - began_ns)
+        self._busy_poll.observe(live, time.monotonic_ns() - began_ns)
         return others
 
     # --- links
@@ -167,7 +166,7 @@ class Instance:
             self._batches.clear()  # nobody would hear of them
 
     def _has(self, key: int) -> bool:
-        waiting = (request[0] for batch in self._batches for request in batch.requests)
+        waiting = (request.key for batch in self._batches for request in batch.requests)
         return key in self._work or key in waiting
 
     def _look(self) -> None:
@@ -207,7 +206,7 @@ class Instance:
         requests: list[Request] = []
         byte_size = 0
         ran = False
-        self._work = {key: (client_pid, work) for key, client_pid, work in batch.requests}
+        self._work = {each.key: (each.client_pid, each.work) for each in batch.requests}
         for key in self._work:
             unpacked = _CANCELLED if key in self._cancelled else self._unpack(key)
             if not isinstance(unpacked, Request):
@@ -307,7 +306,7 @@ class Instance:
         if answer.error is not None:
             return _failed(request.key, answer.error)
         try:
-            return [request.key, "", "", self._scatterer.write(request, answer)]
+            return Reply(request.key, "", "", self._scatterer.write(request, answer))
         except BaseException as error:
             return _failed(request.key, self._explain(error, request))
 
@@ -350,7 +349,7 @@ _CANCELLED = Cancelled("Request was cancelled")
 
 
 def _failed(key: int, error: ShmserveError) -> Reply:
-    return [key, error.code, error.message, b""]
+    return Reply(key, error.code, error.message, b"")
 
 
 def _wrote_into_inputs(error: BaseException, requests: list[Request]) -> bool:

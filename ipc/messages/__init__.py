@@ -1,35 +1,43 @@
 """The whole vocabulary between processes: commands down are imperative, events up are in the past
 tense.
 
-    gateway    <-> scheduler   ClientToScheduler, SchedulerToClient
-                               (a model calling another model is a client too)
-    guest      <-> scheduler   GuestToScheduler, SchedulerToClient   (a program outside the server)
-    scheduler  <-> worker      SchedulerToWorker, WorkerToScheduler
-    supervisor <-> gateway     SupervisorToGateway, GatewayToSupervisor
-    supervisor <-> scheduler   SupervisorToScheduler, SchedulerToSupervisor
-    supervisor <-> worker      SupervisorToWorker, WorkerToSupervisor
-    supervisor <-> guest       SupervisorToGuest, GuestToSupervisor
+    gateway       <-> scheduler     ClientToScheduler, SchedulerToClient
+                                    (a model calling another model is a client too)
+    local client  <-> scheduler     LocalClientToScheduler, SchedulerToClient
+    scheduler     <-> worker        SchedulerToWorker, WorkerToScheduler
+    supervisor    <-> gateway       SupervisorToGateway, GatewayToSupervisor
+    supervisor    <-> scheduler     SupervisorToScheduler, SchedulerToSupervisor
+    supervisor    <-> worker        SupervisorToWorker, WorkerToSupervisor
+    supervisor    <-> local client  SupervisorToLocalClient, LocalClientToSupervisor
 
-frames.py packs them.
+transport/frames.py packs them.
 """
 
 from __future__ import annotations
 
 from shmserve.ipc.messages.inference import (
+    FIRST_CREDIT,
+    MOST_UNREAD_BYTES,
     BatchFinished,
     Cancel,
     CancelExecution,
     Execute,
+    ExecutionResponded,
     Failed,
     Finished,
+    Grant,
+    GrantExecution,
     InstanceReady,
     MetricsReported,
     Release,
     ReleaseOutputs,
+    Reply,
     ReportStatistics,
+    Responded,
     Settled,
     StatisticsReported,
     Submit,
+    Work,
 )
 from shmserve.ipc.messages.local_clients import (
     Hello,
@@ -86,6 +94,8 @@ from shmserve.ipc.messages.supervision import (
 )
 
 __all__ = [
+    "FIRST_CREDIT",
+    "MOST_UNREAD_BYTES",
     "Acknowledged",
     "Answered",
     "Attach",
@@ -101,11 +111,14 @@ __all__ = [
     "Drain",
     "Drained",
     "Execute",
+    "ExecutionResponded",
     "Failed",
     "FindModel",
     "Finished",
     "GatewayReady",
     "GatewayToSupervisor",
+    "Grant",
+    "GrantExecution",
     "GuestToScheduler",
     "GuestToSupervisor",
     "HealthChanged",
@@ -135,7 +148,9 @@ __all__ = [
     "RegisterRegion",
     "Release",
     "ReleaseOutputs",
+    "Reply",
     "ReportStatistics",
+    "Responded",
     "SchedulerLost",
     "SchedulerReady",
     "SchedulerToClient",
@@ -157,15 +172,16 @@ __all__ = [
     "UnregisterRegion",
     "Welcome",
     "WithdrawMemory",
+    "Work",
     "WorkerStarted",
     "WorkerToScheduler",
     "WorkerToSupervisor",
 ]
 
-ClientToScheduler = Submit | Cancel | Release | ReportStatistics
-SchedulerToClient = Finished | Failed | Settled | StatisticsReported
-SchedulerToWorker = Execute | CancelExecution | ReleaseOutputs
-WorkerToScheduler = InstanceReady | BatchFinished | MetricsReported
+ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics
+SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
+SchedulerToWorker = Execute | CancelExecution | GrantExecution | ReleaseOutputs
+WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
     ModelPublished
     | ModelWithdrawn
@@ -229,7 +245,7 @@ WorkerToSupervisor = (
     | LoadModel
     | UnloadModel
 )
-SupervisorToGuest = (
+SupervisorToLocalClient = (
     Welcome
     | ModelPublished
     | ModelWithdrawn
@@ -239,5 +255,5 @@ SupervisorToGuest = (
     | Answered
     | Refused
 )
-GuestToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
-GuestToScheduler = Submit | Cancel | Release
+LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
+LocalClientToScheduler = Submit | Cancel | Grant | Release

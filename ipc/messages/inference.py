@@ -5,6 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.ipc.transport.frames import message
+from shmserve.ipc.transport.records import record
+
+# Of a model that gives any number of responses, so many of one request may be on their way before
+# its client has granted more (`Grant`), and no more bytes than this, one response excepted.
+FIRST_CREDIT = 32
+MOST_UNREAD_BYTES = 8 << 20
 
 
 @message
@@ -34,6 +40,14 @@ class Cancel:
 
 
 @message
+class Grant:
+    """The client has read so many responses of this request, and takes as many more."""
+
+    id: int
+    responses: int
+
+
+@message
 class Release:
     """The outputs at these offsets of a worker's arena have been read."""
 
@@ -54,6 +68,21 @@ class Finished:
 
     id: int
     body: bytes
+
+
+@message
+class Responded:
+    """One of any number of responses to a request: a packed `Inferred`, or, with a `code`, an error
+    for the client. An empty `body` without a code is no response, only the end.
+
+    `final`: nothing follows, and no worker has the request any more.
+    """
+
+    id: int
+    code: str
+    message: str
+    body: bytes
+    final: bool
 
 
 @message
@@ -86,13 +115,32 @@ class StatisticsReported:
     statistics: dict[str, Any]
 
 
+@record
+class Work:
+    """A request as a worker gets it; `work` is a packed `Inference`."""
+
+    key: int
+    client_pid: int
+    work: bytes
+
+
+@record
+class Reply:
+    """How a request of a batch ended; `code` "" is success, and `body` then a packed `Inferred`."""
+
+    key: int
+    code: str
+    message: str
+    body: bytes
+
+
 @message
 class Execute:
-    """Run a batch. `requests` holds [key, client pid, work] of each request, in order; `live`: how
-    many the scheduler has under way, these among them."""
+    """Run a batch, in order; `live`: how many requests the scheduler has under way, these among
+    them."""
 
     batch: int
-    requests: list[list[Any]]
+    requests: list[Work]
     live: int = 1
 
 
@@ -101,6 +149,14 @@ class CancelExecution:
     """Do not write this request's outputs: nobody waits."""
 
     key: int
+
+
+@message
+class GrantExecution:
+    """The client of this request takes so many more responses."""
+
+    key: int
+    responses: int
 
 
 @message
@@ -121,19 +177,35 @@ class InstanceReady:
 
 @message
 class BatchFinished:
-    """A batch ended. Times are monotonic ns. `replies` holds [key, code, message, body] of each
-    request; code "" is success. `copied_in`, `copied_out`: bytes of tensors that were copied.
-    `executed`: whether the model was asked at all."""
+    """A batch ended, and the instance takes the next. Times are monotonic ns. Requests of a model
+    that gives any number of responses have no reply where an `ExecutionResponded` ends them, now
+    or later. `copied_in`, `copied_out`: bytes of tensors that were copied. `executed`: whether the
+    model was asked at all."""
 
     batch: int
     compute_start_ns: int
     input_end_ns: int
     output_start_ns: int
     compute_end_ns: int
-    replies: list[list[Any]]
+    replies: list[Reply]
     copied_in: int = 0
     copied_out: int = 0
     executed: bool = True
+
+
+@message
+class ExecutionResponded:
+    """A response of a model that gives any number of them, as `Responded` has it. Times are
+    monotonic ns: when the model gave it, and when its outputs were written."""
+
+    key: int
+    code: str
+    message: str
+    body: bytes
+    final: bool
+    given_ns: int
+    written_ns: int
+    copied_out: int = 0
 
 
 @message

@@ -7,14 +7,15 @@ from shmserve.ipc.transport.frames import message
 
 @message
 class Hello:
-    """A program asks to be a guest; `version` is the protocol's."""
+    """A program asks to be a local client; `version` is the protocol's."""
 
     version: int
 
 
 @message
 class Welcome:
-    """The program is guest `number`. A link to a scheduler has the identity "NUMBER.TOKEN.LINK"."""
+    """The program is local client `number`. A link to a scheduler has the identity
+    "NUMBER.TOKEN.LINK"."""
 
     number: int
     token: str
@@ -22,8 +23,8 @@ class Welcome:
 
 @message
 class ShareMemory:
-    """Let requests of this guest use the first `byte_size` bytes of the attached descriptor: a
-    sealed memfd. `pin`: have workers on CUDA devices lock its pages.
+    """Let requests of this local client use the first `byte_size` bytes of the attached descriptor:
+    a sealed memfd. `pin`: have workers on CUDA devices lock its pages.
 
     Answered with {"memory": [id, pid, fd, inode, byte_size, sealed, copied, pinned]}, as places
     have it.
@@ -36,8 +37,8 @@ class ShareMemory:
 
 @message
 class ShareDeviceMemory:
-    """Let requests of this guest use the first `byte_size` bytes of what `handle` opens on the
-    server's device `device_id`.
+    """Let requests of this local client use the first `byte_size` bytes of what `handle` opens on
+    the server's device `device_id`.
 
     Answered with {"memory": [id, byte_size, device_id, handle, device_uuid]}, as places have it.
     """
@@ -51,6 +52,6 @@ class ShareDeviceMemory:
 
 @message
 class WithdrawMemory:
-    """No request of this guest uses the memory any more."""
+    """No request of this local client uses the memory any more."""
 
     memory_id: int

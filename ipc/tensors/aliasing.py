@@ -11,7 +11,7 @@ from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.ipc.transport.records import MalformedMessage
 
 
-def overlaid(inference: Inference) -> bool:
+def aliased(inference: Inference) -> bool:
     """Whether an output goes where an input is."""
     inputs = [tensor.data for tensor in inference.inputs if isinstance(tensor.data, Place)]
     places = [output.place for output in inference.outputs if output.place is not None]
@@ -21,6 +21,6 @@ def overlaid(inference: Inference) -> bool:
 def runs_once(work: bytes) -> bool:
     """The same of a packed request; what cannot be read fails wherever it runs."""
     try:
-        return overlaid(unpack_inference(work))
+        return aliased(unpack_inference(work))
     except MalformedMessage:
         return False

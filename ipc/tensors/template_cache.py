@@ -36,7 +36,7 @@ class _Cut(NamedTuple, Generic[T]):
         return datas if packed[at:] == self.rest else None
 
 
-class Forms(Generic[T]):
+class TemplateCache(Generic[T]):
     """What the forms mean that requests, or answers, have lately had; of `most` forms at a time."""
 
     __slots__ = ("_known", "_most", "_seen")

@@ -14,7 +14,7 @@ SPIN_NS = 400_000
 _FEW = 1.5  # requests at a time; where there are more, the cores have better things to do
 
 
-class Spin:
+class BusyPoll:
     """What one process has seen; `cores`: how many it may use, by default as the kernel says."""
 
     def __init__(self, cores: int = 0) -> None:

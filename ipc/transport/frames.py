@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
 
@@ -24,9 +24,10 @@ _LARGE = 64 * 1024
 
 T = TypeVar("T")
 
-# tag -> class, the types of its fields, and closer checks of those (lists') that have any
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
-_BY_TAG: dict[str, tuple[type[Any], tuple[type[Any], ...], _Checks]] = {}
+# the types of a class's fields, how many of them must be there, closer checks, lists of records
+_Kind = tuple[type[Any], tuple[type[Any], ...], int, _Checks, tuple[tuple[int, "_Record"], ...]]
+_BY_TAG: dict[str, _Kind] = {}
 _GETTERS: dict[type[Any], Callable[[Any], Any]] = {}
 
 
@@ -35,6 +36,31 @@ def _plain(kind: Any) -> type[Any]:
     if plain not in (int, str, bytes, bool, float, list, dict):
         raise TypeError(f"a message field cannot be {kind}")
     return plain  # type: ignore[no-any-return]
+
+
+class _Record:
+    """Records within a message, as the lists of their fields."""
+
+    def __init__(self, cls: type[Any]) -> None:
+        hints = typing.get_type_hints(cls)
+        self._cls = cls
+        self._kinds = [_plain(hints[each.name]) for each in fields(cls)]
+        self.fields = attrgetter(*(each.name for each in fields(cls)))
+
+    def typed(self, items: list[Any]) -> list[Any]:
+        """The records; raises MalformedMessage where one has fields of other types."""
+        for item in items:
+            if type(item) is not list or list(map(type, item)) != self._kinds:
+                raise MalformedMessage(f"no {self._cls.__name__}")
+        return [self._cls(*item) for item in items]
+
+
+def _record_of(kind: Any) -> _Record | None:
+    """The records of a field that is a list of them."""
+    of = (*typing.get_args(kind), None)[0]
+    if typing.get_origin(kind) is list and isinstance(of, type) and is_dataclass(of):
+        return _Record(of)
+    return None
 
 
 def _checker(kind: Any) -> Callable[[Any], bool]:
@@ -50,18 +76,25 @@ def _checker(kind: Any) -> Callable[[Any], bool]:
 
 @dataclass_transform(frozen_default=True)
 def message(cls: type[T]) -> type[T]:
-    """A record that frames carry; its fields are int, str, bytes, bool, float, list or dict."""
+    """A record that frames carry; its fields are int, str, bytes, bool, float, dict, or lists, also
+    of records whose fields are all but the last of these. Fields with a default may be left out
+    at the end."""
     made = record(cls)
     hints = typing.get_type_hints(made)
     names = [f.name for f in fields(made)]  # type: ignore[arg-type]
     kinds = [hints[name] for name in names]
+    records = tuple((i, found) for i, kind in enumerate(kinds) if (found := _record_of(kind)))
+    nested = {index for index, _ in records}
     closer = tuple(
         (index, _checker(kind))
         for index, kind in enumerate(kinds)
-        if typing.get_origin(kind) is list
+        if typing.get_origin(kind) is list and index not in nested
     )
-    _BY_TAG[made.__name__] = (made, tuple(map(_plain, kinds)), closer)
-    if len(names) > 1:
+    needed = sum(f.default is MISSING for f in fields(made))  # type: ignore[arg-type]
+    _BY_TAG[made.__name__] = (made, tuple(map(_plain, kinds)), needed, closer, records)
+    if records:
+        _GETTERS[made] = _with_records(attrgetter(*names), records)
+    elif len(names) > 1:
         _GETTERS[made] = attrgetter(*names)
     elif names:
         only = attrgetter(names[0])
@@ -69,6 +102,18 @@ def message(cls: type[T]) -> type[T]:
     else:
         _GETTERS[made] = lambda message: ()
     return made
+
+
+def _with_records(
+    getter: Callable[[Any], Any], records: tuple[tuple[int, _Record], ...]
+) -> Callable[[Any], Any]:
+    def values(message: Any) -> list[Any]:
+        found = list(getter(message))
+        for index, kind in records:
+            found[index] = list(map(kind.fields, found[index]))
+        return found
+
+    return values
 
 
 def tags() -> list[str]:
@@ -116,10 +161,15 @@ def _typed(item: Any) -> Any:
     known = _BY_TAG.get(tag)
     if known is None:
         raise MalformedMessage("unknown message")
-    cls, kinds, closer = known
-    if tuple(map(type, item)) != kinds:
+    cls, kinds, needed, closer, records = known
+    if tuple(map(type, item)) != kinds and (
+        len(item) < needed or tuple(map(type, item)) != kinds[: len(item)]
+    ):
         raise MalformedMessage(f"{tag} has fields of the wrong number or types")
     for index, check in closer:
-        if not check(item[index]):
+        if index < len(item) and not check(item[index]):
             raise MalformedMessage(f"{tag} has a list with elements of the wrong type")
+    for index, within in records:
+        if index < len(item):
+            item[index] = within.typed(item[index])
     return cls(*item)

@@ -1,8 +1,8 @@
 """A listening socket in the run directory, that never stays readable: whoever cannot be let in is
 turned away.
 
-A process without a descriptor left cannot accept, so that who waits at its door would wake it up
-again and again, for ever. One descriptor is kept back for that moment.
+A process without a descriptor left cannot accept, so that who waits at its listener would wake it
+up again and again, for ever. One descriptor is kept back for that moment.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def _number(digits: bytes) -> int:
     return int(digits) if digits.isdigit() and len(digits) < 10 else 0
 
 
-class KinRouter(Router):
+class PeerCredRouter(Router):
     """`pid_of(identity)` is whom an identity names; it must be who has connected."""
 
     def __init__(self, endpoint: str, pid_of: Callable[[bytes], int]) -> None:

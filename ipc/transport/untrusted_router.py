@@ -24,7 +24,7 @@ _MUCH = 1 << 20
 _MOST_MALFORMED = 16
 
 
-class WaryRouter(Router):
+class UntrustedRouter(Router):
     """`admits(identity)` says who may connect."""
 
     most = MOST_ELEMENTS

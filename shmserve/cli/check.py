@@ -22,7 +22,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.startup_report import Progress
+from shmserve.supervisor.startup_report import StartupReport
 from shmserve.supervisor.supervisor import Supervisor, hold_signals
 
 _PATIENCE_S = 60.0
@@ -64,7 +64,7 @@ async def _check(supervisor: Supervisor) -> int:
 
 async def _report(supervisor: Supervisor) -> int:
     """Load all, try all, print a line each; the exit status."""
-    with Progress() as progress:
+    with StartupReport() as progress:
         await supervisor.models.start(progress)
     bad = 0
     rows = supervisor.models.index(ready=False)

@@ -8,7 +8,7 @@ tensors through shared memory.
 
     sync.py, aio.py              what programs call
     session.py, discovery.py     which server, and again when it was started anew
-    connection.py, models.py     its door: models, losses, shared memory
+    connection.py, models.py     its listener: models, losses, shared memory
     requests.py                  a program's tensors -> a request (arrays.py, options.py, plans.py)
     exchange.py                  requests on their way, one answer each
     results.py, errors.py        an answer -> tensors for the program, or what went wrong

@@ -14,7 +14,7 @@ from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight import FULL, LATE, Exchange, Pending
+from shmserve.client.inflight import FULL, LATE, InflightTable, Pending
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
@@ -30,7 +30,7 @@ class _Turns:
         self.loop = asyncio.get_running_loop()
         self._flushing = False
         self._closed = False
-        self.exchange = Exchange(connection, self._watch, self._unwatch)
+        self.exchange = InflightTable(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
         self.loop.add_reader(fd, lambda: self.exchange.take((fd,)))

@@ -1,7 +1,7 @@
 """A connection to one server, from its welcome to its end.
 
-A thread of its own reads the door: which models there are, which schedulers were lost. It has an
-exchange too, for requests whose answers nobody waits for in a loop (`infer_async`).
+A thread of its own reads the control connection: which models there are, which schedulers were
+lost. It has an exchange too, for requests whose answers nobody waits for in a loop (`infer_async`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import Exchange
+from shmserve.client.inflight import InflightTable
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import nothing
 from shmserve.client.models import Models
@@ -43,8 +43,8 @@ _MOST_ANSWERED = 1024  # requests with a timeout, remembered until it is over
 
 
 class Connection:
-    """A guest's. `models`, `lost` (endpoint -> successor or "") and `alive` are written by its
-    thread and read by all."""
+    """A local client's. `models`, `lost` (endpoint -> successor or "") and `alive` are written by
+    its thread and read by all."""
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
         """Connect. Raises Disconnected when no server is there, or none answers in time."""
@@ -59,37 +59,37 @@ class Connection:
         self._names = itertools.count(1)
         self._numbers = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
-        self._exchanges: set[Exchange] = set()
-        # Of the door's sending end, and of the two above; again in one thread, because `nudge` may
-        # come from where an object is collected.
+        self._exchanges: set[InflightTable] = set()
+        # Of its sending end, and of the two above; again in one thread, because `nudge`
+        # may come from where an object is collected.
         self._lock = threading.RLock()
         self.on_nudge: Callable[[], None] = nothing
         self._tasks: deque[Callable[[], None]] = deque()
         self._timed: list[tuple[int, int]] = []
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            _connect(self._door, str(endpoints.door(run_dir)), timeout_s)
-            self._door.settimeout(timeout_s)
-            self._door.send(frames.pack([m.Hello(frames.VERSION)]))
+            _connect(self._control, str(endpoints.listener(run_dir)), timeout_s)
+            self._control.settimeout(timeout_s)
+            self._control.send(frames.pack([m.Hello(frames.VERSION)]))
             while not self._informed(self._receive()):
                 pass
         except (OSError, MalformedMessage) as error:
-            self._door.close()
+            self._control.close()
             raise Disconnected(f"{_why_not(error)} in {run_dir}") from error
-        self._door.settimeout(None)
+        self._control.settimeout(None)
         self._poll = select.epoll()
-        self._poll.register(self._door, select.EPOLLIN)
-        self._own = Exchange(self, self._watch, self._poll.unregister)
+        self._poll.register(self._control, select.EPOLLIN)
+        self._own = InflightTable(self, self._watch, self._poll.unregister)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
 
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
 
-    # --- the door
+    # --- the control connection
 
     def _receive(self) -> bytes:
-        data = self._door.recv(_MESSAGE)
+        data = self._control.recv(_MESSAGE)
         if not data:
             raise ConnectionResetError(_GONE)
         return data
@@ -122,10 +122,10 @@ class Connection:
 
     def is_over(self) -> bool:
         """Whether it has ended, though its thread may not have seen that yet; for any thread."""
-        door = select.poll()
+        ended = select.poll()
         try:
-            door.register(self._door, 0)  # a hang-up is told anyway
-            over = bool(door.poll(0))
+            ended.register(self._control, 0)  # a hang-up is told anyway
+            over = bool(ended.poll(0))
         except (OSError, ValueError):  # closed meanwhile
             over = True
         return over or not self.alive
@@ -145,7 +145,7 @@ class Connection:
         # Without the lock: a signal's handler may find its thread in that, and wait for another one
         # that has something to tell. A packet goes as a whole.
         try:
-            socket.send_fds(self._door, [frames.pack([message])], fds)
+            socket.send_fds(self._control, [frames.pack([message])], fds)
         except OSError as error:
             raise Disconnected(_GONE) from error
 
@@ -199,14 +199,14 @@ class Connection:
         """What tells the links of this connection apart."""
         return next(self._names)
 
-    def join(self, exchange: Exchange) -> None:
+    def join(self, exchange: InflightTable) -> None:
         """Have an exchange woken when something is lost."""
         with self._lock:
             self._exchanges.add(exchange)
             if not self.alive:
                 exchange.wake()
 
-    def part(self, exchange: Exchange) -> None:
+    def part(self, exchange: InflightTable) -> None:
         """Forget an exchange, whose owner has closed it; with the last one goes the rest."""
         with self._lock:
             self._exchanges.discard(exchange)
@@ -214,7 +214,7 @@ class Connection:
         if last:
             self._mappings.drop_all()
 
-    def wake(self, exchange: Exchange) -> None:
+    def wake(self, exchange: InflightTable) -> None:
         """Have whoever waits for an exchange look around, if it is not closed; in any thread."""
         with self._lock:
             if exchange in self._exchanges:
@@ -225,7 +225,7 @@ class Connection:
             for exchange in self._exchanges:
                 exchange.wake()
 
-    def call(self, task: Callable[[Exchange], None]) -> None:
+    def call(self, task: Callable[[InflightTable], None]) -> None:
         """Run something in the connection's own thread, with its exchange. Raises Disconnected."""
         with self._lock:
             if not self.alive:
@@ -260,13 +260,13 @@ class Connection:
     # --- its thread
 
     def _run(self) -> None:
-        door, own = self._door.fileno(), self._own
+        listener, own = self._control.fileno(), self._own
         try:
             while self.alive:
                 timeout_s = self._timeout_s()
                 own.flush()
                 events = dict(self._poll.poll(timeout_s))
-                if door in events:
+                if listener in events:
                     self._informed(self._receive())
                 # First, because it forgets that we were woken: a task that comes while it does is
                 # run below, and one that comes later wakes us again.
@@ -292,7 +292,7 @@ class Connection:
         for number in list(self._answers):
             self._answered(number, Disconnected(_GONE))
         self._poll.close()
-        self._door.close()
+        self._control.close()
 
     def close(self) -> None:
         """End it: the server forgets this client. Owners of exchanges are woken, to close them."""
@@ -300,21 +300,21 @@ class Connection:
             return  # a forked child: all of it is its parent's
         self.alive = False  # first: the schedulers cut off who is gone, and that is seen at once
         with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)
+            self._control.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is self._thread:  # a future's callback has had enough
             self._wake_all()
         else:
             self._thread.join()
 
 
-def _connect(door: socket.socket, path: str, timeout_s: float) -> None:
+def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
     """Connect within a time, waiting for a place where many want to come in: a socket with a
     timeout of Python's is told at once that there is none."""
     seconds, rest = divmod(timeout_s, 1)
     limit = struct.pack("ll", int(seconds), int(rest * 1e6))
-    door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    door.connect(path)
-    door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    listener.connect(path)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
 
 
 def _why_not(error: Exception) -> str:
@@ -328,7 +328,7 @@ def _why_not(error: Exception) -> str:
 
 
 class _Answer:
-    """Room for the server's answer to something that was asked at the door. `pending` is locked
+    """Room for the server's answer to something that was asked there. `pending` is locked
     until it is there: not an Event, in which a thread that waits holds a lock of its own, and
     whoever answers would wait for a signal's handler in it that asks, too."""
 

@@ -80,7 +80,7 @@ class Pending:
             del outcome  # no cycle of it and its traceback, which would keep the request's memory
 
 
-class Exchange:
+class InflightTable:
     """The requests of one thread, or event loop, of a connection. `watch(fd)` hears of a descriptor
     to wait for, `unwatch(fd)` that it is about to go."""
 
@@ -350,8 +350,8 @@ class Exchange:
         return left
 
     def _cut_off(self, link: Dealer) -> None:
-        """A link has ended. Where the scheduler has too, the door will tell who has taken over; one
-        that lives has had enough of the link, and gets what was on it once more."""
+        """A link has ended. Where the scheduler has too, the listener will tell who has taken over;
+        one that lives has had enough of the link, and gets what was on it once more."""
         again = self._connect(link.endpoint)
         if not again.connected:
             again.close()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight import LATE, Exchange, Pending
+from shmserve.client.inflight import LATE, InflightTable, Pending
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.prepare import Prepared
@@ -52,7 +52,7 @@ class _Waiter:
         self._left: deque[Pending] = deque()  # to be cancelled
         self.leaving = False  # to be closed by its thread, as soon as that is out of it
         self._poll = select.epoll()
-        self.exchange = Exchange(connection, self._watch, self._poll.unregister)
+        self.exchange = InflightTable(connection, self._watch, self._poll.unregister)
 
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
@@ -325,7 +325,7 @@ def _notified(future: Future[Result]) -> None:
         future.set_running_or_notify_cancel()
 
 
-def _submit(exchange: Exchange, prepared: Prepared, future: Future[Result]) -> None:
+def _submit(exchange: InflightTable, prepared: Prepared, future: Future[Result]) -> None:
     if future.cancelled():
         prepared.end()
         return

@@ -49,8 +49,9 @@ def limit() -> int:
     return _PLENTY if soft == resource.RLIM_INFINITY else soft
 
 
-def for_guests() -> int:
-    """For how many programs at its door the supervisor can spare descriptors: each takes two."""
+def for_local_clients() -> int:
+    """For how many programs at its listener the supervisor can spare descriptors: each takes
+    two."""
     return limit() // 8
 
 
@@ -59,9 +60,9 @@ def for_regions() -> int:
     return limit() // 2
 
 
-def for_connections(doors: int) -> int:
-    """How many a gateway can spare for the connections through each of its `doors`."""
-    return max(1, (limit() - _OWN) // doors)
+def for_connections(listeners: int) -> int:
+    """How many a gateway can spare for the connections through each of its `listeners`."""
+    return max(1, (limit() - _OWN) // listeners)
 
 
 def share_of(most: int) -> int:

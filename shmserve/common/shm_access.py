@@ -36,7 +36,7 @@ SHM_DISABLED = (
 REMOTE = Peer(-1)
 # Whoever administers the server: every region is theirs to see and to unregister.
 EVERYONE = -2
-# Whoever comes through a door without shared memory: no region is theirs.
+# Whoever comes through a listener without shared memory: no region is theirs.
 NOBODY = Peer(-3)
 NO_GROUP = -1
 
@@ -45,7 +45,7 @@ NO_GROUP = -1
 class ShmPolicy:
     """What the server was told about clients' shared memory. Sizes in bytes.
 
-    `allow`: over every door, over none, or (None) over those of this host. `group`: a gid, or
+    `allow`: over every listener, over none, or (None) over those of this host. `group`: a gid, or
     NO_GROUP. `sparse_byte_size`: how much memory the server may spend on pages that clients did not
     allocate. `overlap`: what to do with outputs of two requests in one place: error, warn, ignore.
     """

@@ -1,4 +1,4 @@
-"""The settings of the gRPC door: frozen, made from the command line."""
+"""The settings of the gRPC listener: frozen, made from the command line."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ infer.py                           the hot path: submit, wait, encode
 control.py, repository.py, memory.py, cuda_memory.py, log_settings.py, metrics.py
                                    the other APIs
 absent.py                          and those that Triton has and this server does not
-state.py                           what one gateway holds, for every door:
+state.py                           what one gateway holds, for every listener:
   models.py, regions.py            what may be called, and where tensors may lie
   dispatch.py, supervisor.py, links.py                    schedulers, the supervisor, sockets
   settings.py                      what it was told at its start

@@ -1,6 +1,6 @@
 """Who speaks on a connection, and what it may: found out once, remembered for every request.
 
-Door     one listening socket, and what its clients may do there
+Listener     one listening socket, and what its clients may do there
 Caller   one connection through it
 """
 
@@ -25,7 +25,7 @@ _AUTHORIZATION = istr("Authorization")
 _HOST = istr("Host")
 
 
-class DoorKind(enum.Enum):
+class ListenerKind(enum.Enum):
     """From where a listening socket can be reached."""
 
     UNIX = "unix"
@@ -39,43 +39,43 @@ class MisdirectedHost(PermissionDenied):
     status = 421
 
 
-class Door:
+class Listener:
     """What is the same for every connection that one listening socket accepts.
 
-    `allow_shm`: over every door, none, or (None) those that only this host reaches. `names` are
+    `allow_shm`: over every listener, none, or (None) those that only this host reaches. `names` are
     host names that the server goes by, beside addresses and localhost.
     """
 
     def __init__(
         self,
-        kind: DoorKind,
+        kind: ListenerKind,
         authorisation: Authorisation,
         allow_shm: bool | None,
         names: frozenset[str] = frozenset(),
     ) -> None:
         self.kind = kind
         self.authorisation = authorisation
-        self.shm = kind is not DoorKind.REMOTE if allow_shm is None else allow_shm
+        self.shm = kind is not ListenerKind.REMOTE if allow_shm is None else allow_shm
         self.names = names
 
 
-def door_kind(sock: socket.socket) -> DoorKind:
+def listener_kind(sock: socket.socket) -> ListenerKind:
     """From where a listening socket can be reached."""
     if sock.family == socket.AF_UNIX:
-        return DoorKind.UNIX
-    return DoorKind.LOOPBACK if is_loopback(sock.getsockname()[0]) else DoorKind.REMOTE
+        return ListenerKind.UNIX
+    return ListenerKind.LOOPBACK if is_loopback(sock.getsockname()[0]) else ListenerKind.REMOTE
 
 
-class Caller:
+class ClientIdentity:
     """The client at the other end of a connection; `sock` is ours (as far as transports give it).
 
     A token or a host name that was accepted once on a connection is not looked up again.
     """
 
-    __slots__ = ("_header", "_host", "_on_gone", "_peer", "_scopes", "_sock", "door", "known")
+    __slots__ = ("_header", "_host", "_on_gone", "_peer", "_scopes", "_sock", "known", "listener")
 
-    def __init__(self, door: Door, sock: Any) -> None:
-        self.door = door
+    def __init__(self, listener: Listener, sock: Any) -> None:
+        self.listener = listener
         self._sock = sock
         self._peer: Peer | None = None
         self._header: str | None = None
@@ -84,7 +84,7 @@ class Caller:
         self._on_gone: list[Callable[[], None]] | None = []
         # Whoever runs the server needs no token.
         self.known = False
-        if door.kind is DoorKind.UNIX:
+        if listener.kind is ListenerKind.UNIX:
             with contextlib.suppress(OSError):
                 self._peer = unix_peer(sock)
                 self.known = self._peer.uid in (os.geteuid(), 0)
@@ -104,14 +104,14 @@ class Caller:
 
     def refuse(self, scope: str, headers: Mapping[str, str]) -> ShmserveError | None:
         """Why a request to an API of `scope` is refused; None when it is not."""
-        door = self.door
-        if door.kind is DoorKind.LOOPBACK:
+        listener = self.listener
+        if listener.kind is ListenerKind.LOOPBACK:
             host = headers.get(_HOST)
             if host != self._host:
-                if not _is_ours(host or "", door.names):
+                if not _is_ours(host or "", listener.names):
                     return MisdirectedHost("the Host header does not name this server")
                 self._host = host
-        rules = door.authorisation
+        rules = listener.authorisation
         if rules.asks_for_tokens and not self.known and scope not in OPEN:
             header = headers.get(_AUTHORIZATION)
             if header is None or header != self._header:
@@ -127,7 +127,7 @@ class Caller:
 
     def runs_the_server(self) -> bool:
         """Whether the server's own user asks, or root, as far as the kernel says who it is."""
-        if self.known or self.door.kind is not DoorKind.LOOPBACK:
+        if self.known or self.listener.kind is not ListenerKind.LOOPBACK:
             return self.known
         found = None
         with contextlib.suppress(OSError):
@@ -140,19 +140,19 @@ class Caller:
         Raises Unsupported when there is none for it here, PermissionDenied when nobody knows who
         it is.
         """
-        if not self.door.shm:
+        if not self.listener.shm:
             raise Unsupported(SHM_DISABLED)
         if self._peer is None:
             self._peer = self._find_peer()
         return self._peer
 
     def _find_peer(self) -> Peer:
-        if self.door.kind is DoorKind.REMOTE:
+        if self.listener.kind is ListenerKind.REMOTE:
             return REMOTE
         # No client of this host counts as one of another: what the kernel knows of it is gone as
         # soon as it hangs up, and the server's own objects are not for whoever does that.
         found: Peer | None = None
-        if self.door.kind is DoorKind.LOOPBACK:
+        if self.listener.kind is ListenerKind.LOOPBACK:
             with contextlib.suppress(OSError):
                 found = self._find_user()
         if found is None:

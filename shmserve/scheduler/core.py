@@ -41,10 +41,10 @@ from shmserve.ipc.messages import (
 )
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.batchers.dynamic import Batch, Closed, WaitUntil, decide
-from shmserve.scheduler.instances.executions import Executions, Superior
-from shmserve.scheduler.requests.queue import EXPIRED, Backlog, believable
+from shmserve.scheduler.instances.executions import ControlLink, Executions
+from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue, believable
 from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
-from shmserve.scheduler.requests.responses import Answers, Peers
+from shmserve.scheduler.requests.responses import Peers, Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Reason, Statistics
 
@@ -64,7 +64,7 @@ class Scheduler:
         settings: Settings,
         clients: Peers,
         workers: Peers,
-        control: Superior,
+        control: ControlLink,
         wall_clock: Callable[[], int],
     ) -> None:
         self._to_clients = clients
@@ -74,10 +74,10 @@ class Scheduler:
         self._batching = settings.batching
         self._ordered = settings.preserve_ordering
         self._statistics = Statistics(settings.name, settings.version)
-        self._answers = Answers(clients, workers, self._statistics, self._ordered)
-        self._backlog = Backlog(settings)
+        self._answers = Responses(clients, workers, self._statistics, self._ordered)
+        self._queue = RequestQueue(settings)
         self._executions = Executions(
-            settings, workers, control, self._backlog, self._answers, self._statistics
+            settings, workers, control, self._queue, self._answers, self._statistics
         )
         self._pool = self._executions.pool
         self._metrics = ModelMetrics()
@@ -124,23 +124,23 @@ class Scheduler:
                 raise Unavailable(id_prefix(message.request_id) + _STOPPING)
             if self._pool.failure:
                 raise Unavailable(self._pool.failure)
-            if self._pool.free and self._backlog.full:
+            if self._pool.free and self._queue.full:
                 self._dispatch(now_ns)
-            self._answers.admitted(self._backlog.admit(client, message, now_ns))
+            self._answers.admitted(self._queue.admit(client, message, now_ns))
         except InvalidArgument as error:
             self._answers.refuse(client, message, error, 0)
         except ShmserveError as error:
             wait_s = 0
             if isinstance(error, QueueFull):
-                waiting, instances = len(self._backlog), self._pool.ready_count
-                wait_s = self._executions.pace.drain_s(waiting, instances)
+                waiting, instances = len(self._queue), self._pool.ready_count
+                wait_s = self._executions.service_time.drain_s(waiting, instances)
             self._statistics.failed(believable(message.arrived_ns, now_ns), Reason.REJECTED, now_ns)
             self._answers.refuse(client, message, error, wait_s)
 
     def _cancel(self, request: Request, now_ns: int) -> None:
         match request.state:
             case State.QUEUED | State.HELD:
-                self._backlog.remove(request)
+                self._queue.remove(request)
                 self._answers.fail(
                     request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
                 )
@@ -155,7 +155,7 @@ class Scheduler:
         for request in list(client.requests.values()):
             match request.state:
                 case State.QUEUED | State.HELD:
-                    self._backlog.remove(request)
+                    self._queue.remove(request)
                 case State.EXECUTING:
                     self._executions.cancel(request)
                 case _:
@@ -220,7 +220,7 @@ class Scheduler:
         self._draining = True
         self._drained = False
         # Nothing more comes that would be worth waiting for.
-        self._backlog.release_hold()
+        self._queue.release_hold()
         if self._batching is not None:
             self._batching = replace(self._batching, delay_ns=0)
 
@@ -243,7 +243,7 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> int:
         """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
-        for request in self._backlog.expired(now_ns):
+        for request in self._queue.expired(now_ns):
             self._expire(request, now_ns)
         if now_ns >= self._limit_ns:
             for slot in self._pool.overdue(now_ns):
@@ -258,34 +258,36 @@ class Scheduler:
             self._drained = True
             self._keep(self.report(now_ns))
             self._to_control.post(Drained())
-        self._backlog.sweep(self._answers.live)
+        self._queue.sweep(self._answers.live)
         # What begins before the next turn can only pass its limit later than this.
         self._limit_ns = self._pool.next_limit_ns()
-        return min(wake_ns, self._backlog.next_timer_ns(), self._limit_ns)
+        return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
 
     def _dispatch(self, now_ns: int) -> int:
-        backlog, executions, rules = self._backlog, self._executions, self._batching
+        queue, executions, rules = self._queue, self._executions, self._batching
         pool = self._pool
-        while len(backlog):
+        while len(queue):
             ahead = not pool.free
-            if ahead and not pool.room(executions.pace.credit):
+            if ahead and not pool.room(executions.service_time.credit):
                 break
-            retry = None if ahead else backlog.take_retry()
+            retry = None if ahead else queue.take_retry()
             if retry is not None:
                 executions.start([retry], Closed.RETRY, now_ns)
-            elif not backlog.queued:
+            elif not queue.queued:
                 break  # what must run alone waits for an instance that has nothing else
             elif rules is None:
-                executions.start(backlog.take(1), Closed.IDLE, now_ns)
-            elif backlog.holding():
+                executions.start(queue.take(1), Closed.IDLE, now_ns)
+            elif queue.holding():
                 break
             else:
-                decision = decide(now_ns, backlog.waiting(), rules, executions.pace.reserve_ns)
+                decision = decide(
+                    now_ns, queue.waiting(), rules, executions.service_time.reserve_ns
+                )
                 match decision:
                     case Batch(reason=reason) if ahead and reason not in _CANNOT_GROW:
                         break
                     case Batch():
-                        executions.start(backlog.take(decision.count), decision.reason, now_ns)
+                        executions.start(queue.take(decision.count), decision.reason, now_ns)
                     case WaitUntil():
                         return NEVER if ahead else decision.ns
                     case None:
@@ -298,7 +300,7 @@ class Scheduler:
         early, reason = False, Reason.OTHER
         match request.state:
             case State.QUEUED:
-                self._backlog.remove(request)
+                self._queue.remove(request)
                 reason = Reason.REJECTED
             case State.EXECUTING:
                 self._executions.cancel(request)
@@ -310,8 +312,8 @@ class Scheduler:
         self._answers.fail(request, "UNAVAILABLE", EXPIRED, reason, now_ns, early)
 
     def _refuse_waiting(self, reason: str, now_ns: int) -> None:
-        for request in self._backlog.all():
-            self._backlog.remove(request)
+        for request in self._queue.all():
+            self._queue.remove(request)
             self._answers.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
     # --- counts -----------------------------------------------------------------------------------
@@ -354,7 +356,7 @@ class Scheduler:
         links = (self._to_clients, self._to_workers, self._to_control)
         unread = sum(link.malformed for link in links)
         gauges = {
-            "pending": len(self._backlog),
+            "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
             "malformed": unread + self._misplaced + self._executions.misplaced,

@@ -1,8 +1,8 @@
-"""Requests of guests: checked here, because no gateway has.
+"""Requests of local clients: checked here, because no gateway has.
 
-A gateway is part of the server, and says truly what a request is: a guest's word is not taken.
-Its identity must carry its token, the memory it names must be its own, and what the request counts
-as in a batch is worked out from the request itself.
+A gateway is part of the server, and says truly what a request is: a local client's word is not
+taken. Its identity must carry its token, the memory it names must be its own, and what the request
+counts as in a batch is worked out from the request itself.
 """
 
 from __future__ import annotations
@@ -11,35 +11,36 @@ from collections import deque
 from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Seals
+from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.messages import Failed, Submit
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.ipc.tensors.signature import Admission, Signature
-from shmserve.ipc.tensors.template_cache import Forms
+from shmserve.ipc.tensors.template_cache import TemplateCache
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import Router
-from shmserve.ipc.transport.untrusted_router import WaryRouter
+from shmserve.ipc.transport.untrusted_router import UntrustedRouter
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096
 _MOST_KNOWN = 1024
 _LONGEST_KNOWN = 1024  # bytes of a request that is remembered whole
-# Between a guest and us; what says that it took longer would be seen in everybody's statistics.
+# Between a local client and us; what says that it took longer would be seen in everybody's
+# statistics.
 _LONGEST_WAY_NS = 1_000_000_000
 
 
-class GuestDoor:
-    """One scheduler's guests; `link` is the socket at `endpoint` that they are connected to.
+class LocalClientListener:
+    """One scheduler's local clients; `link` is the socket at `endpoint` that they are connected to.
     `limit_us` is the server's limit from a request's arrival to its answer, 0: none."""
 
     def __init__(
-        self, endpoint: str, seals: Seals, signature: Signature, limit_us: int = 0
+        self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
     ) -> None:
         self._gone: deque[int] = deque(maxlen=_GONE_REMEMBERED)
-        self.link = WaryRouter(endpoint, self._admits)
-        self._seals = seals
-        self._rules = GuestRules(seals, signature, limit_us)
+        self.link = UntrustedRouter(endpoint, self._admits)
+        self._capabilities = capabilities
+        self._rules = GuestRules(capabilities, signature, limit_us)
 
     def check(self, peer: bytes, message: Any, now_ns: int) -> Any:
         """The message as it may be believed, or None: then it is dealt with."""
@@ -55,13 +56,13 @@ class GuestDoor:
         return None
 
     def _admits(self, peer: bytes) -> bool:
-        number = self._seals.guest(peer)
+        number = self._capabilities.local_client(peer)
         if not number or number in self._gone:
             return False
         return sum(_number(other) == number for other in self.link.peers()) < MOST_LINKS
 
     def forget(self, number: int) -> None:
-        """A guest is gone: what it left connected is of no use to anybody."""
+        """A local client is gone: what it left connected is of no use to anybody."""
         self._gone.append(number)
         for peer in self.link.peers():
             if _number(peer) == number:
@@ -69,29 +70,29 @@ class GuestDoor:
         self._rules.forget(number)
 
     def knows(self, peer: bytes) -> bool:
-        """Whether this address is a guest's."""
+        """Whether this address is a local client's."""
         return self.link.connected(peer)
 
 
 class GuestRules:
-    """What is true of a guest's request (pure)."""
+    """What is true of a local client's request (pure)."""
 
-    def __init__(self, seals: Seals, signature: Signature, limit_us: int = 0) -> None:
-        self._seals = seals
+    def __init__(self, capabilities: Capabilities, signature: Signature, limit_us: int = 0) -> None:
+        self._capabilities = capabilities
         self._signature = signature
         self._limit_us = limit_us
         self._memories: set[tuple[int, Memory]] = set()
-        self._forms: Forms[Admission] = Forms()  # of small tensors
-        # By a guest and its request, whose tensors are in memory.
+        self._forms: TemplateCache[Admission] = TemplateCache()  # of small tensors
+        # By a local client and its request, whose tensors are in memory.
         self._known: dict[tuple[int, bytes], Admission] = {}
 
     def forget(self, number: int) -> None:
-        """A guest is gone."""
+        """A local client is gone."""
         self._memories = {item for item in self._memories if item[0] != number}
         self._known.clear()
 
     def checked(self, number: int, submit: Submit, now_ns: int) -> Submit:
-        """The request of guest `number`, which is here at `now_ns`, as what it is.
+        """The request of local client `number`, which is here at `now_ns`, as what it is.
 
         Raises InvalidArgument when it cannot be, MalformedMessage when it is no request at all.
         """
@@ -127,7 +128,7 @@ class GuestRules:
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         """When it is to be answered, 0: at any time. The shortest of the limits holds: its own, in
-        both forms, and the server's, as over the other doors."""
+        both forms, and the server's, as over the other listeners."""
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)
         ends = [arrived_ns + us * 1000 for us in (submit.timeout_us, self._limit_us) if us > 0]
@@ -167,7 +168,7 @@ class GuestRules:
         key = (number, place.memory)
         if key in self._memories:
             return
-        if not self._seals.owns(number, place.memory):
+        if not self._capabilities.owns(number, place.memory):
             raise InvalidArgument("a tensor lies in memory that this client has not shared")
         if len(self._memories) >= _MOST_MEMORIES:
             self._memories.clear()
@@ -175,7 +176,7 @@ class GuestRules:
 
 
 def _number(peer: bytes) -> int:
-    """Whose link this is; who has no guest's identity has no link."""
+    """Whose link this is; who has no local client's identity has no link."""
     return int(peer.partition(b".")[0])
 
 
@@ -196,18 +197,19 @@ def _check_types(inference: Inference) -> None:
 
 
 class Fronts:
-    """The scheduler's answers: to gateways and models on one socket, to guests on the other."""
+    """The scheduler's answers: to gateways and models on one socket, to local clients on the
+    other."""
 
-    def __init__(self, clients: Router, door: GuestDoor) -> None:
+    def __init__(self, clients: Router, listener: LocalClientListener) -> None:
         self._clients = clients
-        self._door = door
+        self._listener = listener
 
     @property
     def malformed(self) -> int:
         """Frames that could not be read."""
-        return self._clients.malformed + self._door.link.malformed
+        return self._clients.malformed + self._listener.link.malformed
 
     def post(self, peer: bytes, message: Any) -> None:
         """Queue a message for whoever has this address."""
-        link = self._door.link if self._door.knows(peer) else self._clients
+        link = self._listener.link if self._listener.knows(peer) else self._clients
         link.post(peer, message)

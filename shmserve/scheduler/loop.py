@@ -11,16 +11,16 @@ from typing import get_args
 from shmserve.ipc.messages import (
     ClientToScheduler,
     Drain,
-    GuestToScheduler,
+    LocalClientToScheduler,
     ProcessExited,
     SupervisorToScheduler,
     WorkerToScheduler,
 )
-from shmserve.ipc.transport.busy_poll import SPIN_NS, Spin
+from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.core import Scheduler
-from shmserve.scheduler.local_clients import GuestDoor
+from shmserve.scheduler.local_clients import LocalClientListener
 from shmserve.scheduler.requests.request import NEVER
 
 # A sleeping thread runs again some time after its timer: up to this much is anticipated.
@@ -41,21 +41,21 @@ class Loop:
         control: Dealer,
         workers: Router,
         clients: Router,
-        guests: GuestDoor,
+        local_clients: LocalClientListener,
     ) -> None:
         self._scheduler = scheduler
-        self._links: list[Dealer | Router] = [control, workers, clients, guests.link]
-        self._guests = guests
+        self._links: list[Dealer | Router] = [control, workers, clients, local_clients.link]
+        self._local_clients = local_clients
         self._late_ns = 0
-        self._spin = Spin()
+        self._busy_poll = BusyPoll()
         # The supervisor first: it says who is gone and who will come.
         self._inboxes: dict[int, Callable[[], None]] = {
             control.fd: lambda: self._from_control(control),
             workers.fd: lambda: self._from_workers(workers),
             clients.fd: lambda: self._from_clients(clients),
-            guests.link.fd: lambda: self._from_guests(guests),
+            local_clients.link.fd: lambda: self._from_local_clients(local_clients),
         }
-        self._fronts = [clients.fd, guests.link.fd]
+        self._fronts = [clients.fd, local_clients.link.fd]
 
     def run(self) -> None:
         """Return after `Stop`."""
@@ -75,11 +75,11 @@ class Loop:
         began_ns = time.monotonic_ns()
         requests = self._scheduler.live
         ready: list[int] = []
-        if self._spin.worth(requests):
+        if self._busy_poll.worth(requests):
             ready = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
         if not ready:
             ready = self._sleep(wake_ns)
-        self._spin.observe(requests, time.monotonic_ns() - began_ns)
+        self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
         return ready
 
     def _stay_awake(self, until_ns: int) -> list[int]:
@@ -111,7 +111,7 @@ class Loop:
             if type(message) is Drain:
                 self._catch_up()
             if type(message) is ProcessExited:
-                self._guests.forget(message.pid)
+                self._local_clients.forget(message.pid)
             if type(message) in _FROM_CONTROL:
                 scheduler.from_control(message, now_ns)
             else:
@@ -142,13 +142,13 @@ class Loop:
             else:
                 scheduler.misplaced()
 
-    def _from_guests(self, guests: GuestDoor) -> None:
+    def _from_local_clients(self, local_clients: LocalClientListener) -> None:
         scheduler, now_ns = self._scheduler, time.monotonic_ns()
-        for peer, message in guests.link.receive():
+        for peer, message in local_clients.link.receive():
             if type(message) not in _FROM_GUEST:
                 scheduler.misplaced()
                 continue
-            believed = guests.check(peer, message, now_ns)
+            believed = local_clients.check(peer, message, now_ns)
             if believed is not None:
                 scheduler.from_client(peer, believed, now_ns)
 
@@ -157,4 +157,4 @@ class Loop:
 _FROM_CONTROL = frozenset(get_args(SupervisorToScheduler))
 _FROM_WORKER = frozenset(get_args(WorkerToScheduler))
 _FROM_CLIENT = frozenset(get_args(ClientToScheduler))
-_FROM_GUEST = frozenset(get_args(GuestToScheduler))
+_FROM_GUEST = frozenset(get_args(LocalClientToScheduler))

@@ -14,11 +14,11 @@ from shmserve import logs
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import messages as m
-from shmserve.ipc.capabilities import Seals
+from shmserve.ipc.capabilities import Capabilities
 from shmserve.logs import LogSettings
-from shmserve.supervisor.local_clients.server import Guests
+from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.processes.control_socket import Acknowledgements, Control
-from shmserve.supervisor.processes.table import Child, Children, Zygote
+from shmserve.supervisor.processes.table import Child, ProcessTable, Zygote
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +26,18 @@ _FIRST_WORDS = m.GatewayReady | m.SchedulerReady | m.WorkerStarted
 
 
 @dataclass(slots=True, eq=False)
-class Host:
+class SupervisorContext:
     """`front_zygote` forks gateways and schedulers, `worker_zygote`, which has torch, workers."""
 
     config: ServerConfig
     run_dir: Path
-    children: Children
+    children: ProcessTable
     control: Control
     front_zygote: Zygote
     worker_zygote: Zygote
-    seals: Seals
+    capabilities: Capabilities
     log: LogSettings
-    guests: Guests | None = None
+    local_clients: LocalClientServer | None = None
     acknowledgements: Acknowledgements = field(default_factory=Acknowledgements)
     _handlers: dict[int, tuple[str, Callable[[Any], None]]] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -80,8 +80,8 @@ class Host:
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to every process with one of these roles; "guest": to every program that
         is one."""
-        if "guest" in roles and self.guests is not None:
-            self.guests.tell(message)
+        if "guest" in roles and self.local_clients is not None:
+            self.local_clients.tell(message)
         for pid in self.role_pids(*roles):
             self.control.send(pid, message)
 

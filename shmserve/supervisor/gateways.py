@@ -14,9 +14,9 @@ from typing import Any
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc import messages as m
-from shmserve.supervisor.context import Host
+from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import close
-from shmserve.supervisor.processes.restart_backoff import Row
+from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Gateways:
 
     def __init__(
         self,
-        host: Host,
+        host: SupervisorContext,
         http: list[socket.socket],
         metrics: list[socket.socket],
         grpc: list[socket.socket],
@@ -44,7 +44,7 @@ class Gateways:
         self._snapshot = snapshot
         self._on_message = on_message
         self._children: dict[str, Child] = {}  # by name: "0", "1", ..., "grpc"
-        self._rows: defaultdict[str, Row] = defaultdict(Row)
+        self._rows: defaultdict[str, RestartBackoff] = defaultdict(RestartBackoff)
         self._started: dict[str, float] = {}
         self._drained: dict[int, asyncio.Future[None]] = {}
         self.stopping = False
@@ -111,13 +111,13 @@ class Gateways:
         await done
 
     def tell(self, message: Any) -> None:
-        """Send news of models, or of the server's health, to every gateway and guest."""
+        """Send news of models, or of the server's health, to every gateway and local client."""
         self._host.broadcast(message, "gateway", "guest")
 
     async def publish_model(self, make: Callable[[int], Any]) -> None:
-        """`publish`, to guests as well; one that is stopped is not waited for."""
-        guests = self._host.guests
-        told = [self.publish(make), *([guests.publish(make)] if guests else [])]
+        """`publish`, to local clients as well; one that is stopped is not waited for."""
+        local_clients = self._host.local_clients
+        told = [self.publish(make), *([local_clients.publish(make)] if local_clients else [])]
         await asyncio.gather(*told)
 
     def process_exited(self, child: Child) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 logger = logging.getLogger(__name__)
 
 
-class Progress:
+class StartupReport:
     """Reports phases of models by name; `with Progress() as progress: progress.phase("digits:1",
     "loading")`."""
 

@@ -29,22 +29,22 @@ from shmserve.config.server import ServerConfig
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.capabilities import KEY_SIZE, Seals
+from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
 from shmserve.ipc.memory.large_copies import past_the_caches
 from shmserve.ipc.processes import marked, name_process
 from shmserve.ipc.tensors.descriptors import CudaHandle
-from shmserve.supervisor.context import Host
+from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.host.listeners import close, hold, listen, listen_unix
 from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.local_clients.server import Guests
+from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.processes.control_socket import Control
-from shmserve.supervisor.processes.table import Child, Children, Zygote
+from shmserve.supervisor.processes.table import Child, ProcessTable, Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.registry import Registrar
-from shmserve.supervisor.startup_report import Progress, model_table
+from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.startup_report import StartupReport, model_table
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if self.config.without_effect:
             logger.warning("without effect here: %s", ", ".join(self.config.without_effect))
-        children = Children(self._process_exited)
+        children = ProcessTable(self._process_exited)
         control = Control(
             endpoints.control(self._run_dir.path),
             lambda pid: self.host.knows(pid),
@@ -201,9 +201,11 @@ class Supervisor:
         # Models start processes, too; front's own zygote has no mark, and clears up after them.
         copying = marked(past_the_caches(os.environ), os.getpid(), self._run_dir.path)
         workers = Zygote(children, self._run_dir, "worker zygote", self._preloads(), copying)
-        seals = Seals(secrets.token_bytes(KEY_SIZE))
+        capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
         folder, log = self._run_dir.path, self.config.log
-        self.host = Host(self.config, folder, children, control, front, workers, seals, log)
+        self.host = SupervisorContext(
+            self.config, folder, children, control, front, workers, capabilities, log
+        )
         workers.start()  # first: torch takes longest
         front.start()
         self.gateways = Gateways(
@@ -215,20 +217,20 @@ class Supervisor:
         )
         # A server that has no descriptor left could start no process again.
         most = min(self.config.shm.max_regions, fd_limits.for_regions())
-        self.regions = Registrar(
+        self.regions = RegionRegistry(
             self.gateways.publish,
             self.gateways.pids,
             lambda msg: self.host.broadcast(msg, "worker"),
             replace(self.config.shm, max_regions=most),
             self.handles if found.kind == "cuda" else None,
         )
-        self.host.guests = Guests(
+        self.host.local_clients = LocalClientServer(
             self._run_dir.path,
             self.config.shm.group,
-            seals,
+            capabilities,
             self.regions,
-            self._told_to_guests,
-            self._guest_left,
+            self._told_to_local_clients,
+            self._local_client_left,
         )
         self.models = Models(self.host, self.gateways, found, self._asked, self._update_health)
 
@@ -240,7 +242,7 @@ class Supervisor:
 
     async def _start(self, began: float) -> int:
         gateways = self.host.background(self.gateways.start())
-        with Progress() as progress:
+        with StartupReport() as progress:
             loaded = await self.models.start(progress)
         await gateways
         for line in model_table(self.models.index(ready=False)):
@@ -287,11 +289,11 @@ class Supervisor:
             self.host.background(self.regions.drop_shrunk())
         self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker", "guest")
 
-    def _told_to_guests(self) -> Iterator[Any]:
+    def _told_to_local_clients(self) -> Iterator[Any]:
         yield from self.models.published()
         yield self._health
 
-    def _guest_left(self, number: int) -> None:
+    def _local_client_left(self, number: int) -> None:
         # Its requests first, so that no worker begins one whose memory it has dropped.
         self.host.broadcast(m.ProcessExited(number), "scheduler")
         self.regions.give_back(number)
@@ -383,8 +385,8 @@ class Supervisor:
         await end_all(*self.host.tasks)
         await self.models.kill()
         await self._kill_rest()
-        if self.host.guests is not None:
-            self.host.guests.close()
+        if self.host.local_clients is not None:
+            self.host.local_clients.close()
         self.regions.close()
         self.host.control.close()
         self.host.children.close()

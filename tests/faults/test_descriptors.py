@@ -46,11 +46,13 @@ def address(server: Server, name: str) -> tuple[int, int, str | tuple[str, int]]
     ports = {"http": server.http_port, "metrics": server.metrics_port, "grpc": server.grpc_port}
     if name in ports:
         return socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", ports[name])
-    guests = endpoints.guest_folder(server.run_dir)
+    local_clients = endpoints.local_client_folder(server.run_dir)
     found = {
         "control": lambda: server.run_dir / "control",
-        "door": lambda: guests / "door",
-        "guests": lambda: next(path for path in sorted(guests.iterdir()) if path.name != "door"),
+        "door": lambda: local_clients / "door",
+        "guests": lambda: next(
+            path for path in sorted(local_clients.iterdir()) if path.name != "door"
+        ),
         "gateways": lambda: next(
             path for path in sorted(server.run_dir.glob("s*")) if stat.S_ISSOCK(path.stat().st_mode)
         ),
@@ -70,7 +72,7 @@ def crowded(server: Server, name: str) -> Iterator[None]:
         for _ in range(_MANY):
             sock = stack.enter_context(socket.socket(family, kind))
             sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):  # or the backlog is full
+            with contextlib.suppress(BlockingIOError):  # or the queue is full
                 sock.connect(where)
         yield
 
@@ -114,8 +116,8 @@ def test_grpc_connections_leave_some(server: Server) -> None:
 
 
 def test_registrations_leave_some(server: Server) -> None:
-    """Regions, and programs at the door with memory of theirs, until no more is taken: what dies is
-    started again all the same.
+    """Regions, and programs at the listener with memory of theirs, until no more is taken: what
+    dies is started again all the same.
     """
     with scene(server) as stage, SharedObject(4096) as made, contextlib.ExitStack() as stack:
         replies = [stage.http.register(f"r{n}", made.key, 4096) for n in range(_LIMIT)]
@@ -123,7 +125,7 @@ def test_registrations_leave_some(server: Server) -> None:
         assert refused.status == 400 and "can be registered" in refused.error
         for _ in range(_LIMIT):
             plain = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            plain.connect(str(endpoints.door(server.run_dir)))
+            plain.connect(str(endpoints.listener(server.run_dir)))
         for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
             victim = server.one(title)
             victim.kill()

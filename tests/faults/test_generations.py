@@ -19,7 +19,7 @@ import pytest
 from shmserve.ipc import messages as m
 from tests.rigs.local_clients import Guest
 from tests.support import repositories
-from tests.support.crowd import Crowd, crowd, values
+from tests.support.crowd import ConnectionLimits, crowd, values
 from tests.support.raw_http import Reply, binary_request
 from tests.support.servers import Server, running
 from tests.support.waiting import until
@@ -49,7 +49,9 @@ def server(repository: Path) -> Iterator[Server]:
         yield started
 
 
-def change(people: Crowd, name: str, verb: str = "load", body: Any = None) -> Future[Reply]:
+def change(
+    people: ConnectionLimits, name: str, verb: str = "load", body: Any = None
+) -> Future[Reply]:
     """Ask for a load, or an unload."""
     return people.do(lambda http: http.post(f"/v2/repository/models/{name}/{verb}", body))
 
@@ -71,15 +73,15 @@ def attached(server: Server) -> int:
 
 
 @contextlib.contextmanager
-def silent_guest(server: Server) -> Iterator[Callable[[str], None]]:
+def silent_local_client(server: Server) -> Iterator[Callable[[str], None]]:
     """Who has not acknowledged a change yet, which waits for it for a while. Yields what returns
     once a change of that model does so, and the gateways know of it.
     """
-    with contextlib.closing(Guest(server).hello()) as guest:
+    with contextlib.closing(Guest(server).hello()) as local_client:
 
         def wait(model: str) -> None:
             while True:
-                match guest.next():
+                match local_client.next():
                     case m.ModelPublished(name=name, acknowledge=number) if number:
                         if name == model:
                             break
@@ -200,7 +202,7 @@ def test_a_version_gives_way_to_another_while_models_change(
         before = len(server.log())
         change(people, "two").result().ok()
         (repository / "two" / "2").rename(repository / "two" / "1")
-        with silent_guest(server) as changes:
+        with silent_local_client(server) as changes:
             asked = change(people, "two")
             changes("two")
             assert len(server.find("scheduler two")) == 2
@@ -244,7 +246,7 @@ def test_a_generation_that_breaks_as_it_takes_over(server: Server, repository: P
         loading = change(people, "slow")
         new = server.gate.next()
         code.write_text("raise SystemError('not again')")
-        with silent_guest(server) as changes:  # what it does not know yet is not so
+        with silent_local_client(server) as changes:  # what it does not know yet is not so
             new.release()
             changes("slow")
             asked = people.number("slow", 7)

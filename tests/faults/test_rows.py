@@ -22,7 +22,7 @@ import pytest
 import shmserve.client
 from tests.faults.small_shm import can_mount, fill_shared_memory
 from tests.support import repositories
-from tests.support.crowd import Crowd, crowd
+from tests.support.crowd import ConnectionLimits, crowd
 from tests.support.leaks import descriptors, made_since
 from tests.support.raw_http import Http, UnixHttp, in_region, json_input, shm_input
 from tests.support.regions import SharedObject
@@ -63,7 +63,7 @@ class Stage:
 
     server: Server
     http: Http
-    people: Crowd
+    people: ConnectionLimits
     socket: Path
     models: Path
 

@@ -27,7 +27,7 @@ from shmserve.gateway.http.routes import find_route
 from shmserve.gateway.inference.builder import from_json, raw_request
 from shmserve.gateway.region_table import Region, Spans
 from shmserve.ipc import messages
-from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Seals
+from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import Submit
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, decode_bytes
@@ -296,18 +296,18 @@ def _check_place(data: bytes | Place) -> None:
 
 # --- what programs outside the server say to a scheduler
 
-_SEALS = Seals(b"k" * KEY_SIZE)
+_SEALS = Capabilities(b"k" * KEY_SIZE)
 _GUEST = FIRST + 7
 _HANDSHAKE = zmtp.GREETING + zmtp.ready("DEALER", b"fuzz")
 
 
 def native(data: bytes) -> None:
-    """The bytes of a guest's connection, what it says with them, and who it says it is."""
+    """The bytes of a local client's connection, what it says with them, and who it says it is."""
     kind, rest = data[:1], data[1:]
     if kind == b"z":
         _decoded(_Bytes(rest))
     elif kind == b"i":
-        number = _SEALS.guest(rest)
+        number = _SEALS.local_client(rest)
         assert not number or rest.startswith(f"{number}.{_SEALS.token(number)}".encode())
     elif kind == b"w":
         _said(Submit(1, 0, b"", 0, 0, 0, 0, rest))

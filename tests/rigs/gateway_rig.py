@@ -139,10 +139,12 @@ class Scheduler:
 class Rig:
     """A gateway on free ports, its supervisor (`tell`, `heard`) and its schedulers.
 
-    `door` is a listening socket, if not one on 127.0.0.1.
+    `listener` is a listening socket, if not one on 127.0.0.1.
     """
 
-    def __init__(self, run_dir: Path, door: socket.socket | None = None, **settings: Any) -> None:
+    def __init__(
+        self, run_dir: Path, listener: socket.socket | None = None, **settings: Any
+    ) -> None:
         self.run_dir = run_dir
         self.heard: list[Any] = []
         self.refusals: dict[type, tuple[str, str]] = {}
@@ -150,7 +152,7 @@ class Rig:
         self.schedulers: list[Scheduler] = []
         self._peer = b""
         self._puppet = Puppet(endpoints.control(run_dir), self._take)
-        self._http = door or socket.create_server(("127.0.0.1", 0))
+        self._http = listener or socket.create_server(("127.0.0.1", 0))
         self._scrapes = socket.create_server(("127.0.0.1", 0))
         self.port = 0 if self._http.family == socket.AF_UNIX else self._http.getsockname()[1]
         self.http = Http(self.port)
@@ -257,9 +259,9 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rig(run_dir: Path, door: socket.socket | None = None, **settings: Any) -> Iterator[Rig]:
+def rig(run_dir: Path, listener: socket.socket | None = None, **settings: Any) -> Iterator[Rig]:
     """A rig for the with block."""
-    made = Rig(run_dir, door, **settings)
+    made = Rig(run_dir, listener, **settings)
     try:
         yield made
     finally:

@@ -22,16 +22,16 @@ class Guest:
     """A program that says what the test wants it to say."""
 
     def __init__(self, server: Server) -> None:
-        self.door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # With a timeout it would be told at once that the backlog is full, where it is.
-        self.door.connect(str(endpoints.door(server.run_dir)))
-        self.door.settimeout(10)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # With a timeout it would be told at once that the queue is full, where it is.
+        self.listener.connect(str(endpoints.listener(server.run_dir)))
+        self.listener.settimeout(10)
         self.models: dict[str, str] = {}
         self.number, self.token = 0, ""
         self.links: list[Dealer] = []
 
     def hello(self) -> Guest:
-        """Become a guest."""
+        """Become a local client."""
         self.tell(m.Hello(frames.VERSION))
         while True:
             match self.next():
@@ -43,10 +43,10 @@ class Guest:
                     return self
 
     def tell(self, message: Any, *fds: int) -> None:
-        socket.send_fds(self.door, [frames.pack([message])], fds)
+        socket.send_fds(self.listener, [frames.pack([message])], fds)
 
     def next(self) -> Any:
-        (message,) = frames.unpack(self.door.recv(1 << 20))
+        (message,) = frames.unpack(self.listener.recv(1 << 20))
         return message
 
     def ask(self, message: Any, *fds: int) -> Any:
@@ -59,21 +59,21 @@ class Guest:
         return made
 
     def close(self) -> None:
-        self.door.close()
+        self.listener.close()
         for link in self.links:
             link.close()
 
 
 @contextlib.contextmanager
 def memfd(
-    size: int = 4096, reserve: bool = True, seals: int = fcntl.F_SEAL_SHRINK
+    size: int = 4096, reserve: bool = True, capabilities: int = fcntl.F_SEAL_SHRINK
 ) -> Iterator[int]:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
         if reserve:
             os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, capabilities)
         yield fd
     finally:
         os.close(fd)

@@ -14,10 +14,10 @@ from typing import Any
 from shmserve.config.options import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc import messages as m
-from shmserve.ipc.capabilities import Seals
+from shmserve.ipc.capabilities import Capabilities
 from shmserve.logs import LogSettings
-from shmserve.supervisor.context import Host
-from shmserve.supervisor.models.version_spec import Plan
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.version_spec import VersionSpec
 from shmserve.supervisor.processes.table import Child
 
 CONFIG = {
@@ -29,10 +29,10 @@ CONFIG = {
 _HIGHEST_PID = 1 << 22
 
 
-def plan(version: str = "1") -> Plan:
+def plan(version: str = "1") -> VersionSpec:
     """A version of the model "m"."""
     folder = Path("/tmp")
-    return Plan("m", version, folder, folder, CONFIG, lambda completed: completed)
+    return VersionSpec("m", version, folder, folder, CONFIG, lambda completed: completed)
 
 
 class Made(Child):
@@ -60,8 +60,10 @@ class Processes:
         self.on_end: Callable[[Child], None] = lambda child: None
         config = from_flags(parse(["--model-repository=/tmp"]), {})
         fake: Any = self
-        folder, seals = Path("/tmp"), Seals(bytes(32))
-        self.host = Host(config, folder, fake, fake, fake, fake, seals, LogSettings())
+        folder, capabilities = Path("/tmp"), Capabilities(bytes(32))
+        self.host = SupervisorContext(
+            config, folder, fake, fake, fake, fake, capabilities, LogSettings()
+        )
 
     async def spawn(self, title: str, entry: str, args: Any, fds: Any = ()) -> Child:
         """As a zygote does."""

@@ -142,9 +142,9 @@ class Rig:
         """What clients were told since the last time."""
         return [message for _, message in self.clients.take()]
 
-    def finish(self, peer: bytes, batch: m.Execute, *replies: list[Any]) -> None:
+    def finish(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
         """The worker returns a batch, with success unless `replies` are given."""
-        made = list(replies) or [ok(key) for key, _, _ in batch.requests]
+        made = list(replies) or [ok(each.key) for each in batch.requests]
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(peer, m.BatchFinished(batch.batch, *times, made, copied_in=5, copied_out=6))
 
@@ -157,9 +157,9 @@ class Rig:
         return answer.statistics
 
 
-def ok(key: int, body: bytes = b"done") -> list[Any]:
+def ok(key: int, body: bytes = b"done") -> m.Reply:
     """A successful reply."""
-    return [key, "", "", body]
+    return m.Reply(key, "", "", body)
 
 
 def body_in_arena(pid: int, *offsets: int) -> bytes:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import CancelExecution, Execute, ReleaseOutputs
+from shmserve.ipc.messages import CancelExecution, Execute, ReleaseOutputs, Work
 from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -171,10 +171,10 @@ class Rig:
     def raw_batch(self, works: Sequence[bytes], pid: int = CLIENT_PID) -> list[Reply]:
         """Run a batch of packed requests, whose keys are 1, 2, ..."""
         self._batches += 1
-        batch = [[key, pid, work] for key, work in enumerate(works, 1)]
+        batch = [Work(key, pid, work) for key, work in enumerate(works, 1)]
         self.finished = self.instance.finish(Execute(self._batches, batch))
         assert self.finished.batch == self._batches
-        replies = {key: rest for key, *rest in self.finished.replies}
+        replies = {each.key: (each.code, each.message, each.body) for each in self.finished.replies}
         assert sorted(replies) == list(range(1, len(works) + 1))
         return [
             Reply(code, message, unpack_inferred(body) if code == "" else None)
@@ -218,7 +218,7 @@ def rig(folder: Path) -> Iterator[Rig]:
                 del sys.modules[name]
 
 
-class Calls(Backend):
+class BlsClient(Backend):
     """A backend whose `execute` is a function given by the test."""
 
     def __init__(self, context: ModelContext, execute: Any) -> None:

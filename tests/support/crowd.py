@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.support.servers import Server
 
 
-class Crowd:
+class ConnectionLimits:
     """Sends requests and does not wait for their answers."""
 
     def __init__(self, server: Server, pool: ThreadPoolExecutor) -> None:
@@ -54,10 +54,10 @@ class Crowd:
 
 
 @contextlib.contextmanager
-def crowd(server: Server, most: int = 64) -> Iterator[Crowd]:
+def crowd(server: Server, most: int = 64) -> Iterator[ConnectionLimits]:
     """A crowd of at most that many requests at a time; at the end all have their answers."""
     with ThreadPoolExecutor(most) as pool:
-        people = Crowd(server, pool)
+        people = ConnectionLimits(server, pool)
         try:
             yield people
         finally:

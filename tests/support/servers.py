@@ -320,8 +320,8 @@ def running(
     gpu: bool = False,
     prefix: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """A ready server, stopped at the end of the with block; with `grpc`, that door is open too, and
-    with `gpu` it may use the host's."""
+    """A ready server, stopped at the end of the with block; with `grpc`, that listener is open too,
+    and with `gpu` it may use the host's."""
     repositories = [repository] if isinstance(repository, Path) else repository
     server = Server(repositories, flags, environment=environment, grpc=grpc, gpu=gpu, prefix=prefix)
     try:

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.client_identity import Caller, Door, DoorKind
+from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind
 from shmserve.ipc.transport import frames
 from tests.fuzz import targets
 from tests.fuzz.__main__ import CORPUS
@@ -113,8 +113,8 @@ def test_any_message(kind: bytes, value: Any) -> None:
 def test_any_host_and_any_token(host: str, token: str) -> None:
     """R18, R21: no header opens anything by being odd."""
     rules = Authorisation({"ab" * 32: ("inference",)}, {})
-    for kind in (DoorKind.LOOPBACK, DoorKind.REMOTE):
-        refused = Caller(Door(kind, rules, None), None).refuse(
+    for kind in (ListenerKind.LOOPBACK, ListenerKind.REMOTE):
+        refused = ClientIdentity(Listener(kind, rules, None), None).refuse(
             "inference", {"Host": host, "Authorization": f"Bearer {token}"}
         )
         assert refused is not None

@@ -157,7 +157,7 @@ class Request:
     requested: dict[str, RequestedOutput]
     probe: Callable[[int], bool] = lambda key: False
     bodies: dict[Any, bytes] = field(default_factory=dict)
-    overlaid: bool = False
+    aliased: bool = False
     byte_size: int = 0
 
     def is_cancelled(self) -> bool:

@@ -82,7 +82,7 @@ class Scatterer:
             for output in answer.outputs
             if output.name in request.requested and output.name in self._signature.outputs
         ]
-        if request.overlaid and len(ready) > 1:
+        if request.aliased and len(ready) > 1:
             ready = [_detached(item, request) for item in ready]
         requested = request.requested
         loose = sum([item.byte_size for item in ready if requested[item.name].place is None])

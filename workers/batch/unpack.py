@@ -15,12 +15,12 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.tensors.aliasing import overlaid
+from shmserve.ipc.tensors.aliasing import aliased
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, unpack_inference
 from shmserve.ipc.tensors.signature import Signature, TensorSpec, id_prefix
-from shmserve.ipc.tensors.template_cache import LONGEST_KNOWN, Forms
+from shmserve.ipc.tensors.template_cache import LONGEST_KNOWN, TemplateCache
 from shmserve.workers.batch.request import Copied, Input, Request
 
 _MOST_IN_MEMORY = 256
@@ -50,7 +50,7 @@ class _Form(NamedTuple):
     batch_size: int
     requested: dict[str, RequestedOutput]
     bodies: dict[Any, bytes]
-    overlaid: bool
+    aliased: bool
     byte_size: int
 
 
@@ -75,7 +75,7 @@ class Unpacker:
         self._copied = copied or Copied()
         self._device_inputs = device_inputs
         self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
-        self._forms: Forms[_Form] = Forms()
+        self._templates: TemplateCache[_Form] = TemplateCache()
         self._in_memory: dict[bytes, _Form] = {}
 
     def request(self, key: int, client_pid: int, work: bytes) -> Request:
@@ -85,7 +85,7 @@ class Unpacker:
         tensor's memory is not there.
         """
         inputs: dict[str, Input] = {}
-        found = self._forms.find(work)
+        found = self._templates.find(work)
         if found is None:
             form = self._in_memory.get(work) or self._read(work)
             request_id = form.inference.request_id
@@ -109,7 +109,7 @@ class Unpacker:
             form.requested,
             self._probe,
             form.bodies,
-            form.overlaid,
+            form.aliased,
             form.byte_size,
         )
 
@@ -127,10 +127,10 @@ class Unpacker:
             requested = self._all_outputs
         else:
             requested = {output.name: output for output in inference.outputs}
-        in_place = overlaid(inference)
+        in_place = aliased(inference)
         form = _Form(inference, tensors, batch_size, requested, {}, in_place, byte_size)
         if any(type(tensor.data) is bytes for tensor in inference.inputs):
-            self._forms.learn(work, inference, form)
+            self._templates.learn(work, inference, form)
         elif len(work) <= LONGEST_KNOWN:
             # A program that uses its regions again sends the very same bytes.
             if len(self._in_memory) >= _MOST_IN_MEMORY:

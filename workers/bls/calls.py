@@ -46,8 +46,8 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.batch.request import Input
-from shmserve.workers.bls.model_directory import Directory, Key, Target
-from shmserve.workers.bls.shared_wait import Waiting
+from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
+from shmserve.workers.bls.shared_wait import SharedWait
 from shmserve.workers.control import Control, News
 
 logger = logging.getLogger(__name__)
@@ -116,18 +116,18 @@ class _Doubt(NamedTuple):
     error: ShmserveError
 
 
-class Calls:
+class BlsClient:
     """The calls of one worker. Its arena, of `arena_byte_size`, is made when it is needed."""
 
     def __init__(self, control: Control, arena_byte_size: int) -> None:
         self._control = control
-        self._directory = Directory(control)
+        self._directory = ModelDirectory(control)
         self._arena_byte_size = arena_byte_size
         self._arena: Arena | None = None
         self._mappings = Mappings()
         self._identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._ids = count(1)
-        self._waiting = Waiting(self._take)
+        self._waiting = SharedWait(self._take)
         self._lock = self._waiting.lock
         self._links: dict[str, Dealer] = {}
         self._open: dict[int, Call] = {}
@@ -302,7 +302,7 @@ class Calls:
         self._flush()
 
     def _drain(self, link: Dealer, heir: Dealer) -> None:
-        """Handle what is at a link; `heir` is told what was read."""
+        """Handle what is at a link; `successor` is told what was read."""
         for message in link.receive():
             match message:
                 case Finished(id=number, body=body):

@@ -20,7 +20,7 @@ class Target:
     signature: Signature
 
 
-class Directory:
+class ModelDirectory:
     """The known targets. For any thread."""
 
     def __init__(self, control: Control) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 
-class Waiting:
+class SharedWait:
     """One epoll descriptor over all sockets, one thread at a time asleep on it, the others behind.
 
     `take` is called without `lock`.

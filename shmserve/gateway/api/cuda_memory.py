@@ -1,4 +1,4 @@
-"""Registering CUDA shared memory, as every door offers it.
+"""Registering CUDA shared memory, as every listener offers it.
 
 The handle is 64 bytes that mean an allocation of another process. A gateway passes it on and never
 opens it. On a host without a CUDA device nothing can be registered.
@@ -65,7 +65,7 @@ async def register(
     """Register [offset, offset + byte_size) of what `handle` opens on the server's `device_id`, for
     `peer`.
 
-    Returns when every door knows it. `exporter_pid`: the process at the other end of a local
+    Returns when every listener knows it. `exporter_pid`: the process at the other end of a local
     socket, 0 where that is not known; with it the region ends. Raises InvalidArgument,
     AlreadyExists, or Unavailable where the server lacks what opens handles.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from shmserve.common.model_names import check_model_name
 from shmserve.errors import Internal, InvalidArgument, PermissionDenied, Unsupported
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.parser import JsonFault, loads
@@ -54,12 +54,12 @@ async def load(gateway: Gateway, request: Request, repository: str | None, name:
     return Reply()
 
 
-def check_may_send(caller: Caller) -> None:
+def check_may_send(caller: ClientIdentity) -> None:
     """Raise PermissionDenied unless the server may run what this client sends as model files.
 
     It runs as the server's user, so it is that user's to send, or whoever's has a token for it.
     """
-    if not (caller.door.authorisation.asks_for_tokens or caller.runs_the_server()):
+    if not (caller.listener.authorisation.asks_for_tokens or caller.runs_the_server()):
         raise PermissionDenied(
             "a configuration or files for a model may come only from the user who runs the server, "
             "or with a token"

@@ -12,7 +12,7 @@ from shmserve.common.shm_access import NOBODY, Peer
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.api import cuda_memory
 from shmserve.gateway.api.repository import read_json
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.json.parser import LARGEST_UNSIGNED, JsonFault
 from shmserve.gateway.http.request import Request
@@ -79,7 +79,7 @@ def ask_to_register(
     leased: bool = False,
     pin: bool = False,
 ) -> Awaitable[dict[str, Any]]:
-    """Have a POSIX object of `peer` registered, whatever the door; raises why it is refused."""
+    """Have a POSIX object of `peer` registered, whatever the listener; raises why it is refused."""
     groups = list(peer.groups)
     return gateway.supervisor.ask(
         lambda number: RegisterRegion(
@@ -88,7 +88,9 @@ def ask_to_register(
     )
 
 
-async def _lease(gateway: Gateway, caller: Caller, asked: Awaitable[dict[str, Any]]) -> None:
+async def _lease(
+    gateway: Gateway, caller: ClientIdentity, asked: Awaitable[dict[str, Any]]
+) -> None:
     # A client that leaves meanwhile has abandoned the region as soon as it is there.
     def registered(task: asyncio.Future[dict[str, Any]]) -> None:
         if not task.cancelled() and task.exception() is None:
@@ -117,10 +119,12 @@ async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
     return json_reply([region.status() for region in regions])
 
 
-def visible(gateway: Gateway, caller: Caller, name: str, *, cuda: bool = False) -> list[Region]:
+def visible(
+    gateway: Gateway, caller: ClientIdentity, name: str, *, cuda: bool = False
+) -> list[Region]:
     """The regions of a kind that are the caller's user's, or the one of this name; raises
     NotFound."""
-    peer = caller.administrator() if caller.door.shm else NOBODY
+    peer = caller.administrator() if caller.listener.shm else NOBODY
     return gateway.regions.visible(name, peer, cuda=cuda)
 
 
@@ -131,7 +135,7 @@ async def unregister(gateway: Gateway, request: Request, name: str | None) -> Re
 
 
 async def ask_to_unregister(
-    gateway: Gateway, caller: Caller, name: str, *, cuda: bool = False
+    gateway: Gateway, caller: ClientIdentity, name: str, *, cuda: bool = False
 ) -> None:
     """Have a region of the caller's user unregistered, all of them for "", of one kind."""
     peer = caller.administrator()

@@ -1,4 +1,4 @@
-"""The gRPC door: Triton's service and gRPC's health service, in a process of its own.
+"""The gRPC listener: Triton's service and gRPC's health service, in a process of its own.
 
     main.py      the server (settings.py); loop.py is the event loop under it
     service.py   the table of RPCs: authorise, handle, errors to a status
@@ -8,7 +8,7 @@
     control.py, memory.py, log_and_trace.py      the other RPCs
     callers.py, sockets.py, crowds.py            who is connected, and who makes room
 
-What both doors share is in shmserve/gateway.
+What both listeners share is in shmserve/gateway.
 """
 
 import os

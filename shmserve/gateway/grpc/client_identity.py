@@ -10,19 +10,19 @@ from typing import Any
 
 from shmserve.common.peer_credentials import Address, loopback_peer
 from shmserve.common.shm_access import Peer
-from shmserve.gateway.client_identity import Caller, Door
+from shmserve.gateway.client_identity import ClientIdentity, Listener
 from shmserve.gateway.grpc import core_sockets
 
 _MOST_KNOWN = 16384
 
 
-class CallCaller(Caller):
+class CallIdentity(ClientIdentity):
     """The client of one call; nothing is looked up unless it wants shared memory."""
 
     __slots__ = ("_call", "_users")
 
-    def __init__(self, door: Door, users: Users, call: Any) -> None:
-        super().__init__(door, None)
+    def __init__(self, listener: Listener, users: Users, call: Any) -> None:
+        super().__init__(listener, None)
         self._users = users
         self._call = call
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shmserve.common.fd_limits import share_of
 from shmserve.common.peer_credentials import network
-from shmserve.gateway.client_identity import DoorKind
+from shmserve.gateway.client_identity import ListenerKind
 from shmserve.gateway.grpc import core_sockets
 from shmserve.gateway.grpc.call_watchdog import Calls
 
@@ -55,12 +55,12 @@ def leaving(seen: Collection[Seen], most: int) -> list[Seen]:
     return ended
 
 
-class Crowds:
-    """Watches the connections through one door, of which there may be `most`."""
+class ConnectionLimits:
+    """Watches the connections through one listener, of which there may be `most`."""
 
-    def __init__(self, calls: Calls, kind: DoorKind, ports: set[int], most: int) -> None:
+    def __init__(self, calls: Calls, kind: ListenerKind, ports: set[int], most: int) -> None:
         self._calls = calls
-        self._all_are_one = kind is DoorKind.LOOPBACK
+        self._all_are_one = kind is ListenerKind.LOOPBACK
         self._ports = ports
         self._most = most
         self._many = most if self._all_are_one else share_of(most)

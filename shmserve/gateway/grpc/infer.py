@@ -10,14 +10,14 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.wire.fingerprint import Plans, split
 from shmserve.gateway.grpc.wire.request import wire_request
 from shmserve.gateway.grpc.wire.response import encode
 from shmserve.gateway.http.infer import failure, log_failure, submission
 from shmserve.gateway.http.json.infer_request import WireRequest
-from shmserve.gateway.inference.builder import Taken, build
+from shmserve.gateway.inference.builder import BuiltRequest, build
 from shmserve.gateway.inference.response import check_size
 from shmserve.gateway.links.dispatcher import Pending
 from shmserve.gateway.model_table import Model, checked_version
@@ -43,7 +43,12 @@ class Submitted:
     )
 
     def __init__(
-        self, gateway: Gateway, inferences: Inferences, model: Model, taken: Taken, pending: Pending
+        self,
+        gateway: Gateway,
+        inferences: Inferences,
+        model: Model,
+        taken: BuiltRequest,
+        pending: Pending,
     ) -> None:
         self._gateway = gateway
         self._inferences = inferences
@@ -166,7 +171,7 @@ class Inferences:
         if not self.count and self.on_idle is not None:
             self.on_idle()
 
-    def submit(self, raw: bytes, caller: Caller, remaining_s: float | None) -> Submitted:
+    def submit(self, raw: bytes, caller: ClientIdentity, remaining_s: float | None) -> Submitted:
         """Hand the serialized ModelInferRequest `raw` of `caller` to its scheduler.
 
         `remaining_s` is how long its client's call lasts, in seconds, None for any time. Raises
@@ -193,7 +198,7 @@ class Inferences:
         self.came()
         return Submitted(gateway, self, model, taken, pending)
 
-    def _take(self, raw: bytes) -> tuple[Model, Taken]:
+    def _take(self, raw: bytes) -> tuple[Model, BuiltRequest]:
         parts = split(raw)
         if parts is not None:
             try:

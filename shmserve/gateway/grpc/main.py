@@ -20,11 +20,11 @@ from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.common.peer_credentials import is_loopback
 from shmserve.common.tls import Tls
 from shmserve.gateway import process
-from shmserve.gateway.client_identity import Door, DoorKind
+from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc import event_loop
 from shmserve.gateway.grpc.call_watchdog import Calls
-from shmserve.gateway.grpc.connection_limits import Crowds
+from shmserve.gateway.grpc.connection_limits import ConnectionLimits
 from shmserve.gateway.grpc.direct_unary import acceptor
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import MODEL_INFER, Service
@@ -83,10 +83,10 @@ class GrpcFront(process.Front):
         self._most = min(gateway.settings.max_connections, fd_limits.for_connections(1))
         self._inferences = Inferences(gateway)
         self._calls = Calls(gateway.settings.body_timeout_s)
-        door = _door(gateway, settings)
-        self._service = Service(gateway, self._inferences, door, self._calls)
+        listener = _listener(gateway, settings)
+        self._service = Service(gateway, self._inferences, listener, self._calls)
         ports = {port for _, port in settings.addresses}
-        self._crowds = Crowds(self._calls, door.kind, ports, self._most)
+        self._crowds = ConnectionLimits(self._calls, listener.kind, ports, self._most)
         self._server: Any = None
 
     async def open(self) -> None:
@@ -160,12 +160,12 @@ class GrpcFront(process.Front):
                 await self._server.stop(_LAST_WORDS_S)
 
 
-def _door(gateway: Gateway, settings: GrpcSettings) -> Door:
+def _listener(gateway: Gateway, settings: GrpcSettings) -> Listener:
     """One for all addresses: gRPC does not say to which of them a client has connected."""
     told = gateway.settings
     here = all(is_loopback(host) for host, _ in settings.addresses)
-    return Door(
-        DoorKind.LOOPBACK if here else DoorKind.REMOTE,
+    return Listener(
+        ListenerKind.LOOPBACK if here else ListenerKind.REMOTE,
         Authorisation(told.tokens, decode_restrictions(told.grpc_restricted), "protocol"),
         told.allow_client_shm,
     )

@@ -13,11 +13,11 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
-from shmserve.gateway.client_identity import Caller, Door
+from shmserve.gateway.client_identity import ClientIdentity, Listener
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import log_and_trace, metadata, shared_memory
 from shmserve.gateway.grpc.call_watchdog import Calls, Reading
-from shmserve.gateway.grpc.client_identity import CallCaller, Users
+from shmserve.gateway.grpc.client_identity import CallIdentity, Users
 from shmserve.gateway.grpc.direct_unary import Call
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.stream import stream_infer
@@ -51,11 +51,11 @@ class Rpc:
 
     scope: str
     request: type[Message] | None = None
-    handler: Callable[[Gateway, Caller, Any], Awaitable[Message]] | None = None
+    handler: Callable[[Gateway, ClientIdentity, Any], Awaitable[Message]] | None = None
 
 
 _PLAIN: tuple[
-    tuple[str, type[Message], Callable[[Gateway, Caller, Any], Awaitable[Message]]], ...
+    tuple[str, type[Message], Callable[[Gateway, ClientIdentity, Any], Awaitable[Message]]], ...
 ] = (
     ("health", pb.ServerLiveRequest, metadata.server_live),
     ("health", pb.ServerReadyRequest, metadata.server_ready),
@@ -97,15 +97,17 @@ RPCS: dict[str, Rpc] = {
 
 
 class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Finds the handler of every call, after the door's rules have let it pass.
+    """Finds the handler of every call, after the listener's rules have let it pass.
 
     Messages go through as bytes: the handlers know best how to read and write theirs.
     """
 
-    def __init__(self, gateway: Gateway, inferences: Inferences, door: Door, calls: Calls) -> None:
+    def __init__(
+        self, gateway: Gateway, inferences: Inferences, listener: Listener, calls: Calls
+    ) -> None:
         self._gateway = gateway
         self._inferences = inferences
-        self._door = door
+        self._listener = listener
         self._calls = calls
         self._users = Users()
         self._health_changed = asyncio.Event()
@@ -127,7 +129,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         return handler if error is None else _refusal(error)
 
     def _refuse(self, path: str, metadata: Callable[[], Any]) -> ShmserveError | None:
-        rules = self._door.authorisation
+        rules = self._listener.authorisation
         if not (rules.asks_for_tokens or rules.restrictions):
             return None
         given = {key: value for key, value in metadata() if type(value) is str}
@@ -139,7 +141,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._unary(self._infer, self.refuses_inference)
 
     def refuses_inference(self, call: Any) -> _Ending | None:
-        """How a ModelInfer ends that the door's rules refuse; None when it may go on."""
+        """How a ModelInfer ends that the listener's rules refuse; None when it may go on."""
         error = self._refuse(MODEL_INFER, call.invocation_metadata)
         return None if error is None else _ending(error)
 
@@ -148,8 +150,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._health_changed.set()
         self._health_changed = asyncio.Event()
 
-    def _caller(self, context: Any) -> Caller:
-        return CallCaller(self._door, self._users, context)
+    def _caller(self, context: Any) -> ClientIdentity:
+        return CallIdentity(self._listener, self._users, context)
 
     def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, Any], Awaitable[bytes | _Ending]]:
         assert rpc.handler is not None and rpc.request is not None

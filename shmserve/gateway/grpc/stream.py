@@ -13,7 +13,7 @@ from typing import Any
 from grpc._cython import cygrpc
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error
 from shmserve.gateway.inference import malloc_trim
@@ -50,7 +50,7 @@ class _Room:
 
 async def stream_infer(
     inferences: Inferences,
-    caller: Caller,
+    caller: ClientIdentity,
     requests: AsyncIterator[bytes],
     context: Any,
     patience_s: float,

@@ -1,4 +1,4 @@
-"""How many connections there may be through one door, and who makes room for whom.
+"""How many connections there may be through one listener, and who makes room for whom.
 
 Who opens many and sends nothing keeps nobody out: at the limit the connections that have been idle
 for longest make room for new ones. And no peer (a user at a unix socket, an address of another
@@ -18,7 +18,7 @@ from aiohttp import web
 
 from shmserve.common.fd_limits import share_of
 from shmserve.common.peer_credentials import network
-from shmserve.gateway.client_identity import Caller, Door, DoorKind
+from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind
 from shmserve.gateway.http.protocol import Answer, Connection
 from shmserve.gateway.settings import Settings
 
@@ -28,13 +28,13 @@ _COMPLAINTS = 10  # about too many connections
 
 
 class Server(web.Server):
-    """Makes connections through one door, up to `most` of them."""
+    """Makes connections through one listener, up to `most` of them."""
 
-    def __init__(self, answer: Answer, settings: Settings, door: Door, most: int) -> None:
+    def __init__(self, answer: Answer, settings: Settings, listener: Listener, most: int) -> None:
         super().__init__(_unused, handler_cancellation=True)
         self._answer = answer
         self._settings = settings
-        self._door = door
+        self._listener = listener
         self._most = most
         self._most_of_one = share_of(most)
         self._of: dict[object, set[Connection]] = {}  # by peer
@@ -48,7 +48,7 @@ class Server(web.Server):
         """Enter a connection, or end it when there are too many."""
         super().connection_made(handler, transport)
         assert isinstance(handler, Connection)
-        caller = handler.caller = Caller(self._door, transport.get_extra_info("socket"))
+        caller = handler.caller = ClientIdentity(self._listener, transport.get_extra_info("socket"))
         peer = self._peer_of(caller, transport)
         if peer is not None:
             its = self._of.setdefault(peer, set())
@@ -59,11 +59,11 @@ class Server(web.Server):
         if len(self._connections) > self._most:
             self._make_room(handler, self._connections, self._most)
 
-    def _peer_of(self, caller: Caller, transport: asyncio.Transport) -> object:
+    def _peer_of(self, caller: ClientIdentity, transport: asyncio.Transport) -> object:
         """Who shares a limit; None on loopback, where nothing tells clients apart."""
-        if self._door.kind is DoorKind.UNIX:
+        if self._listener.kind is ListenerKind.UNIX:
             return caller.uid
-        if self._door.kind is DoorKind.LOOPBACK:
+        if self._listener.kind is ListenerKind.LOOPBACK:
             return None
         return network(str((transport.get_extra_info("peername") or ("",))[0]))
 

@@ -24,7 +24,7 @@ from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.request import ACCEPT_ENCODING, Request
 from shmserve.gateway.http.response import JSON, Reply
 from shmserve.gateway.inference import malloc_trim
-from shmserve.gateway.inference.builder import LONGEST_TIMEOUT_US, Taken
+from shmserve.gateway.inference.builder import LONGEST_TIMEOUT_US, BuiltRequest
 from shmserve.gateway.inference.response import Form, Output
 from shmserve.gateway.model_table import Model
 from shmserve.gateway.region_table import admit
@@ -64,7 +64,7 @@ async def infer(gateway: Gateway, request: Request, name: str, version: str | No
 
 
 async def _run(
-    gateway: Gateway, model: Model, request: Request, taken: Taken, arrived_ns: int
+    gateway: Gateway, model: Model, request: Request, taken: BuiltRequest, arrived_ns: int
 ) -> Reply:
     wire = taken.wire
     dispatcher = gateway.dispatcher
@@ -85,8 +85,8 @@ async def _run(
     if isinstance(message, m.Failed):
         raise failure(message)
     body = message.body
-    forms = taken.forms if ACCEPT_ENCODING not in request.headers else None
-    if forms is not None and (known := forms.find(body)) is not None:
+    templates = taken.templates if ACCEPT_ENCODING not in request.headers else None
+    if templates is not None and (known := templates.find(body)) is not None:
         return _small_reply(*known)
     try:
         answer = unpack_inferred(body)
@@ -95,8 +95,8 @@ async def _run(
         raise Internal("internal error") from None
     if _at_hand(wire, answer):
         form = Form(wire, model.name, model.version, answer)
-        if forms is not None and form.whole:
-            forms.learn(body, answer, form)
+        if templates is not None and form.whole:
+            templates.learn(body, answer, form)
         return await _reply(request, form, _views(gateway, form.datas(answer)))
     scheduler = pending.scheduler
     scheduler.use()
@@ -126,7 +126,7 @@ def _views(gateway: Gateway, datas: list[bytes | Place]) -> list[bytes | memoryv
 
 
 def submission(
-    gateway: Gateway, taken: Taken, number: int, arrived_ns: int, call_limit_us: int = 0
+    gateway: Gateway, taken: BuiltRequest, number: int, arrived_ns: int, call_limit_us: int = 0
 ) -> m.Submit:
     """What the scheduler is told; `call_limit_us` is how long the client's own call lasts, 0: any.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json import tensors
@@ -27,8 +27,8 @@ from shmserve.gateway.http.json.large_arrays import LARGE, Numbers, loads_large
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.request import CONTENT_ENCODING, HEADER_LENGTH, Request, WholeBody
 from shmserve.gateway.inference.builder import (
-    Holds,
-    Taken,
+    BuiltRequest,
+    Resources,
     admit,
     build,
     from_json,
@@ -47,7 +47,7 @@ _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
-async def take(gateway: Gateway, model: Model, request: Request) -> Taken:
+async def take(gateway: Gateway, model: Model, request: Request) -> BuiltRequest:
     """Read, parse and admit a request.
 
     Raises what the client did wrong, BodyTimeout, or Unavailable when memory for its tensors is
@@ -102,7 +102,9 @@ def header_size(said: str | None, body_size: int) -> int:
     return int(said)
 
 
-async def _take_whole(gateway: Gateway, model: Model, body: bytes, said: str | None) -> Taken:
+async def _take_whole(
+    gateway: Gateway, model: Model, body: bytes, said: str | None
+) -> BuiltRequest:
     limit = gateway.settings.max_input_size
     size = header_size(said, len(body))
     if not size:
@@ -148,8 +150,8 @@ async def _read_parts(parts: Iterator[list[Any]], tensor: WireInput) -> bytes:
 
 
 async def _take_streamed(
-    gateway: Gateway, model: Model, body: Body, size: int, caller: Caller
-) -> Taken:
+    gateway: Gateway, model: Model, body: Body, size: int, caller: ClientIdentity
+) -> BuiltRequest:
     """Read the header, make room, and fill it from the socket."""
     limit = gateway.settings.max_input_size
     if size > limit:
@@ -159,7 +161,7 @@ async def _take_streamed(
         raise InvalidArgument(_CUT_SHORT)
     wire = await _parse(start[:size], body.declared - size, model, limit)
     start = start[size:]
-    holds = Holds(gateway.arena)
+    holds = Resources(gateway.arena)
     try:
         taken, views = _room(gateway, model, wire, holds)
         if holds.regions:
@@ -175,8 +177,8 @@ async def _take_streamed(
 
 
 def _room(
-    gateway: Gateway, model: Model, wire: WireRequest, holds: Holds
-) -> tuple[Taken, list[memoryview]]:
+    gateway: Gateway, model: Model, wire: WireRequest, holds: Resources
+) -> tuple[BuiltRequest, list[memoryview]]:
     """The request, and where its binary tensors are to be read to."""
     jsons = [None if tensor.data is None else from_json(tensor) for tensor in wire.inputs]
     sizes = [

@@ -15,7 +15,7 @@ from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
 from shmserve.gateway.api import metrics
-from shmserve.gateway.client_identity import Door, door_kind
+from shmserve.gateway.client_identity import Listener, listener_kind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection_limits import Server
 from shmserve.gateway.http.protocol import Answer
@@ -75,9 +75,9 @@ class HttpFront(process.Front):
     async def _serve(self, sock: socket.socket, answer: Answer, rules: Authorisation) -> None:
         settings = self._gateway.settings
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
-        door = Door(door_kind(sock), rules, settings.allow_client_shm, names)
+        entrance = Listener(listener_kind(sock), rules, settings.allow_client_shm, names)
         spared = fd_limits.for_connections(len(self._http) + len(self._scrapes))
-        server = Server(answer, settings, door, min(settings.max_connections, spared))
+        server = Server(answer, settings, entrance, min(settings.max_connections, spared))
         make = asyncio.get_running_loop()
         if sock.family == socket.AF_UNIX:
             listener = await make.create_unix_server(server, sock=sock, backlog=_BACKLOG)

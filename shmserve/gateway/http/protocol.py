@@ -20,7 +20,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, Request, WholeBody
 from shmserve.gateway.http.response import Reply, error_reply
 from shmserve.gateway.settings import Settings
@@ -61,7 +61,7 @@ class Connection(web.RequestHandler):
         "caller",
     )
 
-    caller: Caller
+    caller: ClientIdentity
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from aiohttp.http import HttpVersion, RawRequestMessage
 from aiohttp.streams import StreamReader
 from multidict import CIMultiDictProxy, istr
 
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 
 ACCEPT_ENCODING = istr("Accept-Encoding")
 CONTENT_ENCODING = istr("Content-Encoding")
@@ -24,7 +24,7 @@ class Channel(Protocol):
     """What a request and its reply need of their connection."""
 
     transport: asyncio.Transport | None
-    caller: Caller
+    caller: ClientIdentity
 
     @property
     def writing_paused(self) -> bool:

@@ -32,14 +32,14 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
 )
 from shmserve.ipc.tensors.signature import Admission, Signature
-from shmserve.ipc.tensors.template_cache import Forms
+from shmserve.ipc.tensors.template_cache import TemplateCache
 
 _ALIGNMENT = 64
 _MOST_FORMS = 8  # of answers to requests with one header
 LONGEST_TIMEOUT_US = 10**15
 
 
-class Holds:
+class Resources:
     """What a request occupies until no worker can touch it: an arena block, uses of regions."""
 
     __slots__ = ("_arena", "_offset", "_uses")
@@ -106,14 +106,14 @@ def nothing() -> None:
     """The release of a request that holds nothing."""
 
 
-class Taken:
+class BuiltRequest:
     """A request and what it was admitted as.
 
     `pack(deadline_ns)` gives its work for a worker; `release` ends what it holds, which may be
     uses of `regions`. `forms` are those of answers to it, and to others with its header.
     """
 
-    __slots__ = ("admission", "forms", "pack", "regions", "release", "wire")
+    __slots__ = ("admission", "pack", "regions", "release", "templates", "wire")
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class Taken:
         pack: Callable[[int], bytes],
         release: Callable[[], None],
         regions: Sequence[Region] = (),
-        forms: Forms[Form] | None = None,
+        templates: TemplateCache[Form] | None = None,
     ) -> None:
         self.regions = regions
-        self.forms = forms
+        self.templates = templates
         self.wire = wire
         self.admission = admission
         self.pack = pack
@@ -138,25 +138,27 @@ class Plan:
     Programs send the same header again and again; then only the tensors' bytes are new.
     """
 
-    __slots__ = ("_admission", "_forms", "_template", "_uses", "_wire")
+    __slots__ = ("_admission", "_template", "_templates", "_uses", "_wire")
 
-    def __init__(self, taken: Taken, work: Inference, uses: Uses | None) -> None:
+    def __init__(self, taken: BuiltRequest, work: Inference, uses: Uses | None) -> None:
         self._wire = taken.wire
         self._admission = taken.admission
         self._template = InferenceTemplate(work)
         self._uses = uses.pattern() if uses is not None else None
-        self._forms: Forms[Form] = Forms(_MOST_FORMS)
+        self._templates: TemplateCache[Form] = TemplateCache(_MOST_FORMS)
 
-    def follow(self, body: bytes, at: int) -> Taken | None:
+    def follow(self, body: bytes, at: int) -> BuiltRequest | None:
         """The request whose inline tensors are in `body` from `at`, one behind the other; None: its
         regions have changed."""
         pack = partial(self._template.fill, body, at)
         if self._uses is None:
-            return Taken(self._wire, self._admission, pack, nothing, (), self._forms)
+            return BuiltRequest(self._wire, self._admission, pack, nothing, (), self._templates)
         uses = self._uses.again()
         if uses is None:
             return None
-        return Taken(self._wire, self._admission, pack, uses.release, uses.regions, self._forms)
+        return BuiltRequest(
+            self._wire, self._admission, pack, uses.release, uses.regions, self._templates
+        )
 
 
 def build(
@@ -167,7 +169,7 @@ def build(
     at: int,
     *,
     planned: bool = False,
-) -> tuple[Taken, Plan | None]:
+) -> tuple[BuiltRequest, Plan | None]:
     """Make the tensors of a request whose binary data is in `body` from `at`, and admit it.
 
     The plan, if one is wanted and there can be one, is good for every request that differs only in
@@ -186,7 +188,7 @@ def build(
             data = from_json(tensor)
         total += len(data or b"")
         datas.append(data)
-    holds = Holds(gateway.arena)
+    holds = Resources(gateway.arena)
     try:
         stored: Sequence[bytes | Place | None] = datas
         if total > INLINE_LIMIT:
@@ -204,7 +206,9 @@ def build(
     return taken, None
 
 
-def _store(gateway: Gateway, holds: Holds, datas: Sequence[bytes | None]) -> Sequence[Place | None]:
+def _store(
+    gateway: Gateway, holds: Resources, datas: Sequence[bytes | None]
+) -> Sequence[Place | None]:
     places = holds.allocate([len(data or b"") for data in datas])
     for data, place in zip(datas, places, strict=True):
         if data:
@@ -213,7 +217,7 @@ def _store(gateway: Gateway, holds: Holds, datas: Sequence[bytes | None]) -> Seq
 
 
 def tensor_ref(
-    gateway: Gateway, holds: Holds, tensor: WireInput, data: bytes | Place | None
+    gateway: Gateway, holds: Resources, tensor: WireInput, data: bytes | Place | None
 ) -> TensorRef:
     """The descriptor of an input; without `data` it is in a region."""
     if data is None:
@@ -235,8 +239,12 @@ def from_json(tensor: WireInput) -> bytes:
 
 
 def admit(
-    gateway: Gateway, model: Model, wire: WireRequest, tensors: Sequence[TensorRef], holds: Holds
-) -> tuple[Taken, Inference]:
+    gateway: Gateway,
+    model: Model,
+    wire: WireRequest,
+    tensors: Sequence[TensorRef],
+    holds: Resources,
+) -> tuple[BuiltRequest, Inference]:
     """Check a request against its model and the regions that its outputs go to.
 
     The work is without its deadline, which `Taken.pack` adds.
@@ -266,7 +274,7 @@ def admit(
         wire.priority,
     )
     release = holds.release if holds else nothing
-    return Taken(wire, admission, partial(_packed, work), release, holds.regions), work
+    return BuiltRequest(wire, admission, partial(_packed, work), release, holds.regions), work
 
 
 def _packed(work: Inference, deadline_ns: int) -> bytes:

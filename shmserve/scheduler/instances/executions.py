@@ -13,14 +13,16 @@ from shmserve.ipc.messages import (
     InstanceReady,
     KillInstance,
     ReleaseOutputs,
+    Reply,
+    Work,
 )
 from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot, SlotState
-from shmserve.scheduler.instances.service_time import Pace
-from shmserve.scheduler.requests.queue import Backlog
+from shmserve.scheduler.instances.service_time import ServiceTime
+from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import Request, State
-from shmserve.scheduler.requests.responses import Answers, Outcome, Peers, Worker
+from shmserve.scheduler.requests.responses import Outcome, Peers, Responses, Worker
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Reason, Statistics, Timing
 
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 _MOST_EARLY = 4096
 
 
-class Superior(Protocol):
+class ControlLink(Protocol):
     """Queues messages to the supervisor; `malformed` counts unreadable ones from it."""
 
     malformed: int
@@ -45,18 +47,18 @@ class Executions:
         self,
         settings: Settings,
         workers: Peers,
-        control: Superior,
-        backlog: Backlog,
-        answers: Answers,
+        control: ControlLink,
+        queue: RequestQueue,
+        answers: Responses,
         statistics: Statistics,
     ) -> None:
         self.pool = Pool(settings.execution_limit_ns)
-        self.pace = Pace()
+        self.service_time = ServiceTime()
         self.misplaced = 0
         self._limit_s = settings.execution_limit_ns / 1e9
         self._workers = workers
         self._control = control
-        self._backlog = backlog
+        self._queue = queue
         self._answers = answers
         self._statistics = statistics
         self._ids = itertools.count(1)
@@ -69,7 +71,7 @@ class Executions:
         """Send a batch to a free instance, or ahead to one that has room."""
         execution = Execution(next(self._ids), requests, reason, now_ns)
         slot = self.pool.assign(execution)
-        work = [[request.key, request.client.pid, request.work] for request in requests]
+        work = [Work(request.key, request.client.pid, request.work) for request in requests]
         self._workers.post(slot.peer, Execute(execution.id, work, self._answers.live))
 
     def cancel(self, request: Request) -> None:
@@ -126,14 +128,15 @@ class Executions:
             units = sum([request.units for request in requests])
             self._statistics.executed(execution.reason, units, timing, now_ns)
             took_ns = max(now_ns - execution.started_ns, timing.total_ns)
-            self.pace.observe(took_ns, timing.total_ns, len(requests))
+            self.service_time.observe(took_ns, timing.total_ns, len(requests))
         self._statistics.copied(message)
         replies = matched(requests, message.replies)
         if replies is None:
             self.misplaced += 1
             logger.error("an instance returned a batch with answers that do not fit it")
-            replies = [[0, "INTERNAL", "internal error", b""]] * len(requests)
-        for request, (_, code, text, body) in zip(requests, replies, strict=True):
+            replies = [Reply(0, "INTERNAL", "internal error", b"")] * len(requests)
+        for request, reply in zip(requests, replies, strict=True):
+            code, text, body = reply.code, reply.message, reply.body
             if request.state is State.EXECUTING:
                 self._answers.finish(request, Outcome(code, text, body, timing, worker), now_ns)
             else:
@@ -162,7 +165,7 @@ class Executions:
         for execution in reversed(executions[1:]):
             for request in reversed(execution.requests):
                 if request.state is State.EXECUTING:
-                    self._backlog.put_back(request)
+                    self._queue.put_back(request)
                 else:
                     self._answers.close(request, now_ns)
         for request in executions[0].requests:
@@ -173,7 +176,7 @@ class Executions:
             once = runs_once(request.work)
             if request.deaths == 1 and not once:
                 self._statistics.retried += 1
-                self._backlog.retry(request)
+                self._queue.retry(request)
             else:
                 text = "the model's worker died while running this request"
                 if reason:
@@ -204,21 +207,17 @@ class Executions:
         self._answers.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)
 
 
-def matched(requests: list[Request], replies: list[list[Any]]) -> list[list[Any]] | None:
-    """The replies [key, code, message, body] in the order of `requests`, or None: not one each."""
+def matched(requests: list[Request], replies: list[Reply]) -> list[Reply] | None:
+    """The replies in the order of `requests`, or None: not one each."""
     if len(replies) != len(requests):
         return None
-    ordered = True
-    for request, reply in zip(requests, replies, strict=True):
-        if list(map(type, reply)) != _REPLY:
-            return None
-        ordered = ordered and request.key == reply[0]
-    if ordered:
+    if all(map(_answers, requests, replies)):
         return replies
-    by_key = {reply[0]: reply for reply in replies}
+    by_key = {reply.key: reply for reply in replies}
     if any(request.key not in by_key for request in requests):
         return None
     return [by_key[request.key] for request in requests]
 
 
-_REPLY = [int, str, str, bytes]
+def _answers(request: Request, reply: Reply) -> bool:
+    return request.key == reply.key

@@ -11,7 +11,7 @@ _MOST_CREDITS = 4
 _KNOWN = 16  # observations that say something about the next execution
 
 
-class Pace:
+class ServiceTime:
     """Moving averages, as TCP keeps them of round trips (RFC 6298): mean and mean deviation."""
 
     __slots__ = ("_busy_ns", "_deviation_ns", "_mean_ns", "_observed", "_requests", "credit")

@@ -24,7 +24,7 @@ EXPIRED = "Request timeout expired"
 _STALE_TIMERS = 1024
 
 
-class Backlog:
+class RequestQueue:
     """Requests that wait for an instance, and the timers of those that do not any more."""
 
     def __init__(self, settings: Settings) -> None:

@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
     worker: Worker | None
 
 
-class Answers:
+class Responses:
     """What clients are told. `live` counts the requests that are not done."""
 
     def __init__(

@@ -1,6 +1,7 @@
-"""The guests: programs on this host that use `shmserve.client`, and what each of them may do.
+"""The local clients: programs on this host that use `shmserve.client`, and what each of them may
+do.
 
-    program ── Hello ──────────────> door     a unix socket; the kernel says whose program it is
+    program ── Hello ──────────────> listener     a unix socket; the kernel says whose program it is
             <── Welcome, models ───           a number, a token, where each model's scheduler is
             ── ShareMemory + fd ──>           a memfd of its own, sealed
             ── ShareDeviceMemory ──>          or memory on a device, by its handle
@@ -8,8 +9,8 @@
             ── end of connection ──>          everything it had is dropped, at once
 
 The connection is the process's that made it: a child that inherited it does not keep it.
-A guest can submit requests, and share its own memory for them; it manages nothing. Requests do not
-come here: they go to the schedulers, which check them (shmserve/scheduler/guests.py).
+A local client can submit requests, and share its own memory for them; it manages nothing. Requests
+do not come here: they go to the schedulers, which check them (shmserve/scheduler/guests.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from shmserve.common.tasks import in_background
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.capabilities import FIRST, Seals
+from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.memory.posix_shm import SharedObject, described
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
@@ -46,7 +47,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.host.run_directory import admit_group
 from shmserve.supervisor.local_clients import fd_passing
 from shmserve.supervisor.processes.control_socket import Acknowledgements
-from shmserve.supervisor.regions.registry import Registrar
+from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ _MOST_GUESTS = 1024
 _MOST_STRANGERS = 256  # who have not said hello; who has not for longest makes room
 _BACKLOG = 128
 _AT_ONCE = 64  # so many come in before those who did are listened to
-_MOST_UNREAD = 4096  # messages for a guest that does not read; then it is shown out
-_PATIENCE_S = 1.0  # a guest that is stopped must not hold up a reload for longer
-# What a guest needs of a model's configuration, and of each input and output.
+_MOST_UNREAD = 4096  # messages for a local client that does not read; then it is shown out
+_PATIENCE_S = 1.0  # a local client that is stopped must not hold up a reload for longer
+# What a local client needs of a model's configuration, and of each input and output.
 _TOLD = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
 _TOLD_OF_TENSOR = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
 _LARGEST_TOLD = 4 * 1024 * 1024  # bytes of a packet
@@ -64,7 +65,7 @@ _OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot have
 
 
 @dataclass(slots=True, eq=False)
-class _Guest:
+class _LocalClient:
     number: int
     uid: int
     link: socket.socket
@@ -73,71 +74,75 @@ class _Guest:
     unsent: deque[bytes] = field(default_factory=deque)
 
 
-class Guests:
-    """The door and who has come in. `snapshot()` gives the models and the health; `on_left(number)`
-    hears of an end."""
+class LocalClientServer:
+    """The listener and who has come in. `snapshot()` gives the models and the health;
+    `on_left(number)` hears of an end."""
 
     def __init__(
         self,
         run_dir: Path,
         group: int,
-        seals: Seals,
-        regions: Registrar,
+        capabilities: Capabilities,
+        regions: RegionRegistry,
         snapshot: Callable[[], Iterable[Any]],
         on_left: Callable[[int], None],
     ) -> None:
-        """Open the door: to programs of this user, or also of a group.
+        """Open the listener: to programs of this user, or also of a group.
 
         Raises Unavailable when the run directory has no room for it.
         """
-        self._seals = seals
+        self._capabilities = capabilities
         self._regions = regions
         self._snapshot = snapshot
         self._on_left = on_left
-        self._guests: dict[int, _Guest] = {}
+        self._local_clients: dict[int, _LocalClient] = {}
         self._numbers = itertools.count(FIRST)
         self._serials = itertools.count(1)
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = Acknowledgements()
         self._loop = asyncio.get_running_loop()
-        self._most = min(_MOST_GUESTS, fd_limits.for_guests())
-        path = endpoints.door(run_dir)
+        self._most = min(_MOST_GUESTS, fd_limits.for_local_clients())
+        path = endpoints.listener(run_dir)
         try:
             path.parent.mkdir(mode=0o700)
         except OSError as error:
             raise no_room(error) from None
-        door = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
+        listener = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
         if group != NO_GROUP:
             admit_group(path.parent, group)
             admit_group(path, group)
-        buffer = door.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # that of every link, too
+        buffer = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # that of every link, too
         self._largest = min(buffer - _OVERHEAD, _LARGEST_TOLD)
-        self._door = Listener(door)
-        self._loop.add_reader(self._door.fileno(), self._accept)
+        self._listener = Listener(listener)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     # --- news
 
     async def publish(self, make: Callable[[int], Any]) -> None:
-        """Tell every guest what `make(number)` gives; returns once all have acknowledged it, or
-        have been silent for a second."""
+        """Tell every local client what `make(number)` gives; returns once all have acknowledged it,
+        or have been silent for a second."""
         number, done = self._acknowledgements.begin(
-            {guest.number for guest in self._guests.values() if guest.welcomed}
+            {
+                local_client.number
+                for local_client in self._local_clients.values()
+                if local_client.welcomed
+            }
         )
         self.tell(make(number))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done, _PATIENCE_S)
 
     def tell(self, message: Any) -> None:
-        """Tell every guest."""
+        """Tell every local client."""
         data = self._packet(message, logging.WARNING)
-        for guest in list(self._guests.values()):
-            if guest.welcomed:
-                self._send(guest, data)
+        for local_client in list(self._local_clients.values()):
+            if local_client.welcomed:
+                self._send(local_client, data)
 
     def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
-        """What guests are told. A model that no packet can tell of is none of theirs, and costs
-        nobody the connection; `level` is how loudly that is said."""
-        data = frames.pack([_for_guests(message)])
+        """What local clients are told. A model that no packet can tell of is none of theirs, and
+        costs nobody the connection; `level` is how loudly that is said."""
+        data = frames.pack([_for_local_clients(message)])
         if len(data) <= self._largest or not isinstance(message, m.ModelPublished):
             return data
         logger.log(
@@ -152,11 +157,15 @@ class Guests:
 
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
-            link = self._door.accept()
+            link = self._listener.accept()
             if link is None:
                 return
             pid, uid, _ = credentials(link)
-            strangers = [guest for guest in self._guests.values() if not guest.welcomed]
+            strangers = [
+                local_client
+                for local_client in self._local_clients.values()
+                if not local_client.welcomed
+            ]
             if len(strangers) >= _MOST_STRANGERS:
                 self._leave(strangers[0])
             if not self._has_room(uid):
@@ -167,140 +176,154 @@ class Guests:
             except OSError:  # gone already, or no descriptor left
                 fd_passing.part(link)
                 continue
-            guest = _Guest(next(self._numbers), uid, link, process)
-            self._guests[guest.number] = guest
-            self._loop.add_reader(link.fileno(), self._read, guest)
+            local_client = _LocalClient(next(self._numbers), uid, link, process)
+            self._local_clients[local_client.number] = local_client
+            self._loop.add_reader(link.fileno(), self._read, local_client)
             if process >= 0:
-                self._loop.add_reader(process, self._leave, guest)
+                self._loop.add_reader(process, self._leave, local_client)
 
     def _has_room(self, uid: int) -> bool:
         """One user's programs do not take all the places."""
-        of_one = sum(guest.uid == uid for guest in self._guests.values())
-        return len(self._guests) < self._most and of_one < fd_limits.share_of(self._most)
+        of_one = sum(local_client.uid == uid for local_client in self._local_clients.values())
+        return len(self._local_clients) < self._most and of_one < fd_limits.share_of(self._most)
 
-    def _leave(self, guest: _Guest) -> None:
-        if self._guests.pop(guest.number, None) is None:
+    def _leave(self, local_client: _LocalClient) -> None:
+        if self._local_clients.pop(local_client.number, None) is None:
             return
-        self._loop.remove_reader(guest.link.fileno())
-        self._loop.remove_writer(guest.link.fileno())
-        if guest.process >= 0:
-            self._loop.remove_reader(guest.process)
-            os.close(guest.process)
-        self._acknowledgements.exited(guest.number)
-        fd_passing.part(guest.link)  # before the schedulers cut it off: so it sees why they do
-        if guest.welcomed:
-            self._on_left(guest.number)
+        self._loop.remove_reader(local_client.link.fileno())
+        self._loop.remove_writer(local_client.link.fileno())
+        if local_client.process >= 0:
+            self._loop.remove_reader(local_client.process)
+            os.close(local_client.process)
+        self._acknowledgements.exited(local_client.number)
+        fd_passing.part(
+            local_client.link
+        )  # before the schedulers cut it off: so it sees why they do
+        if local_client.welcomed:
+            self._on_left(local_client.number)
 
     def close(self) -> None:
-        """Show everybody out and close the door."""
-        self._loop.remove_reader(self._door.fileno())
-        self._door.close()
-        for guest in list(self._guests.values()):
-            self._leave(guest)
+        """Show everybody out and close the listener."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for local_client in list(self._local_clients.values()):
+            self._leave(local_client)
 
     # --- out
 
-    def _send(self, guest: _Guest, data: bytes) -> None:
-        guest.unsent.append(data)
-        if len(guest.unsent) > _MOST_UNREAD:
+    def _send(self, local_client: _LocalClient, data: bytes) -> None:
+        local_client.unsent.append(data)
+        if len(local_client.unsent) > _MOST_UNREAD:
             logger.warning("a client program does not read what it is told: disconnected")
-            self._leave(guest)
-        elif len(guest.unsent) == 1:
-            self._flush(guest)
+            self._leave(local_client)
+        elif len(local_client.unsent) == 1:
+            self._flush(local_client)
 
-    def _flush(self, guest: _Guest) -> None:
-        while guest.unsent:
+    def _flush(self, local_client: _LocalClient) -> None:
+        while local_client.unsent:
             try:
-                guest.link.send(guest.unsent[0], socket.MSG_NOSIGNAL)
+                local_client.link.send(local_client.unsent[0], socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                self._loop.add_writer(guest.link.fileno(), self._flush, guest)
+                self._loop.add_writer(local_client.link.fileno(), self._flush, local_client)
                 return
             except OSError:
-                self._leave(guest)
+                self._leave(local_client)
                 return
-            guest.unsent.popleft()
-        self._loop.remove_writer(guest.link.fileno())
+            local_client.unsent.popleft()
+        self._loop.remove_writer(local_client.link.fileno())
 
     # --- in
 
-    def _read(self, guest: _Guest) -> None:
+    def _read(self, local_client: _LocalClient) -> None:
         try:
-            data, fds = fd_passing.receive(guest.link)
+            data, fds = fd_passing.receive(local_client.link)
         except BlockingIOError:
             return
         except OSError:
-            self._leave(guest)
+            self._leave(local_client)
             return
         try:
             if not data:
-                self._leave(guest)
+                self._leave(local_client)
                 return
             for message in frames.unpack(data):
-                if guest.number not in self._guests:
+                if local_client.number not in self._local_clients:
                     return  # it left before it was answered: what it shares now, nobody gives back
-                self._take(guest, message, fds)
+                self._take(local_client, message, fds)
         except MalformedMessage as error:
             logger.warning("a client program sent what is no message: %s", error)
-            self._leave(guest)
+            self._leave(local_client)
         finally:
             fd_passing.let_go(fds)
 
-    def _take(self, guest: _Guest, message: Any, fds: list[int]) -> None:
+    def _take(self, local_client: _LocalClient, message: Any, fds: list[int]) -> None:
         match message:
-            case m.Hello(version=frames.VERSION) if not guest.welcomed:
-                guest.welcomed = True
-                welcome = m.Welcome(guest.number, self._seals.token(guest.number))
+            case m.Hello(version=frames.VERSION) if not local_client.welcomed:
+                local_client.welcomed = True
+                welcome = m.Welcome(
+                    local_client.number, self._capabilities.token(local_client.number)
+                )
                 for item in (welcome, *self._snapshot()):
-                    self._send(guest, self._packet(item))
-            case m.Acknowledged(number=number) if guest.welcomed:
-                self._acknowledgements.acknowledged(guest.number, number)
-            case m.ShareMemory(number, size, pin) if guest.welcomed:
+                    self._send(local_client, self._packet(item))
+            case m.Acknowledged(number=number) if local_client.welcomed:
+                self._acknowledgements.acknowledged(local_client.number, number)
+            case m.ShareMemory(number, size, pin) if local_client.welcomed:
                 answer: Any
                 try:
-                    answer = m.Answered(number, {"memory": self._share(guest, size, pin, fds)})
+                    answer = m.Answered(
+                        number, {"memory": self._share(local_client, size, pin, fds)}
+                    )
                 except ShmserveError as error:
                     answer = m.Refused(number, error.code, error.message)
-                self._send(guest, frames.pack([answer]))
-            case m.ShareDeviceMemory() if guest.welcomed:
-                in_background(self._answer_device(guest, message), self._checks)
-            case m.WithdrawMemory(memory_id=memory_id) if guest.welcomed and memory_id:
-                self._regions.give_back(guest.number, memory_id)
+                self._send(local_client, frames.pack([answer]))
+            case m.ShareDeviceMemory() if local_client.welcomed:
+                in_background(self._answer_device(local_client, message), self._checks)
+            case m.WithdrawMemory(memory_id=memory_id) if local_client.welcomed and memory_id:
+                self._regions.give_back(local_client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
-    def _share(self, guest: _Guest, byte_size: int, pin: bool, fds: list[int]) -> list[Any]:
+    def _share(
+        self, local_client: _LocalClient, byte_size: int, pin: bool, fds: list[int]
+    ) -> list[Any]:
         if len(fds) != 1:
             raise InvalidArgument("one descriptor must come with the memory to share")
         (fd,) = fds
-        shared = check_memory(fd, byte_size, trusted=guest.uid in (0, os.geteuid()))
+        shared = check_memory(fd, byte_size, trusted=local_client.uid in (0, os.geteuid()))
         rest = (os.getpid(), fd, shared.inode, byte_size, True)
-        memory_id = self._seals.memory_id(guest.number, *rest, pin)
-        self._regions.lend(memory_id, shared, byte_size, Peer(guest.uid), guest.number, pin)
+        memory_id = self._capabilities.memory_id(local_client.number, *rest, pin)
+        self._regions.lend(
+            memory_id, shared, byte_size, Peer(local_client.uid), local_client.number, pin
+        )
         fds.clear()
         return [memory_id, *rest, False, pin]
 
-    async def _answer_device(self, guest: _Guest, asked: m.ShareDeviceMemory) -> None:
+    async def _answer_device(self, local_client: _LocalClient, asked: m.ShareDeviceMemory) -> None:
         answer: Any
         try:
-            memory = await self._share_device(guest, asked)
+            memory = await self._share_device(local_client, asked)
             answer = m.Answered(asked.id, {"memory": memory})
         except ShmserveError as error:
             answer = m.Refused(asked.id, error.code, error.message)
-        if guest.number in self._guests:
-            self._send(guest, frames.pack([answer]))
+        if local_client.number in self._local_clients:
+            self._send(local_client, frames.pack([answer]))
 
-    async def _share_device(self, guest: _Guest, asked: m.ShareDeviceMemory) -> list[Any]:
+    async def _share_device(
+        self, local_client: _LocalClient, asked: m.ShareDeviceMemory
+    ) -> list[Any]:
         handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
         if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
             raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
         size = whole(asked.byte_size, "byte_size")
         if not size or handle.device < 0:
             raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
-        memory_id = self._seals.device_memory_id(guest.number, next(self._serials), size, handle)
+        memory_id = self._capabilities.device_memory_id(
+            local_client.number, next(self._serials), size, handle
+        )
         memory = Memory.on_device(memory_id, size, handle)
-        await self._regions.lend_cuda(memory, Peer(guest.uid), guest.number)
-        if guest.number not in self._guests:
-            self._regions.give_back(guest.number)
+        await self._regions.lend_cuda(memory, Peer(local_client.uid), local_client.number)
+        if local_client.number not in self._local_clients:
+            self._regions.give_back(local_client.number)
         return [memory_id, size, handle.device, handle.raw, handle.uuid]
 
 
@@ -330,16 +353,18 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     return shared
 
 
-def _for_guests(message: Any) -> Any:
+def _for_local_clients(message: Any) -> Any:
     match message:
         case m.ModelPublished(config=config, endpoint=endpoint):
             told = {key: config[key] for key in _TOLD if key in config}
             for which in ("input", "output"):
                 told[which] = [_brief(tensor) for tensor in config.get(which, ())]
-            guests = endpoints.for_guests(endpoint)
-            return replace(message, config=told, metadata={}, endpoint=guests)
+            local_clients = endpoints.for_local_clients(endpoint)
+            return replace(message, config=told, metadata={}, endpoint=local_clients)
         case m.SchedulerLost(endpoint, successor):
-            return m.SchedulerLost(endpoints.for_guests(endpoint), endpoints.for_guests(successor))
+            return m.SchedulerLost(
+                endpoints.for_local_clients(endpoint), endpoints.for_local_clients(successor)
+            )
         case _:
             return message
 

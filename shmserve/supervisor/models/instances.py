@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.supervisor.models.states import InstanceState, instance_after
-from shmserve.supervisor.processes.restart_backoff import Row
+from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 from shmserve.supervisor.processes.table import Child
 
 _MOST_UNREAD = 16  # of a worker that says more than it is asked for
@@ -31,7 +31,7 @@ class Instance:
     child: Child | None = None
     inbox: asyncio.Queue[Any] = field(default_factory=inbox)
     ready_at: float = 0.0
-    row: Row = field(default_factory=Row)
+    row: RestartBackoff = field(default_factory=RestartBackoff)
     failed_loads: int = 0
 
     def event(self, name: str) -> None:

@@ -12,7 +12,7 @@ from shmserve import model_config
 from shmserve.common.model_names import is_model_name
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.supervisor.models import repository
-from shmserve.supervisor.models.version_spec import Plan
+from shmserve.supervisor.models.version_spec import VersionSpec
 
 if TYPE_CHECKING:
     from shmserve.common.accelerators import Accelerators
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Planner:
+class LoadPlanner:
     """Reads the repositories of a server. Its methods touch the disk and may run in a thread."""
 
     def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
@@ -54,7 +54,7 @@ class Planner:
     def _find(self, name: str) -> ModelFolder | None:
         return self._inline.get(name) or repository.find(self._config.model_repositories, name)
 
-    def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[Plan]:
+    def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
         """A plan for each version to load, which is at least one.
 
         `override` is a configuration in JSON that replaces config.pbtxt, `files` ("1/model.py")
@@ -70,7 +70,7 @@ class Planner:
             self._remove(folder.path)
             raise
 
-    def _plans(self, folder: ModelFolder, override: str) -> list[Plan]:
+    def _plans(self, folder: ModelFolder, override: str) -> list[VersionSpec]:
         name, problem = folder.name, ""
         try:
             config, source = self._read(folder, override)
@@ -97,7 +97,7 @@ class Planner:
         as_dict = model_config.to_dict(config)
         complete = partial(self._complete, config, folder, source)
         return [
-            Plan(
+            VersionSpec(
                 name=name,
                 version=str(version),
                 model_dir=folder.path,
@@ -108,7 +108,7 @@ class Planner:
             for version in versions
         ]
 
-    def discard(self, plan: Plan) -> None:
+    def discard(self, plan: VersionSpec) -> None:
         """Nothing of `plan` runs any more: remove what a load request's files were written to."""
         self._remove(plan.model_dir)
 

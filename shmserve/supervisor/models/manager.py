@@ -20,14 +20,14 @@ from shmserve.common.accelerators import Accelerators
 from shmserve.common.model_names import check_model_name
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
-from shmserve.supervisor.context import Host
+from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.gateways import Gateways
-from shmserve.supervisor.models.load_planner import Planner
+from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.states import ModelState
-from shmserve.supervisor.models.version import Deployment
+from shmserve.supervisor.models.version import ModelVersion
 from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.startup_report import Progress
+from shmserve.supervisor.startup_report import StartupReport
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ class _Model:
     """Everything about one name; `serving` by version."""
 
     name: str
-    serving: dict[str, Deployment] = field(default_factory=dict)
+    serving: dict[str, ModelVersion] = field(default_factory=dict)
     status: dict[str, _Status] = field(default_factory=dict)
     fingerprint: str = ""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     changes: int = 0  # that have their turn, or wait for it
-    coming: list[Deployment] = field(default_factory=list)  # of the load that has its turn
+    coming: list[ModelVersion] = field(default_factory=list)  # of the load that has its turn
     unloads: int = 0  # that were asked for: each gives up the loads before it
 
     @property
@@ -105,7 +105,7 @@ class Models:
 
     def __init__(
         self,
-        host: Host,
+        host: SupervisorContext,
         gateways: Gateways,
         accelerators: Accelerators,
         on_call: Callable[[int, Any], None],
@@ -115,13 +115,13 @@ class Models:
         self._gateways = gateways
         self._on_call = on_call
         self._on_change = on_change
-        self._planner = Planner(host.config, host.run_dir, accelerators)
+        self._planner = LoadPlanner(host.config, host.run_dir, accelerators)
         self._models: dict[str, _Model] = {}
-        self._live: set[Deployment] = set()  # from creation to the end of its last process
+        self._live: set[ModelVersion] = set()  # from creation to the end of its last process
 
     # --- what is asked
 
-    async def start(self, progress: Progress) -> bool:
+    async def start(self, progress: StartupReport) -> bool:
         """Load what the control mode says; whether all of it could be loaded."""
         config = self._host.config
         for root in config.model_repositories:
@@ -134,7 +134,7 @@ class Models:
         results = await asyncio.gather(*(self._load_at_start(name, progress) for name in wanted))
         return all(results)
 
-    async def _load_at_start(self, name: str, progress: Progress) -> bool:
+    async def _load_at_start(self, name: str, progress: StartupReport) -> bool:
         progress.phase(name, "loading")
         try:
             await self._load(name)
@@ -259,7 +259,7 @@ class Models:
                 raise _load_failed(model, {plan.version: reason for plan in plans})
             model.status.pop("", None)
             new = model.coming = [
-                Deployment(self._host, plan, partial(self._changed, model), self._on_call)
+                ModelVersion(self._host, plan, partial(self._changed, model), self._on_call)
                 for plan in plans
             ]
             self._live.update(new)
@@ -272,7 +272,7 @@ class Models:
             finally:
                 model.coming = []
 
-    async def _deploy(self, model: _Model, new: list[Deployment]) -> None:
+    async def _deploy(self, model: _Model, new: list[ModelVersion]) -> None:
         results = await asyncio.gather(*(d.start() for d in new), return_exceptions=True)
         failures: dict[str, str] = {}
         for deployment, result in zip(new, results, strict=True):
@@ -297,7 +297,7 @@ class Models:
             self._on_change()
             raise _load_failed(model, failures)
 
-    async def _switch(self, model: _Model, new: dict[str, Deployment]) -> None:
+    async def _switch(self, model: _Model, new: dict[str, ModelVersion]) -> None:
         """Have `new` serve instead of what does now; that comes back when `new` breaks for good
         before every gateway knows that it is ready."""
         old, model.serving = model.serving, new
@@ -329,7 +329,7 @@ class Models:
             model.status[version] = _Status(ModelState.READY)
         await self._dismiss(model, old)
 
-    async def _announce(self, model: _Model, deployment: Deployment) -> None:
+    async def _announce(self, model: _Model, deployment: ModelVersion) -> None:
         """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
         be, or is never so for long enough to be told."""
         for _ in range(_MOST_ANNOUNCEMENTS):
@@ -358,7 +358,7 @@ class Models:
             model.fingerprint = ""
             await self._dismiss(model, old)
 
-    async def _dismiss(self, model: _Model, leaving: dict[str, Deployment]) -> None:
+    async def _dismiss(self, model: _Model, leaving: dict[str, ModelVersion]) -> None:
         """These do not serve any more: the versions that no other serves are withdrawn, and what is
         in flight is finished."""
         for version in leaving.keys() - model.serving.keys():
@@ -368,7 +368,7 @@ class Models:
         for deployment in leaving.values():
             self._host.background(self._retire(model, deployment))
 
-    async def _retire(self, model: _Model, deployment: Deployment) -> None:
+    async def _retire(self, model: _Model, deployment: ModelVersion) -> None:
         version = deployment.plan.version
         await deployment.stop()
         # What reached the old scheduler too late to be answered, or died with it, goes to who
@@ -383,12 +383,12 @@ class Models:
         self._on_change()
 
     @staticmethod
-    def _lost(model: _Model, deployment: Deployment) -> m.SchedulerLost:
+    def _lost(model: _Model, deployment: ModelVersion) -> m.SchedulerLost:
         now = model.serving.get(deployment.plan.version)
         same = now is not None and now.config == deployment.config
         return m.SchedulerLost(deployment.endpoint, now.endpoint if now and same else "")
 
-    def _forget(self, ended: list[Deployment]) -> None:
+    def _forget(self, ended: list[ModelVersion]) -> None:
         self._live.difference_update(ended)
         for plan in {d.plan.model_dir: d.plan for d in ended}.values():
             if all(plan.model_dir != d.plan.model_dir for d in self._live):
@@ -401,7 +401,7 @@ class Models:
         for deployment in self._live:
             deployment.process_exited(child)
 
-    def _changed(self, model: _Model, deployment: Deployment) -> None:
+    def _changed(self, model: _Model, deployment: ModelVersion) -> None:
         if model.serving.get(deployment.plan.version) is deployment:
             self._gateways.tell(self._publication(model, deployment, 0))
             if deployment.failure:
@@ -410,7 +410,9 @@ class Models:
                 )
             self._on_change()
 
-    def _publication(self, model: _Model, deployment: Deployment, number: int) -> m.ModelPublished:
+    def _publication(
+        self, model: _Model, deployment: ModelVersion, number: int
+    ) -> m.ModelPublished:
         return m.ModelPublished(
             name=model.name,
             version=deployment.plan.version,

@@ -23,11 +23,11 @@ from shmserve.common.cumulative_counters import following
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.supervisor.context import Host
+from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.instances import Instance, expand_instances, inbox
 from shmserve.supervisor.models.states import InstanceState
-from shmserve.supervisor.models.version_spec import Plan
-from shmserve.supervisor.processes.restart_backoff import Row
+from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _STOP_PATIENCE_S = 5.0
 _CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.MemoryChecked
 
 
-class Deployment:
+class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
     changes (`changes` counts it), `on_call` with what its models ask the server.
 
@@ -51,9 +51,9 @@ class Deployment:
 
     def __init__(
         self,
-        host: Host,
-        plan: Plan,
-        on_change: Callable[[Deployment], None],
+        host: SupervisorContext,
+        plan: VersionSpec,
+        on_change: Callable[[ModelVersion], None],
         on_call: Callable[[int, Any], None],
     ) -> None:
         self.host = host
@@ -70,7 +70,7 @@ class Deployment:
         self.load_seconds = 0.0
         self._kept: list[Any] = []  # of StatisticsKept, for the scheduler's successor
         self._inherited: dict[str, Any] = {}
-        self._heir: Deployment | None = None
+        self._successor: ModelVersion | None = None
         self._on_change = on_change
         self._on_call = on_call
         self._news = asyncio.Event()
@@ -259,7 +259,7 @@ class Deployment:
                 "kept": self._kept,
                 "alive": alive,
                 "log": asdict(self.host.log),
-                "guests": {"key": self.host.seals.key, "group": config.shm.group},
+                "guests": {"key": self.host.capabilities.key, "group": config.shm.group},
                 "settings": {
                     "execution_timeout_s": config.execution_timeout_s,
                     "request_timeout_us": config.request_timeout_us,
@@ -317,9 +317,10 @@ class Deployment:
             # The dump is written by the dying process itself; give it a moment, not more.
             asyncio.get_running_loop().call_later(0.1, child.kill)
 
-    def bequeath(self, heir: Deployment | None) -> None:
-        """What this version has counted, and will while it finishes what it has, is `heir`'s."""
-        self._heir = heir
+    def bequeath(self, successor: ModelVersion | None) -> None:
+        """What this version has counted, and will while it finishes what it has, is
+        `successor`'s."""
+        self._successor = successor
         self._pass_on()
 
     def inherit(self, statistics: dict[str, Any]) -> None:
@@ -330,13 +331,13 @@ class Deployment:
 
     def _pass_on(self) -> None:
         # Our scheduler may have ended, and one before it be counting still.
-        if self._heir is None:
+        if self._successor is None:
             return
         counted = self._kept[0] if self._kept else self._inherited
         if self._kept and self._inherited:
             counted = following(counted, self._inherited)
         if counted:
-            self._heir.inherit(counted)
+            self._successor.inherit(counted)
 
     # --- deaths
 
@@ -405,7 +406,7 @@ class Deployment:
 
     async def _keep_scheduler(self) -> None:
         """Have another one take over from each scheduler that dies."""
-        row = Row()
+        row = RestartBackoff()
         while not self.retiring:
             dead, born = self._serving, time.monotonic()
             assert dead is not None
@@ -416,7 +417,7 @@ class Deployment:
                 self._changed()
                 await self._replace_scheduler(row, row.pause_s(time.monotonic() - born))
 
-    async def _replace_scheduler(self, row: Row, pause: float) -> None:
+    async def _replace_scheduler(self, row: RestartBackoff, pause: float) -> None:
         lost = self.endpoint
         while not self.retiring:
             if pause:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class VersionSpec:
     """What to load. `config` is normalised and validated as far as it goes before auto-completion.
 
     `complete(completed)` merges what the model says of itself, validates, and returns the

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.ipc.transport.peercred_router import KinRouter, last_number
+from shmserve.ipc.transport.peercred_router import PeerCredRouter, last_number
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Control:
     def __init__(
         self, endpoint: str, knows: Callable[[int], bool], on_message: Callable[[int, Any], None]
     ) -> None:
-        self._router = KinRouter(endpoint, last_number)
+        self._router = PeerCredRouter(endpoint, last_number)
         self._knows = knows
         self._on_message = on_message
         self._peers: dict[int, bytes] = {}

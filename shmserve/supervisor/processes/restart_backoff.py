@@ -11,7 +11,7 @@ _HEALTHY_S = 30.0
 
 
 @dataclass(slots=True)
-class Row:
+class RestartBackoff:
     """Deaths in a row; a life of more than 30 seconds ends the row."""
 
     deaths: int = 0

@@ -66,7 +66,7 @@ class Child:
         self.kill(signal.SIGUSR2)
 
 
-class Children:
+class ProcessTable:
     """All processes of this server. `on_exit(child)` is called for each that ends, before its
     `exited` waiters run."""
 
@@ -178,7 +178,7 @@ class Zygote:
 
     def __init__(
         self,
-        children: Children,
+        children: ProcessTable,
         run_dir: RunDirectory,
         title: str,
         modules: Sequence[str],

@@ -11,7 +11,7 @@ import resource
 from shmserve.errors import InvalidArgument
 
 
-class Pins:
+class PinnedQuota:
     """Bytes that are pinned; `cuda`: whether there is a device to pin for."""
 
     def __init__(self, cuda: bool) -> None:

@@ -17,7 +17,7 @@ from shmserve.errors import InvalidArgument
 _FOLDER = "/dev/shm"
 
 
-class Ledger:
+class RegionQuota:
     """The counts behind the limits of a policy. Sizes in bytes."""
 
     def __init__(self, policy: ShmPolicy) -> None:

@@ -1,4 +1,4 @@
-"""The registrar of clients' shared memory regions: one name space for every door, held by the
+"""The registry of clients' shared memory regions: one name space for every listener, held by the
 supervisor.
 
 A region is a numbered generation of a name:
@@ -11,8 +11,8 @@ so a key that is unlinked and made again is never confused with what was registe
 the requests that use a generation. Who may register and unregister what is decided by
 shmserve.common.shm_access, how much by shmserve.supervisor.regions.quota.
 
-What a guest shares (shmserve/guests.py) is a region without a name: no gateway hears of it, and it
-is the guest's alone until the guest gives it back, or is gone.
+What a local client shares (shmserve/guests.py) is a region without a name: no gateway hears of it,
+and it is the local client's alone until the local client gives it back, or is gone.
 
 CUDA memory is registered by a handle that workers alone open. Where the process is known that
 exported it, its death unregisters the region.
@@ -44,8 +44,8 @@ from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdraw
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
 from shmserve.supervisor.regions.cuda_handles import Exporter, HandleCheck, not_supported
-from shmserve.supervisor.regions.pinned_quota import Pins
-from shmserve.supervisor.regions.quota import Ledger
+from shmserve.supervisor.regions.pinned_quota import PinnedQuota
+from shmserve.supervisor.regions.quota import RegionQuota
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Region:
     owner: Ownership
     users: set[int] = field(default_factory=set)  # gateways with requests of a withdrawn one
     blocks: int = 0  # of the object, when its pages had been taken
-    lessor: int = 0  # the process through which it is leased, or the guest it is of, or 0
+    lessor: int = 0  # the process through which it is leased, or the local client it is of, or 0
     cuda: CudaHandle | None = None
     exporter: Exporter | None = None
     pinned: bool = False
@@ -124,7 +124,7 @@ class Region:
 Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
 
 
-class Registrar:
+class RegionRegistry:
     """Registers and unregisters; `publish` reaches every gateway (pids: `gateways`),
     `tell_workers` every worker. Without a `handles` check there is no CUDA memory."""
 
@@ -140,9 +140,9 @@ class Registrar:
         self._gateways = gateways
         self._tell_workers = tell_workers
         self._policy = policy
-        self._ledger = Ledger(policy)
+        self._quota = RegionQuota(policy)
         self._handles = handles
-        self._pins = Pins(handles is not None)
+        self._pins = PinnedQuota(handles is not None)
         self._endings: set[asyncio.Task[None]] = set()
         self._active: dict[str, Region] = {}
         self._draining: dict[int, Region] = {}
@@ -232,7 +232,7 @@ class Registrar:
             # Whoever has a handle may use the memory; nobody can truncate it.
             owner = Ownership(peer.uid, NO_GROUP, copied=False)
             region = Region(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
-            self._ledger.enter(peer.uid, byte_size)
+            self._quota.enter(peer.uid, byte_size)
             try:
                 if exporter_pid:
                     region.exporter = Exporter(exporter_pid, lambda: self._exporter_exited(region))
@@ -284,11 +284,11 @@ class Registrar:
         try:
             owner = ownership(peer, key, shared.uid, shared.gid, shared.mode, self._policy.group)
             posix_shm.check_range(name, shared, offset, byte_size)
-            self._ledger.enter(peer.uid, byte_size, shared.file)
+            self._quota.enter(peer.uid, byte_size, shared.file)
             try:
                 await self._reserve(name, key, shared, offset, byte_size)
             except BaseException:
-                self._ledger.leave(peer.uid, byte_size, shared.file)
+                self._quota.leave(peer.uid, byte_size, shared.file)
                 raise
         except BaseException:
             os.close(shared.fd)
@@ -301,13 +301,13 @@ class Registrar:
         self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
     ) -> None:
         missing = posix_shm.unallocated(shared, byte_size)
-        self._ledger.pay(key, shared.file, missing)
+        self._quota.pay(key, shared.file, missing)
         taken = 0
         try:
             # Taking the pages of a large object takes a while, and the loop must go on.
             taken = await asyncio.to_thread(posix_shm.reserve, name, shared, offset, byte_size)
         finally:
-            self._ledger.refund(shared.file, missing - min(taken, missing))
+            self._quota.refund(shared.file, missing - min(taken, missing))
 
     def _pin(self, region: Region, pin: bool, copied: bool) -> None:
         if pin:
@@ -318,7 +318,7 @@ class Registrar:
         if region.pinned:
             self._pins.give(region.offset + region.byte_size)
         file = None if region.shared is None else region.shared.file
-        self._ledger.leave(region.owner.uid, region.byte_size, file)
+        self._quota.leave(region.owner.uid, region.byte_size, file)
         region.close()
 
     async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
@@ -347,28 +347,29 @@ class Registrar:
         shared: posix_shm.SharedObject,
         byte_size: int,
         peer: Peer,
-        guest: int,
+        local_client: int,
         pin: bool = False,
     ) -> None:
-        """Keep a sealed object of a guest's until `give_back`; its descriptor is ours from then on.
+        """Keep a sealed object of a local client's until `give_back`; its descriptor is ours from
+        then on.
 
         Raises Unsupported, PermissionDenied or InvalidArgument, as the policy has it.
         """
         if self._policy.allow is False:
             raise Unsupported(SHM_DISABLED)
         owner = ownership(peer, "memfd", shared.uid, shared.gid, shared.mode, self._policy.group)
-        region = Region("", "", memory_id, shared, 0, byte_size, owner, lessor=guest)
+        region = Region("", "", memory_id, shared, 0, byte_size, owner, lessor=local_client)
         self._pin(region, pin, copied=False)  # sealed, so it is mapped
         try:
-            self._ledger.enter(peer.uid, byte_size, shared.file)
+            self._quota.enter(peer.uid, byte_size, shared.file)
         except InvalidArgument:
             self._pins.give(byte_size if pin else 0)
             raise
         self._lent[memory_id] = region
 
-    async def lend_cuda(self, memory: Memory, peer: Peer, guest: int) -> None:
-        """Keep a guest's device memory until `give_back`. A guest that leaves meanwhile is the
-        caller's to look after.
+    async def lend_cuda(self, memory: Memory, peer: Peer, local_client: int) -> None:
+        """Keep a local client's device memory until `give_back`. A local client that leaves
+        meanwhile is the caller's to look after.
 
         Raises Unsupported, InvalidArgument or Unavailable.
         """
@@ -377,21 +378,21 @@ class Registrar:
         if self._handles is None:
             raise InvalidArgument("the server has no CUDA device whose memory could be shared")
         size = memory.byte_size
-        self._ledger.enter(peer.uid, size)
+        self._quota.enter(peer.uid, size)
         try:
             await self._handles.check(memory)
         except BaseException:
-            self._ledger.leave(peer.uid, size)
+            self._quota.leave(peer.uid, size)
             raise
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         self._lent[memory.id] = Region(
-            "", "", memory.id, None, 0, size, owner, lessor=guest, cuda=memory.cuda
+            "", "", memory.id, None, 0, size, owner, lessor=local_client, cuda=memory.cuda
         )
 
-    def give_back(self, guest: int, memory_id: int = 0) -> None:
-        """A guest needs a memory no more, or (without `memory_id`) is gone."""
+    def give_back(self, local_client: int, memory_id: int = 0) -> None:
+        """A local client needs a memory no more, or (without `memory_id`) is gone."""
         for region in list(self._lent.values()):
-            if region.lessor == guest and memory_id in (0, region.memory_id):
+            if region.lessor == local_client and memory_id in (0, region.memory_id):
                 del self._lent[region.memory_id]
                 self._tell_workers(MemoryDropped(region.memory_id))
                 self._close(region)

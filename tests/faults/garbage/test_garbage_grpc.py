@@ -51,7 +51,7 @@ def beginning(server: Server) -> State:
 
 
 def fine(stage: Scene) -> None:
-    """Others are served, over both doors."""
+    """Others are served, over both listeners."""
     with stub(stage.server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=_PATIENCE_S))
     assert_recovers(stage, time.monotonic())

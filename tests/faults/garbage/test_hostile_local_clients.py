@@ -1,4 +1,4 @@
-"""Programs that use the native door and mean no good: what they do costs themselves alone."""
+"""Programs that use the native listener and mean no good: what they do costs themselves alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python has no name for it
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that sees one guest after the other."""
+    """A server that sees one local client after the other."""
     with running(make_repository(tmp_path_factory.mktemp("guests"))) as started:
         with Load(started):
             pass
@@ -48,41 +48,43 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def beginning(server: Server) -> State:
-    """What the server was before the first guest."""
+    """What the server was before the first local client."""
     return State.of(server)
 
 
 def honest(stage: Scene) -> None:
-    """Somebody else comes in by the same door, and is served."""
-    with contextlib.closing(Guest(stage.server).hello()) as guest:
-        link = guest.link("identity")
+    """Somebody else comes in by the same listener, and is served."""
+    with contextlib.closing(Guest(stage.server).hello()) as local_client:
+        link = local_client.link("identity")
         link.send(submit((small(),)))
         assert isinstance(answer(link), m.Finished)
 
 
-# --- crimes; each is committed by one guest, which then leaves
+# --- crimes; each is committed by one local client, which then leaves
 
 
-def garbage_as_frames(guest: Guest, stage: Scene) -> None:
+def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
     """Frames that are no messages end the link that they come over, after a few."""
     frames = list(garbage())
     while frames:
-        link = guest.link("identity", f"{guest.number}.{guest.token}.g{len(frames)}")
+        link = local_client.link(
+            "identity", f"{local_client.number}.{local_client.token}.g{len(frames)}"
+        )
         send_raw(link, b"", b"".join(zmtp.frame(frames.pop()) for _ in range(min(8, len(frames)))))
         link.send(submit((small(),)))
         answered = arrived(link)
         assert all(isinstance(reply, m.Finished | m.Failed) for reply in answered)
         link.close()
-    link = guest.link("identity", f"{guest.number}.{guest.token}.flood")
+    link = local_client.link("identity", f"{local_client.number}.{local_client.token}.flood")
     send_raw(link, b"", zmtp.frame(b"x") * 50_000)
     until("it is ended", partial(ended, link))
 
 
-def no_zeromq(guest: Guest, stage: Scene) -> None:
+def no_zeromq(local_client: Guest, stage: Scene) -> None:
     """Bytes that are no frames, and half of everything."""
-    whole = zmtp.GREETING + zmtp.ready("DEALER", b"%d.x" % guest.number) + zmtp.frame(b"abc")
+    whole = zmtp.GREETING + zmtp.ready("DEALER", b"%d.x" % local_client.number) + zmtp.frame(b"abc")
     with contextlib.ExitStack() as stack:
-        for endpoint in guest.models.values():
+        for endpoint in local_client.models.values():
             for text in (os.urandom(5000), *(whole[:cut] for cut in range(0, len(whole), 7))):
                 plain = stack.enter_context(socket.socket(socket.AF_UNIX))
                 plain.connect(endpoint.removeprefix("ipc://"))
@@ -92,12 +94,12 @@ def no_zeromq(guest: Guest, stage: Scene) -> None:
         honest(stage)
 
 
-def a_handshake_without_end(guest: Guest, stage: Scene) -> None:
+def a_handshake_without_end(local_client: Guest, stage: Scene) -> None:
     """Nobody needs more than a few bytes to say who they are."""
     endless = b"\x06" + (64 * MIB).to_bytes(8, "big") + bytes(MIB)
     with socket.socket(socket.AF_UNIX) as plain:
         plain.settimeout(10)
-        plain.connect(guest.models["identity"].removeprefix("ipc://"))
+        plain.connect(local_client.models["identity"].removeprefix("ipc://"))
         with contextlib.suppress(OSError):
             plain.sendall(zmtp.GREETING + endless)
         with contextlib.suppress(ConnectionError):
@@ -105,11 +107,11 @@ def a_handshake_without_end(guest: Guest, stage: Scene) -> None:
                 pass
 
 
-def never_read(guest: Guest, stage: Scene) -> None:
+def never_read(local_client: Guest, stage: Scene) -> None:
     """Who does not take its answers is not asked what else it wants."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(guest.models["simple"].removeprefix("ipc://"))
-    identity = f"{guest.number}.{guest.token}.deaf".encode()
+    connection.connect(local_client.models["simple"].removeprefix("ipc://"))
+    identity = f"{local_client.number}.{local_client.token}.deaf".encode()
     connection.sendall(zmtp.GREETING + zmtp.ready("DEALER", identity))
     connection.settimeout(1.0)
     frame = zmtp.frame(frames.pack([submit((small(),), number) for number in range(500)]))
@@ -119,9 +121,12 @@ def never_read(guest: Guest, stage: Scene) -> None:
         raise AssertionError("a million requests were taken from who reads no answer")
 
 
-def half_frames(guest: Guest, stage: Scene) -> None:
+def half_frames(local_client: Guest, stage: Scene) -> None:
     """Large frames of which the end does not come, over many links at once."""
-    links = [guest.link("identity", f"{guest.number}.{guest.token}.{n}") for n in range(12)]
+    links = [
+        local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
+        for n in range(12)
+    ]
     start = b"\2" + (8 * MIB).to_bytes(8, "big") + bytes(8 * MIB - 1)
     for link in links:
         assert link._connection is not None
@@ -139,17 +144,17 @@ def half_frames(guest: Guest, stage: Scene) -> None:
     honest(stage)
 
 
-def a_frame_too_large(guest: Guest, stage: Scene) -> None:
+def a_frame_too_large(local_client: Guest, stage: Scene) -> None:
     """It is not waited for."""
     for size in (8 * MIB + 1, 1 << 40, 2**64 - 1):
-        link = guest.link("identity", f"{guest.number}.{guest.token}.{size}")
+        link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{size}")
         send_raw(link, b"", b"\2" + size.to_bytes(8, "big"))
         until("it is ended", partial(ended, link))
 
 
-def a_request_too_large(guest: Guest, stage: Scene) -> None:
+def a_request_too_large(local_client: Guest, stage: Scene) -> None:
     """What is large goes through shared memory: a queue full of requests has a size."""
-    link = guest.link("identity")
+    link = local_client.link("identity")
     link.send(submit((TensorRef("INPUT0", "FP32", (MIB,), bytes(4 * MIB)),)))
     failed = answer(link)
     assert isinstance(failed, m.Failed) and "shared memory" in failed.message
@@ -157,15 +162,15 @@ def a_request_too_large(guest: Guest, stage: Scene) -> None:
     assert isinstance(answer(link), m.Finished)
 
 
-def a_request_with_a_large_name(guest: Guest, stage: Scene) -> None:
+def a_request_with_a_large_name(local_client: Guest, stage: Scene) -> None:
     """It waits in the queue as all of the request does."""
-    link = guest.link("identity")
+    link = local_client.link("identity")
     link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, submit((small(),)).work, "x" * MIB))
     failed = answer(link)
     assert isinstance(failed, m.Failed) and "larger than" in failed.message
 
 
-def all_in_one_frame(guest: Guest, stage: Scene) -> None:
+def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
     """Millions of messages, or of what is none: the others do not wait until all is read."""
     before = cpu_seconds(stage.server)["scheduler identity"]
     one = msgpack.packb(["Cancel", 1])
@@ -173,7 +178,7 @@ def all_in_one_frame(guest: Guest, stage: Scene) -> None:
     for number, words in enumerate((one * (7 * MIB // len(one)), many, one * 6 * MIB)):
         count = words.count(b"\xdd") or len(words) // len(one)
         frame = zmtp.frame(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
-        link = guest.link("identity", f"{guest.number}.{guest.token}.{number}")
+        link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{number}")
         assert link._connection is not None
         link._connection.sock.settimeout(20)
         with contextlib.suppress(OSError):
@@ -183,19 +188,19 @@ def all_in_one_frame(guest: Guest, stage: Scene) -> None:
     assert cpu_seconds(stage.server)["scheduler identity"] - before < 5
 
 
-def slow_to_close(guest: Guest, stage: Scene) -> None:
+def slow_to_close(local_client: Guest, stage: Scene) -> None:
     """Descriptors whose last one takes long to close, everywhere that descriptors can be sent."""
     packed = [frames.pack([m.Acknowledged(1)]), b"\xff", b""]
     with contextlib.ExitStack() as stack:
         for words in packed:
             for count in (1, 4, 100):
-                send_what_lingers(stack, Guest(stage.server).hello().door, words, count)
-        at_once = Guest(stage.server).hello().door  # who has left before all of it is read
+                send_what_lingers(stack, Guest(stage.server).hello().listener, words, count)
+        at_once = Guest(stage.server).hello().listener  # who has left before all of it is read
         for words in (*packed, b""):
             send_what_lingers(stack, at_once, words, 1)
         at_once.close()
         scheduler = stack.enter_context(socket.socket(socket.AF_UNIX))
-        scheduler.connect(guest.models["identity"].removeprefix("ipc://"))
+        scheduler.connect(local_client.models["identity"].removeprefix("ipc://"))
         send_what_lingers(stack, scheduler, zmtp.GREETING, 1)
         began = time.monotonic()
         honest(stage)
@@ -227,10 +232,15 @@ def send_what_lingers(
     lingering.close()
 
 
-def many_links(guest: Guest, stage: Scene) -> None:
-    """A few links a guest, and none for who has no token."""
-    mine = [guest.link("identity", f"{guest.number}.{guest.token}.{n}") for n in range(40)]
-    made_up = [guest.link("identity", f"{guest.number}.{'0' * 32}.{n}") for n in range(200)]
+def many_links(local_client: Guest, stage: Scene) -> None:
+    """A few links a local client, and none for who has no token."""
+    mine = [
+        local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
+        for n in range(40)
+    ]
+    made_up = [
+        local_client.link("identity", f"{local_client.number}.{'0' * 32}.{n}") for n in range(200)
+    ]
     for link in (*mine, *made_up):
         link.send(submit((small(),)))
     until("those are ended", lambda: all(map(ended, made_up)))
@@ -238,32 +248,32 @@ def many_links(guest: Guest, stage: Scene) -> None:
     honest(stage)
 
 
-def another_s_identity(guest: Guest, stage: Scene) -> None:
+def another_s_identity(local_client: Guest, stage: Scene) -> None:
     """The name of a link is its first owner's."""
-    link = guest.link("identity")
+    link = local_client.link("identity")
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
-    thief = guest.link("identity")
+    thief = local_client.link("identity")
     until("the second is ended", partial(ended, thief))
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
 
 
-def stay_after_leaving(guest: Guest, stage: Scene) -> None:
-    """Who has left by the door has left: its links end, and it does not come back by a link."""
-    link = guest.link("identity")
+def stay_after_leaving(local_client: Guest, stage: Scene) -> None:
+    """Who has left by the listener has left: its links end, and it does not come back by a link."""
+    link = local_client.link("identity")
     link.send(submit((small(),)))
     assert isinstance(answer(link), m.Finished)
-    guest.door.close()
+    local_client.listener.close()
     until("its link is ended", partial(ended, link))
-    again = guest.link("identity")
+    again = local_client.link("identity")
     again.send(submit((small(),)))
     until("so is the next", partial(ended, again))
 
 
-def the_same_number_twice(guest: Guest, stage: Scene) -> None:
+def the_same_number_twice(local_client: Guest, stage: Scene) -> None:
     """One answer, to the first."""
-    link = guest.link("gated")
+    link = local_client.link("gated")
     numbers = TensorRef("INPUT0", "INT32", (1, 1), (7).to_bytes(4, "little"))
     link.send(submit((numbers,), 5))
     visit = stage.server.gate.next()
@@ -278,9 +288,9 @@ def the_same_number_twice(guest: Guest, stage: Scene) -> None:
     assert arrived(link, 0.2) == []
 
 
-def odd_numbers(guest: Guest, stage: Scene) -> None:
+def odd_numbers(local_client: Guest, stage: Scene) -> None:
     """Times, priorities and identifiers that nobody has."""
-    link = guest.link("identity")
+    link = local_client.link("identity")
     work = submit((small(),)).work
     odd = (0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
     number = 0
@@ -296,11 +306,11 @@ def odd_numbers(guest: Guest, stage: Scene) -> None:
         assert answer(link).id == value
 
 
-def release_what_is_others(guest: Guest, stage: Scene) -> None:
+def release_what_is_others(local_client: Guest, stage: Scene) -> None:
     """Memory that a worker holds for another reader stays as it is."""
     values = np.arange(300_000, dtype=np.float32)
     outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
-    link = guest.link("identity")
+    link = local_client.link("identity")
     workers = [process.pid for process in stage.server.find("worker identity")]
     stop = time.monotonic() + 1.0
     while time.monotonic() < stop:
@@ -314,9 +324,9 @@ def release_what_is_others(guest: Guest, stage: Scene) -> None:
         assert (reply.tensors()["OUTPUT0"] == values).all()
 
 
-def tensors_that_cannot_be(guest: Guest, stage: Scene) -> None:
+def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
     """Shapes, names, datatypes and strings, each an error to its sender."""
-    link = guest.link("identity")
+    link = local_client.link("identity")
     shapes: list[Any] = [
         (-1,),
         (2**62,),
@@ -351,10 +361,10 @@ def tensors_that_cannot_be(guest: Guest, stage: Scene) -> None:
         assert "Traceback" not in failed.message
 
 
-def deep_messages(guest: Guest, stage: Scene) -> None:
+def deep_messages(local_client: Guest, stage: Scene) -> None:
     """Arrays in arrays, as a message, as work and in a parameter."""
     deep = b"\x91" * 100_000 + b"\xc0"
-    link = guest.link("identity")
+    link = local_client.link("identity")
     link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, deep, ""))
     assert isinstance(answer(link), m.Failed)
     send_raw(link, b"", zmtp.frame(b"\x92\x01" + deep))
@@ -362,12 +372,12 @@ def deep_messages(guest: Guest, stage: Scene) -> None:
     assert answer(link).id == 2
 
 
-def memory_of_which_little_is_there(guest: Guest, stage: Scene) -> None:
+def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
     """Holes are punched into sealed memory while it is used: zeros, and nobody dies."""
     size = 256 * 1024
-    link = guest.link("identity")
+    link = local_client.link("identity")
     with memfd(2 * size) as fd:
-        memory = Memory(*guest.ask(m.ShareMemory(1, 2 * size, False), fd).payload["memory"])
+        memory = Memory(*local_client.ask(m.ShareMemory(1, 2 * size, False), fd).payload["memory"])
         tensor = TensorRef("INPUT0", "FP32", (size // 4,), Place(memory, 0, size))
         output = RequestedOutput("OUTPUT0", Place(memory, size, size))
         for number in range(50):
@@ -376,13 +386,16 @@ def memory_of_which_little_is_there(guest: Guest, stage: Scene) -> None:
             assert isinstance(answer(link), m.Finished)
 
 
-def memory_that_cannot_be_written(guest: Guest, stage: Scene) -> None:
-    """Sealed against it, before it is shared or after: said to the guest, and no worker dies."""
-    link = guest.link("identity")
+def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
+    """Sealed against it, before it is shared or after: said to the local client, and no worker
+    dies."""
+    link = local_client.link("identity")
     before = len(stage.server.log())
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
         with memfd() as fd:
-            memory = Memory(*guest.ask(m.ShareMemory(number, 4096, False), fd).payload["memory"])
+            memory = Memory(
+                *local_client.ask(m.ShareMemory(number, 4096, False), fd).payload["memory"]
+            )
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
             place = Place(memory, 0, 16)
             for work in (
@@ -395,23 +408,23 @@ def memory_that_cannot_be_written(guest: Guest, stage: Scene) -> None:
     assert " ended (" not in stage.server.log()[before:]
 
 
-def many_memories(guest: Guest, stage: Scene) -> None:
-    """There is a limit, it is said, and all is given back when the guest goes."""
+def many_memories(local_client: Guest, stage: Scene) -> None:
+    """There is a limit, it is said, and all is given back when the local client goes."""
     refused = None
     with memfd(4096) as fd:
         for number in range(5000):
-            reply = guest.ask(m.ShareMemory(number, 4096, False), fd)
+            reply = local_client.ask(m.ShareMemory(number, 4096, False), fd)
             if isinstance(reply, m.Refused):
                 refused = reply
                 break
     assert refused is not None and "at most" in refused.message
     for number in (0, -1, 7, 2**63):
         with contextlib.suppress(OSError):
-            guest.tell(m.WithdrawMemory(number))
+            local_client.tell(m.WithdrawMemory(number))
     assert_recovers(stage, time.monotonic())
 
 
-def many_descriptors_at_the_door(guest: Guest, stage: Scene) -> None:
+def many_descriptors_at_the_listener(local_client: Guest, stage: Scene) -> None:
     """More than were asked for, with messages that ask for none, and with garbage."""
     with memfd() as fd:
         for count in (0, 2, 4, 5, 50, 250):
@@ -419,16 +432,16 @@ def many_descriptors_at_the_door(guest: Guest, stage: Scene) -> None:
             with contextlib.closing(other), contextlib.suppress(OSError):
                 other.tell(m.ShareMemory(1, 1, False), *[fd] * count)
                 other.tell(m.Acknowledged(1), *[fd] * count)
-                socket.send_fds(other.door, [b"\xff" * 10], [fd] * count)
+                socket.send_fds(other.listener, [b"\xff" * 10], [fd] * count)
 
 
-def crowd_at_the_door(guest: Guest, stage: Scene) -> None:
+def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:
     """Hundreds who say nothing keep nobody out."""
     with contextlib.ExitStack() as stack:
         for _ in range(600):
-            # It waits for a place in the backlog, which one with a timeout would not.
+            # It waits for a place in the queue, which one with a timeout would not.
             silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            silent.connect(str(endpoints.door(stage.server.run_dir)))
+            silent.connect(str(endpoints.listener(stage.server.run_dir)))
         honest(stage)
         with shmserve.client.connect(stage.server.run_dir) as program:
             assert program.models()
@@ -457,23 +470,23 @@ CRIMES: list[Callable[[Guest, Scene], None]] = [
     memory_of_which_little_is_there,
     memory_that_cannot_be_written,
     many_memories,
-    many_descriptors_at_the_door,
-    crowd_at_the_door,
+    many_descriptors_at_the_listener,
+    crowd_at_the_listener,
 ]
 
 
 @pytest.mark.parametrize("crime", CRIMES, ids=lambda crime: crime.__name__)
 @pytest.mark.usefixtures("beginning")
-def test_guest(server: Server, crime: Callable[[Guest, Scene], None]) -> None:
+def test_local_client(server: Server, crime: Callable[[Guest, Scene], None]) -> None:
     with scene(server) as stage:
-        with contextlib.closing(Guest(server).hello()) as guest:
-            crime(guest, stage)
+        with contextlib.closing(Guest(server).hello()) as local_client:
+            crime(local_client, stage)
         honest(stage)
         assert_recovers(stage, time.monotonic())
         assert stage.load.troubles() == []
 
 
-def test_after_all_guests(server: Server, beginning: State) -> None:
+def test_after_all_local_clients(server: Server, beginning: State) -> None:
     """What each of them may have left has not added up."""
     assert_is_as_it_was(server, beginning, 0)
     assert "Traceback" not in server.log()

@@ -341,7 +341,7 @@ def test_a_program_that_is_killed_while_its_request_runs(
 
 
 def test_over_grpc(server: Server) -> None:
-    """Registered over one door and used over the other."""
+    """Registered over one listener and used over the other."""
     grpc = importlib.import_module("tritonclient.grpc")
     http = importlib.import_module("tritonclient.http")
     shm = importlib.import_module("tritonclient.utils.cuda_shared_memory")
@@ -355,14 +355,14 @@ def test_over_grpc(server: Server) -> None:
             first.register_cuda_shared_memory("g", shm.get_raw_handle(region), 0, 2 * ROW)
             listed = first.get_cuda_shared_memory_status(as_json=True)
             assert listed["regions"]["g"]["byte_size"] == str(2 * ROW)
-            for door, kind in ((first, grpc), (second, http)):
+            for listener, kind in ((first, grpc), (second, http)):
                 shm.set_shared_memory_region(region, [np.zeros((2, SIDE), np.float32)])
                 shm.set_shared_memory_region(region, [batch()])
                 x = kind.InferInput("x", [1, SIDE], "FP32")
                 x.set_shared_memory("g", ROW)
                 y = kind.InferRequestedOutput("y")
                 y.set_shared_memory("g", ROW, offset=ROW)
-                door.infer("twice", [x], outputs=[y])
+                listener.infer("twice", [x], outputs=[y])
                 found = shm.get_contents_as_numpy(region, np.float32, [2, SIDE])
                 assert (found[1:] == batch() * 2).all()
             second.unregister_cuda_shared_memory("g")

@@ -270,7 +270,9 @@ def test_files_with_a_load(client: triton.InferenceServerClient) -> None:
     assert client.is_model_ready("simple")
 
 
-def test_a_region_through_both_doors(server: Server, client: triton.InferenceServerClient) -> None:
+def test_a_region_through_both_listeners(
+    server: Server, client: triton.InferenceServerClient
+) -> None:
     array = np.arange(256, dtype=np.float32)
     with SharedObject(4096) as made, server.http() as http:
         made.write(array)

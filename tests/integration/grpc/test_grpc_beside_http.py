@@ -204,7 +204,7 @@ def test_a_deadline_ends_a_call(server: Server, client: triton.InferenceServerCl
 def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
     client: triton.InferenceServerClient, http: Http
 ) -> None:
-    """R6: usable over the other door in the next call, and gone in the next."""
+    """R6: usable over the other listener in the next call, and gone in the next."""
     with SharedObject(2 * SIZE) as made:
         made.write(VALUES)
         for _ in range(5):
@@ -403,7 +403,8 @@ def test_a_restricted_protocol_needs_its_header(stranger: triton.InferenceServer
 def test_other_hosts_have_no_regions(
     guarded: Server, stranger: triton.InferenceServerClient
 ) -> None:
-    """R3: over a door that other hosts reach there are none, even for who has them over HTTP."""
+    """R3: over a listener that other hosts reach there are none, even for who has them over
+    HTTP."""
     headers = bearer(TOKEN)
     with SharedObject(2 * SIZE) as made, guarded.http() as http:
         code, text = refused(

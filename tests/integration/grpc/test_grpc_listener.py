@@ -1,4 +1,4 @@
-"""The gRPC door as a process: TLS, compression, drain, ports, and a server without it."""
+"""The gRPC listener as a process: TLS, compression, drain, ports, and a server without it."""
 
 from __future__ import annotations
 

@@ -147,10 +147,10 @@ def test_a_deadline_of_the_server(repository: Path, serve: Callable[..., Server]
         visit = server.gate.next()
         assert late.result().status == 503
         assert 1.5 <= time.monotonic() - began < 5
-        with shmserve.client.connect(server.run_dir) as guest:
+        with shmserve.client.connect(server.run_dir) as local_client:
             began = time.monotonic()
             with pytest.raises(shmserve.client.Unavailable, match="Request timeout expired"):
-                guest.infer("gated", INPUT0=np.zeros((1, 4), np.int32), timeout=10)
+                local_client.infer("gated", INPUT0=np.zeros((1, 4), np.int32), timeout=10)
             assert 1.5 <= time.monotonic() - began < 5
         later = people.number("gated", 2)
         sooner = people.number("gated", 3, timeout=50_000).result()

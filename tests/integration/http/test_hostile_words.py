@@ -205,10 +205,10 @@ def test_over_grpc(server: Server, word: str) -> None:
 
 
 @pytest.mark.parametrize("word", [SHORT, LONG[: 1 << 18]], ids=["short", "long"])
-def test_over_the_native_door(server: Server, word: str) -> None:
+def test_over_the_native_listener(server: Server, word: str) -> None:
     ones = (TensorRef("INPUT0", "INT32", (1, 16), ONES.tobytes()),)
-    with contextlib.closing(Guest(server).hello()) as guest:
-        link = guest.link("simple")
+    with contextlib.closing(Guest(server).hello()) as local_client:
+        link = local_client.link("simple")
         for number, request in enumerate(
             (
                 Inference(word, (TensorRef(word, "INT32", (1, 16), ONES.tobytes()),), ()),
@@ -220,7 +220,7 @@ def test_over_the_native_door(server: Server, word: str) -> None:
             work = pack_inference(request)
             link.send(m.Submit(number, 0, b"", 0, 0, 0, 0, work, word))
             assert isinstance(answer(link), m.Failed)
-        shouter = guest.link("shouter", f"{guest.number}.{guest.token}.2")
+        shouter = local_client.link("shouter", f"{local_client.number}.{local_client.token}.2")
         said = TensorRef("INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object)))
         for number, name in enumerate(("error", word)):
             work = pack_inference(Inference(name, (said,), ()))

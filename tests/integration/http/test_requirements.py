@@ -1,5 +1,5 @@
-"""Requirements on a server for clients nobody trusts, at a real server over both doors, where no
-other test holds them.
+"""Requirements on a server for clients nobody trusts, at a real server over both listeners, where
+no other test holds them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    """Explicit mode, every door, verbose; what Triton forwards to models is asked for."""
+    """Explicit mode, every listener, verbose; what Triton forwards to models is asked for."""
     repository = folder / "models"
     repositories.add(repository, "echo_request", "constant")
     repositories.add_as(folder / "elsewhere", "secret", "constant")
@@ -245,7 +245,7 @@ def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
 def test_files_of_a_load_request_stay_in_their_folder(
     http: Http, call: Any, folder: Path, path: str
 ) -> None:
-    """R17: over both doors; and what a configuration names must be there too."""
+    """R17: over both listeners; and what a configuration names must be there too."""
     before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
     given = {"config": json.dumps(config), f"file:{path}": base64.b64encode(b"x").decode()}

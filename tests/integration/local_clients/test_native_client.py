@@ -517,7 +517,7 @@ def test_a_closed_client_says_so(rows: Server) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 1e-9, 1e12, float("inf")])
-def test_any_patience_with_the_door(rows: Server, seconds: float) -> None:
+def test_any_patience_with_the_listener(rows: Server, seconds: float) -> None:
     with contextlib.ExitStack() as stack:
         if seconds < 1:
             stack.enter_context(contextlib.suppress(shmserve.client.Disconnected))

@@ -466,7 +466,7 @@ def test_who_is_cut_off_before_the_end_is_heard_of_is_told_of_the_end(
     gated: Server, ends: str
 ) -> None:
     """Threads see the schedulers' links end before, or though, the connection's own thread sees
-    that of the door."""
+    that of the listener."""
     client = shmserve.client.connect(gated.run_dir)
     connection = client._session.connection()
     outcome = concurrent.futures.Future[object]()
@@ -489,7 +489,7 @@ def test_who_is_cut_off_before_the_end_is_heard_of_is_told_of_the_end(
         connection.call(be_at_work)
         assert at_work.wait(10)
         if ends == "the server":
-            connection._door.send(b"what is no message")
+            connection._control.send(b"what is no message")
         closing = threading.Thread(target=client.close)
         with connection._lock:  # nobody is woken
             if ends == "the client":

@@ -1,4 +1,5 @@
-"""Who may be a guest, and what guests cannot do: the sockets behind shmserve.client, by hand."""
+"""Who may be a local client, and what local clients cannot do: the sockets behind shmserve.client,
+by hand."""
 
 from __future__ import annotations
 
@@ -41,15 +42,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def guest(server: Server) -> Iterator[Guest]:
-    """A guest."""
+def local_client(server: Server) -> Iterator[Guest]:
+    """A local client."""
     with contextlib.closing(Guest(server).hello()) as made:
         yield made
 
 
-def test_memory_of_a_guest_is_checked(guest: Guest) -> None:
+def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:
     with memfd() as fd:
-        answered = guest.ask(m.ShareMemory(1, 4096, False), fd)
+        answered = local_client.ask(m.ShareMemory(1, 4096, False), fd)
         assert isinstance(answered, m.Answered)
         assert len(answered.payload["memory"]) == 8
     for options, size, text in (
@@ -59,28 +60,30 @@ def test_memory_of_a_guest_is_checked(guest: Guest) -> None:
         ({}, 0, "from 1 to 4096"),
     ):
         with memfd(**options) as fd:
-            refused = guest.ask(m.ShareMemory(2, size, False), fd)
+            refused = local_client.ask(m.ShareMemory(2, size, False), fd)
         assert isinstance(refused, m.Refused) and text in refused.message
         assert refused.code == "INVALID_ARG"
-    assert "one descriptor" in guest.ask(m.ShareMemory(3, 1, False)).message
+    assert "one descriptor" in local_client.ask(m.ShareMemory(3, 1, False)).message
     with memfd() as fd, open(f"/proc/self/fd/{fd}", "rb") as reader:
-        refused = guest.ask(m.ShareMemory(4, 4096, False), reader.fileno())
+        refused = local_client.ask(m.ShareMemory(4, 4096, False), reader.fileno())
     assert "reading and writing" in refused.message
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
-def test_memory_of_another_user_is_refused(guest: Guest) -> None:
+def test_memory_of_another_user_is_refused(local_client: Guest) -> None:
     with memfd() as fd:
         os.fchown(fd, 12345, -1)
-        refused = guest.ask(m.ShareMemory(1, 4096, False), fd)
+        refused = local_client.ask(m.ShareMemory(1, 4096, False), fd)
     assert refused.code == "PERMISSION_DENIED"
     assert "it belongs to uid 12345 (mode 0777), the client is uid 0" in refused.message
 
 
-def test_a_guest_uses_its_own_memory_and_no_other(guest: Guest, server: Server) -> None:
-    link = guest.link("identity")
+def test_a_local_client_uses_its_own_memory_and_no_other(
+    local_client: Guest, server: Server
+) -> None:
+    link = local_client.link("identity")
     with memfd() as fd:
-        memory = Memory(*guest.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"])
+        memory = Memory(*local_client.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"])
         os.pwrite(fd, b"\1\0\0\0" * 4, 0)
         tensor = TensorRef("INPUT0", "FP32", (4,), Place(memory, 0, 16))
         output = RequestedOutput("OUTPUT0", Place(memory, 64, 16))
@@ -98,11 +101,11 @@ def test_a_guest_uses_its_own_memory_and_no_other(guest: Guest, server: Server) 
         assert "has not shared" in answer(link).message
 
 
-def test_places_are_as_the_page_says(guest: Guest) -> None:
+def test_places_are_as_the_page_says(local_client: Guest) -> None:
     """Put together by hand from `PROTOCOL.md`, as another language does."""
-    link = guest.link("identity")
+    link = local_client.link("identity")
     with memfd() as fd:
-        memory = guest.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
+        memory = local_client.ask(m.ShareMemory(1, 4096, False), fd).payload["memory"]
         os.pwrite(fd, b"\2\0\0\0" * 4, 64)
         inputs = [["INPUT0", "FP32", [4], [*memory, 64, 16]]]
         outputs = [["OUTPUT0", [*memory, 128, 16]]]
@@ -116,14 +119,14 @@ def test_places_are_as_the_page_says(guest: Guest) -> None:
         assert os.pread(fd, 16, 128) == b"\2\0\0\0" * 4
 
 
-def test_device_memory_of_a_server_without_one(guest: Guest) -> None:
-    refused = guest.ask(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
+def test_device_memory_of_a_server_without_one(local_client: Guest) -> None:
+    refused = local_client.ask(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
     assert isinstance(refused, m.Refused) and refused.id == 1
     assert cuda_devices() or "the server has no CUDA device" in refused.message
 
 
-def test_a_guest_s_word_is_not_taken(guest: Guest) -> None:
-    link = guest.link("simple")
+def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
+    link = local_client.link("simple")
     a = TensorRef("INPUT0", "INT32", (2, 16), bytes(128))
     b = TensorRef("INPUT1", "INT32", (2, 16), bytes(128))
     lie = m.Submit(1, 7, b"other", 0, 0, 0, 0, submit((a, b)).work, "")
@@ -143,21 +146,21 @@ def test_a_guest_s_word_is_not_taken(guest: Guest) -> None:
 @pytest.mark.parametrize(
     "work", [b"", b"\x90", b"\xc1", b"\x99" + b"\xc0" * 9, b"\x99\x01\x90\x90\x80" + b"\0" * 5]
 )
-def test_work_that_is_none_is_an_error_to_its_sender(guest: Guest, work: bytes) -> None:
-    link = guest.link("simple")
+def test_work_that_is_none_is_an_error_to_its_sender(local_client: Guest, work: bytes) -> None:
+    link = local_client.link("simple")
     link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
     failed = answer(link)
     assert isinstance(failed, m.Failed) and failed.code == "INVALID_ARG"
 
 
-def test_a_made_up_identity_is_not_answered(guest: Guest) -> None:
-    for identity in (f"{os.getpid()}.abc", f"{guest.number}.{'0' * 32}.1", "100000999.x.1"):
-        link = guest.link("identity", identity)
+def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
+    for identity in (f"{os.getpid()}.abc", f"{local_client.number}.{'0' * 32}.1", "100000999.x.1"):
+        link = local_client.link("identity", identity)
         link.send(submit((small(),)))
-    honest = guest.link("identity")
+    honest = local_client.link("identity")
     honest.send(submit((small(),)))
     assert isinstance(answer(honest), m.Finished)
-    assert not any(link.receive() for link in guest.links if link is not honest)
+    assert not any(link.receive() for link in local_client.links if link is not honest)
 
 
 @pytest.mark.parametrize(
@@ -174,22 +177,22 @@ def test_a_made_up_identity_is_not_answered(guest: Guest) -> None:
         b"\x92\x01" + b"x" * 100_000,
     ],
 )
-def test_what_a_guest_may_not_say_ends_its_connection(server: Server, data: bytes) -> None:
-    with contextlib.closing(Guest(server)) as guest:
-        guest.door.send(data)
+def test_what_a_local_client_may_not_say_ends_its_connection(server: Server, data: bytes) -> None:
+    with contextlib.closing(Guest(server)) as local_client:
+        local_client.listener.send(data)
         with contextlib.suppress(ConnectionResetError):
-            while guest.door.recv(1 << 20):
+            while local_client.listener.recv(1 << 20):
                 pass
     with shmserve.client.connect(server.run_dir) as client:
         assert ("simple", "1") in client.models()
 
 
-def test_descriptors_that_nobody_asked_for_are_closed(guest: Guest, server: Server) -> None:
+def test_descriptors_that_nobody_asked_for_are_closed(local_client: Guest, server: Server) -> None:
     supervisor = Path(f"/proc/{server.pid}/fd")
     before = len(list(supervisor.iterdir()))
     with memfd() as fd:
         for _ in range(20):
-            assert isinstance(guest.ask(m.ShareMemory(1, 1, False), fd, fd), m.Refused)
+            assert isinstance(local_client.ask(m.ShareMemory(1, 1, False), fd, fd), m.Refused)
     until("they are closed", lambda: len(list(supervisor.iterdir())) <= before)
 
 
@@ -236,11 +239,11 @@ def test_other_users_need_the_group(repository: Path) -> None:
         assert server.run_dir.stat().st_mode & 0o777 == 0o710 and paths["guests"] == 0o710
 
 
-def test_a_socket_of_a_zeromq_library(guest: Guest) -> None:
+def test_a_socket_of_a_zeromq_library(local_client: Guest) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
-        dealer.identity = f"{guest.number}.{guest.token}.z".encode()
-        dealer.connect(guest.models["identity"])
+        dealer.identity = f"{local_client.number}.{local_client.token}.z".encode()
+        dealer.connect(local_client.models["identity"])
         dealer.send(frames.pack([submit((small(),))]))
         assert dealer.poll(10_000)
         (message,) = frames.unpack(dealer.recv())
@@ -262,18 +265,18 @@ def test_the_client_in_c_where_a_scheduler_leaves(client_in_c: Path) -> None:
     with contextlib.ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
         (run_dir / "guests").mkdir()
-        door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        entrance = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         scheduler = stack.enter_context(socket.socket(socket.AF_UNIX))
-        door.bind(str(run_dir / "guests" / "door"))
+        entrance.bind(str(run_dir / "guests" / "door"))
         scheduler.bind(str(run_dir / "guests" / "1"))
-        for listener in (door, scheduler):
+        for listener in (entrance, scheduler):
             listener.listen()
             listener.settimeout(20)
         asking = stack.enter_context(
             subprocess.Popen([client_in_c, run_dir], stderr=subprocess.PIPE, text=True)
         )
         stack.callback(asking.kill)
-        inside = stack.enter_context(door.accept()[0])
+        inside = stack.enter_context(entrance.accept()[0])
         assert frames.unpack(inside.recv(4096)) == [m.Hello(frames.VERSION)]
         versions = [
             m.ModelPublished(

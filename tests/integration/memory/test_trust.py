@@ -1,4 +1,4 @@
-"""Clients who are not trusted: whose regions are whose, over which door, and what they cost."""
+"""Clients who are not trusted: whose regions are whose, over which listener, and what they cost."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def through(name: str, size: int = SIZE) -> dict[str, Any]:
 
 
 class User:
-    """What a user does over a door: connections and objects of its own."""
+    """What a user does over a listener: connections and objects of its own."""
 
-    def __init__(self, server: Server, folder: Path, door: str, uid: int, *groups: int) -> None:
+    def __init__(self, server: Server, folder: Path, listener: str, uid: int, *groups: int) -> None:
         self._open: Callable[[], Http] = lambda: (
-            UnixHttp(folder / "socket") if door == "unix" else Http(server.http_port)
+            UnixHttp(folder / "socket") if listener == "unix" else Http(server.http_port)
         )
         self.uid, self._groups = uid, groups
 
@@ -126,14 +126,14 @@ class User:
 
 
 @pytest.fixture(params=["unix", "loopback"])
-def door(request: pytest.FixtureRequest) -> str:
+def listener(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @needs_users
-def test_users_and_doors(server: Server, folder: Path, door: str) -> None:
+def test_users_and_listeners(server: Server, folder: Path, listener: str) -> None:
     """R5: over the unix socket and over loopback a user has what is its own, and nothing else."""
-    me, alice, bob = (User(server, folder, door, uid) for uid in (ME, ALICE, BOB))
+    me, alice, bob = (User(server, folder, listener, uid) for uid in (ME, ALICE, BOB))
     with alice.object() as hers, bob.object(0o666) as his, me.object(0o666) as ours:
         alice.register("hers", hers).ok()
         for other in (his, ours):

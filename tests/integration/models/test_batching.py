@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import Crowd, crowd, values
+from tests.support.crowd import ConnectionLimits, crowd, values
 from tests.support.servers import Server, running
 
 DYNAMIC = "dynamic_batching { %s }"
@@ -51,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 class Queue:
     """A model whose only instance is held at the gate by request 0: what comes queues up."""
 
-    def __init__(self, server: Server, people: Crowd, model: str) -> None:
+    def __init__(self, server: Server, people: ConnectionLimits, model: str) -> None:
         self.server, self.people, self.model = server, people, model
         self.first = people.number(model, 0)
         self.holder = server.gate.next()

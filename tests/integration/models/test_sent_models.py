@@ -111,15 +111,15 @@ def load_over_grpc(call: Any, parameters: dict[str, str]) -> str:
 
 @contextlib.contextmanager
 def loads_of(
-    server: Server, socket: Path, door: str, uid: int
+    server: Server, socket: Path, listener: str, uid: int
 ) -> Iterator[Callable[[dict[str, str]], str]]:
-    """Sends a load through a door as user `uid`, a member of the server's group."""
+    """Sends a load through a listener as user `uid`, a member of the server's group."""
     with contextlib.ExitStack() as stack:
-        if door == "unix":
+        if listener == "unix":
             http: Http = stack.enter_context(contextlib.closing(UnixHttp(socket)))
             as_user(uid, lambda: http.get("/v2/health/live").ok(), (FRIENDS,))
             yield partial(load_over_http, http)
-        elif door == "http":
+        elif listener == "http":
             port = stack.enter_context(tunnel(server.http_port, uid))
             http = stack.enter_context(contextlib.closing(Http(port)))
             yield partial(load_over_http, http)
@@ -145,7 +145,7 @@ def friendly() -> Iterator[tuple[Server, Path]]:
 
 @needs_users
 @pytest.mark.parametrize("door", ["http", "unix", "grpc"])
-def test_which_users_may_send_a_model(friendly: tuple[Server, Path], door: str) -> None:
+def test_which_users_may_send_a_model(friendly: tuple[Server, Path], listener: str) -> None:
     """On this host: who runs the server. Others may load what the repository has, and no more."""
     server, socket = friendly
     with server.http() as http:
@@ -153,12 +153,12 @@ def test_which_users_may_send_a_model(friendly: tuple[Server, Path], door: str) 
         def answer() -> int:
             return int(http.infer("constant", ASK).ok().tensors()["OUTPUT0"][0])
 
-        with loads_of(server, socket, door, ALICE) as load:
+        with loads_of(server, socket, listener, ALICE) as load:
             assert load(sent(CONFIG)) == TEXT
-            if door != "grpc":
+            if listener != "grpc":
                 assert load({"config": CONFIG}) == TEXT
             assert load({}) == ""
             assert answer() == 1
-        with loads_of(server, socket, door, os.geteuid()) as load:
+        with loads_of(server, socket, listener, os.geteuid()) as load:
             assert load(sent(CONFIG)) == ""
             assert answer() == 2

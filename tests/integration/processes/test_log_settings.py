@@ -1,4 +1,4 @@
-"""The logging extension over both doors, and that every process of a server logs as it says."""
+"""The logging extension over both listeners, and that every process of a server logs as it says."""
 
 from __future__ import annotations
 
@@ -262,29 +262,29 @@ def gateway_of(server: Server, http: Http) -> int:
     raise AssertionError("nobody has this connection")
 
 
-def test_a_change_over_any_door_holds_in_every_process(server: Server, http: Http) -> None:
+def test_a_change_over_any_listener_holds_in_every_process(server: Server, http: Http) -> None:
     with contextlib.ExitStack() as stack:
-        doors: dict[int, Http] = {}
+        listeners: dict[int, Http] = {}
 
         def both() -> bool:
             connection = stack.enter_context(server.http())
-            doors.setdefault(gateway_of(server, connection), connection)
-            return len(doors) == 2
+            listeners.setdefault(gateway_of(server, connection), connection)
+            return len(listeners) == 2
 
         until("there is a connection to each gateway", both)
         call = stack.enter_context(stub(server))
         change: list[Callable[[int], object]] = [
             *(
-                lambda level, http=door: http.post(PATH, {"log_verbose_level": level}).ok()
-                for door in doors.values()
+                lambda level, http=listener: http.post(PATH, {"log_verbose_level": level}).ok()
+                for listener in listeners.values()
             ),
             lambda level: over_grpc(call, log_verbose_level=level),
         ]
-        for level, over_this_door in enumerate(change, 101):
-            over_this_door(level)
+        for level, over_this_listener in enumerate(change, 101):
+            over_this_listener(level)
             until(f"every process has heard of level {level}", told(server, level))
-            for door in doors.values():
-                assert settings(door)["log_verbose_level"] == level
+            for listener in listeners.values():
+                assert settings(listener)["log_verbose_level"] == level
             assert over_grpc(call)["log_verbose_level"] == level
 
 
@@ -352,7 +352,7 @@ def test_a_model_that_is_loaded_later_logs_as_the_others(server: Server, http: H
 
 
 def test_flags_are_the_first_settings(tmp_path: Path) -> None:
-    """Also for what is written before there is a door, and by each process."""
+    """Also for what is written before there is a listener, and by each process."""
     add_talker(tmp_path / "models")
     path = tmp_path / "file"
     flags = ("--log-info=false", "--log-verbose=true", "--log-format", "ISO8601")

@@ -10,10 +10,10 @@ from tests.support.servers import ROOT
 # In a process of its own: the process table adopts orphans, and kills what it does not know.
 _LATE = """
 import asyncio, logging, os, signal, time
-from shmserve.supervisor.processes.table import STOPPED_LIMIT_S, Children
+from shmserve.supervisor.processes.table import STOPPED_LIMIT_S, ProcessTable
 
 async def main():
-    children = Children(lambda child: None)
+    children = ProcessTable(lambda child: None)
     child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
     child.kill(signal.SIGSTOP)
     while child.stop_timer is None:
@@ -31,14 +31,14 @@ asyncio.run(main())
 
 _TROUBLE = """
 import asyncio, logging, os, sys, time
-from shmserve.supervisor.processes.table import Children
+from shmserve.supervisor.processes.table import ProcessTable
 
 async def main():
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     logging.Formatter.formatException = lambda self, error: repr(error[1])
     def on_exit(child):
         raise RuntimeError(child.title)
-    children = Children(on_exit)
+    children = ProcessTable(on_exit)
     both = [children.adopt(os.posix_spawn("/bin/true", ["true"], {}), t) for t in ("one", "other")]
     for child in both:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -51,10 +51,10 @@ asyncio.run(main())
 # The shell is what stands between a zygote that died and what it was to start; one is known.
 _BETWEEN = """
 import asyncio, os, select, signal
-from shmserve.supervisor.processes.table import Children
+from shmserve.supervisor.processes.table import ProcessTable
 
 async def main():
-    children = Children(lambda child: None)
+    children = ProcessTable(lambda child: None)
     read, write = os.pipe()
     command = ["sh", "-c", "sleep 60 & echo $!; sleep 61 & echo $!; wait"]
     with children.spawning():

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import psutil
 import pytest
 
@@ -60,7 +61,7 @@ class Stage:
         self.run_dir = run_dir
         self.links: list[Dealer] = []
         self.control = Router(endpoints.control(run_dir))
-        endpoints.guest_folder(run_dir).mkdir()
+        endpoints.local_client_folder(run_dir).mkdir()
         args = {
             "number": NUMBER,
             "version": "1",
@@ -122,7 +123,7 @@ class Stage:
     def finish(self, batch: m.Execute, body: bytes = b"done") -> None:
         """The worker's return of a batch."""
         now = time.monotonic_ns()
-        replies = [[key, "", "", body] for key, _, _ in batch.requests]
+        replies = [m.Reply(key, "", "", body) for key in (each.key for each in batch.requests)]
         self.worker.send(m.BatchFinished(batch.batch, now, now, now, now, replies))
 
     def statistics(self) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def stage() -> Iterator[Stage]:
 def test_a_request_goes_through_and_is_counted_when_it_is_answered(stage: Stage) -> None:
     number = stage.submit()
     batch = stage.next(stage.worker)
-    assert [work for _, _, work in batch.requests] == [b"work"]
+    assert [each.work for each in batch.requests] == [b"work"]
     stage.finish(batch)
     assert stage.next(stage.client) == m.Finished(number, b"done")
     report = stage.statistics()
@@ -210,7 +211,7 @@ def test_a_deadline_holds_while_the_worker_says_nothing(stage: Stage) -> None:
     took = time.monotonic() - began
     assert answer == m.Failed(number, "UNAVAILABLE", "Request timeout expired", 0, True)
     assert 1 <= took < 3
-    assert stage.next(stage.worker) == m.CancelExecution(batch.requests[0][0])
+    assert stage.next(stage.worker) == m.CancelExecution(batch.requests[0].key)
     stage.finish(batch)
     assert stage.next(stage.client) == m.Settled(number)
 
@@ -224,7 +225,7 @@ def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
         batch = stage.next(stage.worker)
         # A start that cannot be true is taken for the moment of the dispatch: what is then counted
         # as time in the queue is the scheduler's own doing alone.
-        replies = [[batch.requests[0][0], "", "", b""]]
+        replies = [m.Reply(batch.requests[0].key, "", "", b"")]
         stage.worker.send(m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
         stage.next(stage.client)
     histogram = stage.statistics()["shmserve"]["histograms"]["queue_seconds"]
@@ -246,6 +247,10 @@ def test_an_idle_scheduler_uses_no_processor(stage: Stage) -> None:
     assert process.num_ctx_switches().voluntary - switches <= 2
 
 
+def _frames_of(tag: str, *values: Any) -> list[bytes]:
+    return [msgpack.packb([frames.VERSION, [tag, *values]])]
+
+
 def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
     strangers = [
         stage.join(endpoints.scheduler(stage.run_dir, NUMBER), f"{os.getpid()}.x"),
@@ -256,7 +261,7 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
         os.urandom(100),
         frames.pack([m.Finished(1, b"")]),
         frames.pack([m.HealthChanged(True, True, True)]),
-        frames.pack([m.BatchFinished(1, 0, 0, 0, 0, [[], [1], ["a", 2]])]),
+        *_frames_of("BatchFinished", 1, 0, 0, 0, 0, [[], [1], ["a", 2]], 0, 0, True),
         frames.pack([m.Execute(1, [])]),
         b"\x92\x02\x91\xa5Drain",
         b"\x92\x01\x91\xa5Nope.",

@@ -139,28 +139,27 @@ class Worker:
         """Send a batch, a request for each value."""
         self.batches += 1
         work = [
-            [
+            m.Work(
                 key,
                 os.getpid(),
                 pack_inference(inference(tensor("x", np.full((1, size), value, "f4"), place))),
-            ]
+            )
             for key, value in enumerate(values, 1)
         ]
         router = self.schedulers[name]
         router.post(b"0.%d" % self.pid, m.Execute(self.batches, work))
         router.flush()
 
-    def finished(self, name: str = "w1") -> list[list[Any]]:
+    def finished(self, name: str = "w1") -> list[m.Reply]:
         """The replies to the last batch, by key."""
         done = self.expect(m.BatchFinished, self.schedulers[name])
         assert done.batch == self.batches
-        return sorted(done.replies)
+        return sorted(done.replies, key=lambda reply: reply.key)
 
-    def answer(self, reply: list[Any]) -> Inferred:
+    def answer(self, reply: m.Reply) -> Inferred:
         """A reply that must be a success."""
-        _, code, message, body = reply
-        assert code == "", message
-        return unpack_inferred(body)
+        assert reply.code == "", reply.message
+        return unpack_inferred(reply.body)
 
     def wait(self) -> int:
         """The exit status of the process."""
@@ -216,7 +215,7 @@ def test_a_failing_request_leaves_its_neighbours_and_the_worker(worker: Worker) 
         worker.execute(bad, 2)
         first, second = worker.finished()
         prefix = "Failed to process the request(s) for model 'm_0_0', message: "
-        assert first[1:3] == ["INTERNAL", prefix + text]
+        assert (first.code, first.message) == ("INTERNAL", prefix + text)
         assert value(worker.answer(second)) == 4
 
 
@@ -227,10 +226,10 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     peer = b"0.%d" % worker.pid
     send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
     router.post(peer, m.ProcessExited(1))
-    router.post(peer, m.Execute(1, [[1, 1, b"garbage"]]))
+    router.post(peer, m.Execute(1, [m.Work(1, 1, b"garbage")]))
     router.flush()
     worker.batches = 1
-    assert worker.finished() == [[1, "INTERNAL", "internal error", b""]]
+    assert worker.finished() == [m.Reply(1, "INTERNAL", "internal error", b"")]
 
 
 def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Worker) -> None:
@@ -254,7 +253,7 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
         give_back(output.data.offset)
         router.flush()
     worker.execute(1, size=4 * size)
-    assert worker.finished()[0][1] == "UNAVAILABLE"
+    assert worker.finished()[0].code == "UNAVAILABLE"
     mappings.drop_process(worker.pid)
 
 

@@ -25,14 +25,14 @@ from tests.support.servers import ROOT
 _CROWD = """
 import asyncio, logging, os, signal, sys
 from pathlib import Path
-from shmserve.supervisor.processes.table import Children, Zygote
+from shmserve.supervisor.processes.table import ProcessTable, Zygote
 from shmserve.ipc import processes
 from shmserve.supervisor.host.run_directory import RunDirectory
 
 async def main():
     logging.basicConfig(level=logging.ERROR)  # that it is stopped may be seen, and said
     folder = RunDirectory(Path(sys.argv[1]))
-    children = Children(lambda child: None)
+    children = ProcessTable(lambda child: None)
     zygote = Zygote(children, folder, "zygote", (), os.environ)
     zygote.start()
     for process in children.all():  # Ctrl-C is for the supervisor, also this early
@@ -63,11 +63,11 @@ asyncio.run(main())
 # Its parent hears of its end before it hears of its start, as when both come at once.
 _SHORT_LIVED = """
 import asyncio, os
-from shmserve.supervisor.processes.table import Children
+from shmserve.supervisor.processes.table import ProcessTable
 
 async def main():
     entered = []
-    children = Children(lambda child: print(child in entered, child.exited.result()))
+    children = ProcessTable(lambda child: print(child in entered, child.exited.result()))
     with children.spawning():
         pid = os.posix_spawn("/bin/true", ["true"], {})
         while pid not in children._early:

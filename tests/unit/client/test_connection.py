@@ -24,12 +24,12 @@ def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_lets_nobody_in(tmp_path: Path, answer: bytes) -> None:
     """It is there, so whoever reads the error need not look for it."""
     (tmp_path / "guests").mkdir()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(str(tmp_path / "guests" / "door"))
-        door.listen()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "guests" / "door"))
+        listener.listen()
 
         def show_out() -> None:
-            link, _ = door.accept()
+            link, _ = listener.accept()
             with link:
                 assert link.recv(1024)
                 link.send(answer)

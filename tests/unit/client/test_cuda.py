@@ -1,5 +1,5 @@
-"""The native client's memory on a device, on a stand-in for CUDA: the client's own code, the door,
-a scheduler's checks and a worker, with a socket between them.
+"""The native client's memory on a device, on a stand-in for CUDA: the client's own code, the
+listener, a scheduler's checks and a worker, with a socket between them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from shmserve.common.shm_access import NO_GROUP, ShmPolicy
 from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.capabilities import FIRST, Seals
+from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.local_clients import GuestDoor
-from shmserve.supervisor.local_clients.server import Guests
+from shmserve.scheduler.local_clients import LocalClientListener
+from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.registry import Registrar
+from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
@@ -48,12 +48,12 @@ F32 = np.float32
 ROW = np.arange(4, dtype=F32).reshape(1, 4)
 CONFIG = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
 POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 30, 1 << 30, 1 << 20, "warn")
-SEALS = Seals(bytes(32))
+SEALS = Capabilities(bytes(32))
 TENSORS = {"x": ((1, 4), "FP32"), "y": ((1, 4), "FP32")}
 
 
-class Host:
-    """A server in one process: its door in a thread, its scheduler and worker in the test's."""
+class SupervisorContext:
+    """A server in one process: its listener in a thread, its scheduler and worker in the test's."""
 
     def __init__(self, folder: Path, worker: Rig, cuda: FakeCuda, devices: int) -> None:
         self.folder = folder
@@ -66,8 +66,10 @@ class Host:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
         assert self._ready.wait(10)
-        self.door = GuestDoor(endpoints.guests(folder, 1), SEALS, Signature(CONFIG, "1"))
-        self.link = self.door.link
+        self.listener = LocalClientListener(
+            endpoints.local_clients(folder, 1), SEALS, Signature(CONFIG, "1")
+        )
+        self.link = self.listener.link
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -78,7 +80,7 @@ class Host:
             self._loop.call_soon(handles.checked, 1, checker.check(question))
 
         handles = HandleCheck(self._devices, lambda _: [1] if self.looking else [], look)
-        self.registrar = registrar = Registrar(
+        self.registry = registry = RegionRegistry(
             self._published, list, self._tell_workers, POLICY, handles if self._devices else None
         )
 
@@ -87,11 +89,13 @@ class Host:
             yield m.ModelPublished("m", "1", CONFIG, {}, endpoint, True, True, 0.0, 0)
             yield m.HealthChanged(True, True, False)
 
-        guests = Guests(self.folder, NO_GROUP, SEALS, registrar, models, registrar.give_back)
+        local_clients = LocalClientServer(
+            self.folder, NO_GROUP, SEALS, registry, models, registry.give_back
+        )
         self._ready.set()
         await self._over.wait()
-        guests.close()
-        registrar.close()
+        local_clients.close()
+        registry.close()
 
     async def _published(self, make: Callable[[int], Any]) -> None:
         raise AssertionError("no gateway hears of guests' memory")
@@ -105,14 +109,15 @@ class Host:
             self.drop()
             self.link.wait(0.05)
             for peer, message in self.link.receive():
-                checked = self.door.check(peer, message, time.monotonic_ns())
+                checked = self.listener.check(peer, message, time.monotonic_ns())
                 if type(checked) is m.Submit:
                     self.link.post(peer, self._run(checked))
             self.link.flush()
 
     def _run(self, submit: m.Submit) -> m.Finished | m.Failed:
         (reply,) = self.worker.raw_batch([submit.work])
-        ((_, code, text, body),) = self.worker.finished.replies
+        (made,) = self.worker.finished.replies
+        code, text, body = made.code, made.message, made.body
         assert reply.code == code
         return m.Failed(submit.id, code, text, 0, False) if code else m.Finished(submit.id, body)
 
@@ -149,7 +154,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return made
 
 
-def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[Host]:
+def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[SupervisorContext]:
     """A server whose model doubles x to y."""
     with rig(folder) as worker:
         memory = cuda.device_memory()
@@ -161,23 +166,25 @@ def started(folder: Path, cuda: FakeCuda, devices: int = 2) -> Iterator[Host]:
         text = "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n"
         (worker.context.version_dir / "model.py").write_text(text + "        return x * 2\n")
         worker.serve(PytorchBackend(worker.context), CONFIG)
-        host = Host(folder, worker, cuda, devices)
+        host = SupervisorContext(folder, worker, cuda, devices)
         yield host
         host.close()
 
 
 @pytest.fixture
-def host(tmp_path: Path, cuda: FakeCuda, device: FakeDevice) -> Iterator[Host]:
+def host(tmp_path: Path, cuda: FakeCuda, device: FakeDevice) -> Iterator[SupervisorContext]:
     yield from started(tmp_path, cuda)
 
 
 @pytest.fixture
-def client(host: Host, exporting: FakeExporting) -> Iterator[Server]:
+def client(host: SupervisorContext, exporting: FakeExporting) -> Iterator[Server]:
     with shmserve.client.connect(host.folder) as made:
         yield made
 
 
-def ask(host: Host, client: Server, *args: Any, **options: Any) -> shmserve.client.Result:
+def ask(
+    host: SupervisorContext, client: Server, *args: Any, **options: Any
+) -> shmserve.client.Result:
     future: Future[Any] = client.infer_async("m", *args, **options)
     host.serve(future.done)
     result: shmserve.client.Result = future.result()
@@ -185,7 +192,7 @@ def ask(host: Host, client: Server, *args: Any, **options: Any) -> shmserve.clie
 
 
 def test_a_region_on_the_device_is_used_in_place(
-    host: Host, client: Server, cuda: FakeCuda, device: FakeDevice
+    host: SupervisorContext, client: Server, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     with client.allocate(TENSORS, device="cuda:1") as region:
         assert repr(region["x"]) == "<FP32 (1, 4) on cuda:1>"
@@ -202,7 +209,7 @@ def test_a_region_on_the_device_is_used_in_place(
         assert cuda.opened == 1
 
 
-def test_a_view_as_an_input_and_an_output(host: Host, client: Server) -> None:
+def test_a_view_as_an_input_and_an_output(host: SupervisorContext, client: Server) -> None:
     region = client.allocate({"in": ((4, 4), "FP32"), "out": ((4, 4), "FP32")}, device="cuda")
     region["in"].fill(7)
     two = region.view("in", (2, 4))
@@ -244,7 +251,7 @@ def test_torch_and_numpy_take_it_as_it_is(client: Server) -> None:
 
 
 def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
-    client: Server, exporting: FakeExporting, host: Host
+    client: Server, exporting: FakeExporting, host: SupervisorContext
 ) -> None:
     region = client.allocate(TENSORS, device="cuda:0")
     view = region["x"]
@@ -270,7 +277,7 @@ def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
 
 
 def test_the_end_of_the_connection_ends_it_in_the_workers(
-    host: Host, exporting: FakeExporting, cuda: FakeCuda
+    host: SupervisorContext, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     client = shmserve.client.connect(host.folder)
     region = client.allocate(TENSORS, device="cuda:0")
@@ -296,7 +303,7 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
 
 
 def test_one_mapping_for_one_handle_under_all_its_requests(
-    host: Host, client: Server, cuda: FakeCuda
+    host: SupervisorContext, client: Server, cuda: FakeCuda
 ) -> None:
     first = client.allocate(TENSORS, device="cuda:0")
     second = client.allocate(TENSORS, device="cuda:0")
@@ -306,7 +313,7 @@ def test_one_mapping_for_one_handle_under_all_its_requests(
 
 
 def test_a_dead_exporter_fails_its_own_requests_only(
-    host: Host, client: Server, exporting: FakeExporting, cuda: FakeCuda
+    host: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     dead, alive = (client.allocate(TENSORS, device="cuda:0") for _ in range(2))
     cuda.forget(exporting.allocated[dead.segment.address])
@@ -316,7 +323,7 @@ def test_a_dead_exporter_fails_its_own_requests_only(
 
 
 def test_pinned_host_memory(
-    host: Host, client: Server, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    host: SupervisorContext, client: Server, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with client.allocate(TENSORS, pin=True) as region:
         region["x"][:] = ROW
@@ -329,7 +336,7 @@ def test_pinned_host_memory(
             client.allocate(TENSORS, pin=True)
         forged = dataclasses.replace(region.place("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.door._rules._check_owner(FIRST, Place(forged, 0, 16))
+            host.listener._rules._check_owner(FIRST, Place(forged, 0, 16))
     until("workers are told", lambda: bool(host.dropped))
     host.drop()
     assert not cuda.pinned
@@ -343,7 +350,7 @@ def test_pinned_host_memory(
 
 
 def test_what_cannot_be_allocated(
-    host: Host, client: Server, exporting: FakeExporting, cuda: FakeCuda
+    host: SupervisorContext, client: Server, exporting: FakeExporting, cuda: FakeCuda
 ) -> None:
     for name in ("gpu:0", "cuda:x", "cuda:", "npu:0", "", None, 0, torch.device("meta")):
         with pytest.raises(InvalidArgument, match="is none of"):
@@ -385,7 +392,7 @@ def test_a_server_without_a_device(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a CUDA device")
-def test_a_program_without_a_device(host: Host) -> None:
+def test_a_program_without_a_device(host: SupervisorContext) -> None:
     with shmserve.client.connect(host.folder) as client:
         with pytest.raises(Unavailable, match=r"no memory on a device can be allocated: .*GPU"):
             client.allocate(TENSORS, device="cuda:0")
@@ -398,7 +405,9 @@ def test_a_program_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> Non
         client_device.exporting()
 
 
-def test_a_guest_uses_no_handle_that_it_did_not_share(host: Host, client: Server) -> None:
+def test_a_local_client_uses_no_handle_that_it_did_not_share(
+    host: SupervisorContext, client: Server
+) -> None:
     region = client.allocate(TENSORS, device="cuda:0")
     memory = region.place("x").memory
     assert memory.cuda is not None
@@ -414,7 +423,7 @@ def test_a_guest_uses_no_handle_that_it_did_not_share(host: Host, client: Server
     ):
         assert not SEALS.owns(number, forged)
         with pytest.raises(InvalidArgument, match="has not shared"):
-            host.door._rules._check_owner(number, Place(forged, 0, 16))
+            host.listener._rules._check_owner(number, Place(forged, 0, 16))
 
 
 def test_the_same_handle_shared_again_is_another_memory() -> None:
@@ -440,7 +449,13 @@ def test_the_same_handle_shared_again_is_another_memory() -> None:
     ],
 )
 def test_what_is_wrong_with_a_handle(
-    host: Host, client: Server, handle: bytes, device: int, uuid: bytes, size: int, text: str
+    host: SupervisorContext,
+    client: Server,
+    handle: bytes,
+    device: int,
+    uuid: bytes,
+    size: int,
+    text: str,
 ) -> None:
     connection = client._session.connection()
 

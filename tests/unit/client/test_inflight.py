@@ -17,7 +17,7 @@ import pytest
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import Exchange, Pending
+from shmserve.client.inflight import InflightTable, Pending
 from shmserve.client.models import Model
 from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import Prepared
@@ -27,12 +27,12 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.untrusted_router import MOST_ELEMENTS, WaryRouter
+from shmserve.ipc.transport.untrusted_router import MOST_ELEMENTS, UntrustedRouter
 from tests.support.waiting import until
 
 
 @contextmanager
-def door(tmp_path: Path) -> Iterator[None]:
+def listener(tmp_path: Path) -> Iterator[None]:
     """A server that has no models, and says nothing more to the one program it lets in."""
     (tmp_path / "guests").mkdir(exist_ok=True)
     (tmp_path / "guests" / "door").unlink(missing_ok=True)
@@ -57,7 +57,7 @@ def door(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def connection(tmp_path: Path) -> Iterator[Connection]:
     """A connection to such a server."""
-    with door(tmp_path):
+    with listener(tmp_path):
         made = Connection(tmp_path, 5.0)
         yield made
         made.close()
@@ -77,7 +77,7 @@ def readable(fd: int) -> bool:
 def test_what_is_lost_while_one_looks_around_wakes_again(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exchange = Exchange(connection, lambda fd: None, lambda fd: None)
+    exchange = InflightTable(connection, lambda fd: None, lambda fd: None)
     try:
         exchange.wake()
         connection.losses += 1  # something is, or it would not look
@@ -160,11 +160,11 @@ def test_who_cancels_in_the_middle_of_a_wait_does_not_wait(connection: Connectio
 def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
     tmp_path: Path,
 ) -> None:
-    with door(tmp_path):
+    with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
         said: list[Exception] = []
 
-        def callback(_: Exchange) -> None:
+        def callback(_: InflightTable) -> None:
             until("the client is closed", lambda: session._closed)
             try:
                 session.connection()
@@ -181,7 +181,7 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
 
 def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
     submitted, at_work, go_on = threading.Event(), threading.Event(), threading.Event()
-    with door(tmp_path):
+    with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
         lost = session._connection
 
@@ -189,7 +189,7 @@ def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
             at_work.set()
             go_on.wait(60)
 
-        def submit(own: Exchange) -> None:
+        def submit(own: InflightTable) -> None:
             own.submit(prepared(lost), callback)
             submitted.set()
 
@@ -205,7 +205,7 @@ def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
             said.append(error)
 
     asking = threading.Thread(target=ask, daemon=True)
-    with door(tmp_path):
+    with listener(tmp_path):
         asking.start()
         asking.join(10)
         assert not asking.is_alive() and not said and session._connection is not lost
@@ -251,8 +251,8 @@ def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
 ) -> None:
     """However many are cancelled at once."""
     count = 2 * MOST_ELEMENTS
-    router = WaryRouter(f"ipc://{tmp_path}/scheduler", lambda identity: True)
-    exchange = Exchange(connection, lambda fd: None, lambda fd: None)
+    router = UntrustedRouter(f"ipc://{tmp_path}/scheduler", lambda identity: True)
+    exchange = InflightTable(connection, lambda fd: None, lambda fd: None)
     try:
         for number in range(count):
             exchange._post(router.endpoint, m.Cancel(number))

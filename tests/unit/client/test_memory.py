@@ -29,7 +29,7 @@ from shmserve.client.request.prepare import prepare
 from shmserve.client.request.prepared import Form, Plan, Reader
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc import messages as m
-from shmserve.ipc.capabilities import FIRST, Seals
+from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.tensors.signature import Signature, TensorSpec
@@ -528,10 +528,10 @@ def test_a_plan_joins_small_inputs_to_what_packing_gives(memories: Memories, siz
     assert plan.joined([array]) == plan.packed([array], None, PLAIN)
 
 
-def test_guests_cannot_make_up_who_they_are_or_what_is_theirs() -> None:
-    seals, others = Seals(bytes(32)), Seals(bytes(31) + b"1")
-    token = seals.token(FIRST)
-    assert seals.guest(f"{FIRST}.{token}.1".encode()) == FIRST
+def test_local_clients_cannot_make_up_who_they_are_or_what_is_theirs() -> None:
+    capabilities, others = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
+    token = capabilities.token(FIRST)
+    assert capabilities.local_client(f"{FIRST}.{token}.1".encode()) == FIRST
     for forged in (
         f"{FIRST + 1}.{token}.1",
         f"{FIRST}.{others.token(FIRST)}.1",
@@ -541,9 +541,9 @@ def test_guests_cannot_make_up_who_they_are_or_what_is_theirs() -> None:
         f"0{FIRST}.{token}",
         f"{FIRST}.{token}x.1",
     ):
-        assert seals.guest(forged.encode()) == 0, forged
+        assert capabilities.local_client(forged.encode()) == 0, forged
     rest = (7, 8, 9, 4096, True)
-    mine = Memory(seals.memory_id(FIRST, *rest), *rest)
-    assert seals.owns(FIRST, mine) and not seals.owns(FIRST + 1, mine)
-    assert not seals.owns(FIRST, Memory(mine.id, 7, 8, 9, 8192, True))
+    mine = Memory(capabilities.memory_id(FIRST, *rest), *rest)
+    assert capabilities.owns(FIRST, mine) and not capabilities.owns(FIRST + 1, mine)
+    assert not capabilities.owns(FIRST, Memory(mine.id, 7, 8, 9, 8192, True))
     assert Place(mine, 0, 1)

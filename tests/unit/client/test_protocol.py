@@ -16,9 +16,9 @@ from shmserve.ipc.transport import frames
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "shmserve" / "client" / "PROTOCOL.md").read_text()
 DIRECTIONS = {
-    "program to door": m.GuestToSupervisor,
-    "door to program": m.SupervisorToGuest,
-    "program to scheduler": m.GuestToScheduler,
+    "program to door": m.LocalClientToSupervisor,
+    "door to program": m.SupervisorToLocalClient,
+    "program to scheduler": m.LocalClientToScheduler,
     "scheduler to program": m.Finished | m.Failed | m.Settled,
 }
 

@@ -183,7 +183,7 @@ def test_in_a_configuration_too() -> None:
         from_json('{"parameters": {"key": {}, "key": {"string_value": "x"}}}')
 
 
-# --- at the door
+# --- at the listener
 
 
 @pytest.fixture(scope="module")

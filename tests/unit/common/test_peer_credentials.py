@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, and what the door it came through lets it do."""
+"""Who is at the other end of a connection, and what the listener it came through lets it do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shmserve.common.auth_tokens import Authorisation
 from shmserve.common.peer_credentials import groups_of, loopback_peer, unix_peer
 from shmserve.common.shm_access import REMOTE, SHM_DISABLED, Peer
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
-from shmserve.gateway.client_identity import Caller, Door, DoorKind, door_kind
+from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind, listener_kind
 from tests.support.users import ALICE, FRIENDS, as_user, needs_users
 
 OPEN = Authorisation(None, {})
@@ -124,7 +124,7 @@ def test_a_large_uid_is_nobody_elses() -> None:
     assert unix_peer(Unix(2**32 - 2)).uid == 2**32 - 2
 
 
-# --- doors
+# --- listeners
 
 
 class Unix:
@@ -139,9 +139,9 @@ class Unix:
         return b"".join(word.to_bytes(4, "little") for word in words)
 
 
-def said(kind: DoorKind, allow: bool | None, sock: Any) -> Peer | type[ShmserveError]:
+def said(kind: ListenerKind, allow: bool | None, sock: Any) -> Peer | type[ShmserveError]:
     try:
-        return Caller(Door(kind, OPEN, allow), sock).peer()
+        return ClientIdentity(Listener(kind, OPEN, allow), sock).peer()
     except ShmserveError as error:
         return type(error)
 
@@ -152,23 +152,23 @@ ME = Peer(os.geteuid(), groups_of(os.geteuid()))
 @pytest.mark.parametrize(
     ("kind", "allow", "peer"),
     [
-        (DoorKind.UNIX, None, Peer(1001, (5, 6))),
-        (DoorKind.UNIX, True, Peer(1001, (5, 6))),
-        (DoorKind.UNIX, False, Unsupported),
-        (DoorKind.LOOPBACK, None, ME),
-        (DoorKind.LOOPBACK, True, ME),
-        (DoorKind.LOOPBACK, False, Unsupported),
-        (DoorKind.REMOTE, None, Unsupported),
-        (DoorKind.REMOTE, True, REMOTE),
-        (DoorKind.REMOTE, False, Unsupported),
+        (ListenerKind.UNIX, None, Peer(1001, (5, 6))),
+        (ListenerKind.UNIX, True, Peer(1001, (5, 6))),
+        (ListenerKind.UNIX, False, Unsupported),
+        (ListenerKind.LOOPBACK, None, ME),
+        (ListenerKind.LOOPBACK, True, ME),
+        (ListenerKind.LOOPBACK, False, Unsupported),
+        (ListenerKind.REMOTE, None, Unsupported),
+        (ListenerKind.REMOTE, True, REMOTE),
+        (ListenerKind.REMOTE, False, Unsupported),
     ],
 )
-def test_who_has_shared_memory_over_which_door(
-    kind: DoorKind, allow: bool | None, peer: Peer | type[ShmserveError]
+def test_who_has_shared_memory_over_which_listener(
+    kind: ListenerKind, allow: bool | None, peer: Peer | type[ShmserveError]
 ) -> None:
     """R5: on for clients of this host, off for others unless it was allowed."""
     with tcp_pair() as (ours, _):
-        assert said(kind, allow, Unix(1001) if kind is DoorKind.UNIX else ours) == peer
+        assert said(kind, allow, Unix(1001) if kind is ListenerKind.UNIX else ours) == peer
 
 
 def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
@@ -177,26 +177,26 @@ def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
     with tcp_pair() as (ours, theirs):
         theirs.close()
         for allow in (None, True):
-            assert said(DoorKind.LOOPBACK, allow, ours) is PermissionDenied
-            assert said(DoorKind.UNIX, allow, ours) is PermissionDenied
+            assert said(ListenerKind.LOOPBACK, allow, ours) is PermissionDenied
+            assert said(ListenerKind.UNIX, allow, ours) is PermissionDenied
 
 
 def test_the_text_is_tritons() -> None:
     with pytest.raises(Unsupported, match=SHM_DISABLED.partition("--")[0]):
-        Caller(Door(DoorKind.REMOTE, OPEN, None), None).peer()
+        ClientIdentity(Listener(ListenerKind.REMOTE, OPEN, None), None).peer()
 
 
 def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as unix:
         unix.bind(str(tmp_path / "s"))
-        assert door_kind(unix) is DoorKind.UNIX
+        assert listener_kind(unix) is ListenerKind.UNIX
     for address, kind in (
-        ("127.0.0.1", DoorKind.LOOPBACK),
-        ("127.9.9.9", DoorKind.LOOPBACK),
-        ("0.0.0.0", DoorKind.REMOTE),
+        ("127.0.0.1", ListenerKind.LOOPBACK),
+        ("127.9.9.9", ListenerKind.LOOPBACK),
+        ("0.0.0.0", ListenerKind.REMOTE),
     ):
         with socket.create_server((address, 0)) as listener:
-            assert door_kind(listener) is kind
+            assert listener_kind(listener) is kind
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
 )
 def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
     """R21: a page whose name was made to point here is not ours to answer."""
-    for kind in DoorKind:
-        door = Door(kind, OPEN, None, frozenset({"box"}))
-        caller = Caller(door, Unix(1))
+    for kind in ListenerKind:
+        listener = Listener(kind, OPEN, None, frozenset({"box"}))
+        caller = ClientIdentity(listener, Unix(1))
         refusal = caller.refuse("metadata", CIMultiDict({"Host": host}))
-        if ours or kind is not DoorKind.LOOPBACK:
+        if ours or kind is not ListenerKind.LOOPBACK:
             assert refusal is None
         else:
             assert refusal is not None
@@ -234,7 +234,7 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
         return frozenset({"inference"}) if header == "Bearer good" else None
 
     monkeypatch.setattr(rules, "scopes", scopes)
-    caller = Caller(Door(DoorKind.REMOTE, rules, None), None)
+    caller = ClientIdentity(Listener(ListenerKind.REMOTE, rules, None), None)
     for _ in range(3):
         assert caller.refuse("inference", CIMultiDict(Authorization="Bearer good")) is None
     assert asked == ["Bearer good"]
@@ -252,7 +252,7 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
 def test_whoever_runs_the_server_needs_no_token_on_the_unix_socket() -> None:
     rules = Authorisation({"00" * 32: ("inference",)}, {})
     for uid, status in ((os.geteuid(), 0), (0, 0), (1001, 401)):
-        refused = Caller(Door(DoorKind.UNIX, rules, None), Unix(uid)).refuse(
+        refused = ClientIdentity(Listener(ListenerKind.UNIX, rules, None), Unix(uid)).refuse(
             "inference", CIMultiDict()
         )
         assert (refused.status if refused else 0) == status

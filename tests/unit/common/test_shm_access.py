@@ -18,7 +18,7 @@ from shmserve.common.shm_access import (
     ownership,
 )
 from shmserve.errors import InvalidArgument, PermissionDenied
-from shmserve.supervisor.regions.quota import Ledger
+from shmserve.supervisor.regions.quota import RegionQuota
 from tests.support.regions import SharedObject
 
 ME = os.geteuid()
@@ -84,27 +84,27 @@ def test_who_may_use_a_region() -> None:
 
 def test_regions_are_counted_by_user_and_in_total() -> None:
     """R10: the limit is a clear error, and what was closed counts no more."""
-    ledger = Ledger(policy(max_regions=3, max_regions_per_uid=2))
+    quota = RegionQuota(policy(max_regions=3, max_regions_per_uid=2))
     for inode in (1, 2):
-        ledger.enter(1001, 10, (0, inode))
+        quota.enter(1001, 10, (0, inode))
     with pytest.raises(InvalidArgument, match=r"at most 2 .*--shm-max-regions-per-uid"):
-        ledger.enter(1001, 10, (0, 3))
-    ledger.enter(1002, 10, (0, 3))
+        quota.enter(1001, 10, (0, 3))
+    quota.enter(1002, 10, (0, 3))
     with pytest.raises(InvalidArgument, match=r"at most 3 .*--shm-max-regions\)"):
-        ledger.enter(1002, 10, (0, 4))
-    ledger.leave(1001, 10, (0, 1))
-    ledger.enter(1002, 10, (0, 4))
+        quota.enter(1002, 10, (0, 4))
+    quota.leave(1001, 10, (0, 1))
+    quota.enter(1002, 10, (0, 4))
 
 
 def test_bytes_are_counted_by_user_and_in_total() -> None:
     """R10: bytes too."""
-    ledger = Ledger(policy(max_byte_size=100, max_byte_size_per_uid=60))
-    ledger.enter(1001, 60, (0, 1))
+    quota = RegionQuota(policy(max_byte_size=100, max_byte_size_per_uid=60))
+    quota.enter(1001, 60, (0, 1))
     with pytest.raises(InvalidArgument, match=r"60 of the 60 bytes .*--shm-max-byte-size-per-uid"):
-        ledger.enter(1001, 1, (0, 1))
+        quota.enter(1001, 1, (0, 1))
     with pytest.raises(InvalidArgument, match="60 of the 100 bytes"):
-        ledger.enter(1002, 41, (0, 2))
-    ledger.enter(1002, 40, (0, 2))
+        quota.enter(1002, 41, (0, 2))
+    quota.enter(1002, 40, (0, 2))
 
 
 @given(
@@ -112,15 +112,15 @@ def test_bytes_are_counted_by_user_and_in_total() -> None:
         st.tuples(st.integers(0, 3), st.integers(1, 2**63 - 1), st.integers(0, 5)), max_size=20
     )
 )
-def test_a_ledger_never_passes_its_limits_and_ends_empty(
+def test_a_quota_never_passes_its_limits_and_ends_empty(
     regions: list[tuple[int, int, int]],
 ) -> None:
     most = 2**63 - 1
-    ledger = Ledger(policy(max_regions=6, max_regions_per_uid=3, max_byte_size=most))
+    quota = RegionQuota(policy(max_regions=6, max_regions_per_uid=3, max_byte_size=most))
     entered = []
     for uid, size, inode in regions:
         try:
-            ledger.enter(uid, size, (0, inode))
+            quota.enter(uid, size, (0, inode))
         except InvalidArgument:
             continue
         entered.append((uid, size, (0, inode)))
@@ -128,37 +128,37 @@ def test_a_ledger_never_passes_its_limits_and_ends_empty(
         assert sum(size for _, size, _ in entered) <= most
         assert sum(other == uid for other, _, _ in entered) <= 3
     for entry in entered:
-        ledger.leave(*entry)
-    assert not ledger._regions
-    assert not ledger._bytes
-    assert not ledger._held
+        quota.leave(*entry)
+    assert not quota._regions
+    assert not quota._bytes
+    assert not quota._held
 
 
 def test_the_server_pays_until_the_object_is_gone() -> None:
     """R10: unregistering gives no page back, so it frees no budget; removing the object does."""
-    ledger = Ledger(policy(sparse_byte_size=100))
+    quota = RegionQuota(policy(sparse_byte_size=100))
     with SharedObject(4096) as made:
         status = os.fstat(made.fd)
         file = (status.st_dev, status.st_ino)
-        ledger.enter(1001, 80, file)
-        ledger.pay(made.key, file, 80)
-        ledger.refund(file, 20)
+        quota.enter(1001, 80, file)
+        quota.pay(made.key, file, 80)
+        quota.refund(file, 20)
         with pytest.raises(InvalidArgument, match=r"60 of the 100 bytes .*posix_fallocate"):
-            ledger.pay("/other", (0, 1), 41)
-        ledger.pay("/other", (0, 1), 40)
-        ledger.leave(1001, 80, file)
+            quota.pay("/other", (0, 1), 41)
+        quota.pay("/other", (0, 1), 40)
+        quota.leave(1001, 80, file)
         with pytest.raises(InvalidArgument):
-            ledger.pay("/more", (0, 2), 100)  # /other is gone; this one is there
-        ledger.pay("/more", (0, 2), 40)
-    ledger.pay("/last", (0, 3), 100)
+            quota.pay("/more", (0, 2), 100)  # /other is gone; this one is there
+        quota.pay("/more", (0, 2), 40)
+    quota.pay("/last", (0, 3), 100)
 
 
 def test_an_unlinked_object_that_is_registered_is_not_gone() -> None:
     """R10: its memory is held by the registration."""
-    ledger = Ledger(policy(sparse_byte_size=100))
-    ledger.enter(1001, 80, (0, 7))
-    ledger.pay("/not-there", (0, 7), 80)
+    quota = RegionQuota(policy(sparse_byte_size=100))
+    quota.enter(1001, 80, (0, 7))
+    quota.pay("/not-there", (0, 7), 80)
     with pytest.raises(InvalidArgument):
-        ledger.pay("/other", (0, 8), 30)
-    ledger.leave(1001, 80, (0, 7))
-    ledger.pay("/other", (0, 8), 30)
+        quota.pay("/other", (0, 8), 30)
+    quota.leave(1001, 80, (0, 7))
+    quota.pay("/other", (0, 8), 30)

@@ -1,4 +1,4 @@
-"""The registrar of regions: names, generations, and when a mapping ends."""
+"""The registry of regions: names, generations, and when a mapping ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shmserve.common.shm_access import NO_GROUP, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.registry import Registrar
+from shmserve.supervisor.regions.registry import RegionRegistry
 
 KEY = f"/test-{os.getpid()}-regions"
 ME = Peer(os.getuid(), tuple(os.getgroups()))
@@ -33,13 +33,15 @@ POLICY = ShmPolicy(
 
 
 class Office:
-    """A registrar with one gateway, whose messages are written down."""
+    """A registry with one gateway, whose messages are written down."""
 
     def __init__(self, policy: ShmPolicy = POLICY, devices: int = 0) -> None:
         self.told: list[Any] = []
         self.workers: list[Any] = []
         handles = HandleCheck(devices, lambda _: [], lambda *_: None) if devices else None
-        self.registrar = Registrar(self.publish, lambda: [7], self.workers.append, policy, handles)
+        self.registry = RegionRegistry(
+            self.publish, lambda: [7], self.workers.append, policy, handles
+        )
 
     async def publish(self, make: Callable[[int], Any]) -> None:
         self.told.append(make(1))
@@ -62,16 +64,16 @@ def key() -> Iterator[str]:
 def test_register_and_unregister(key: str) -> None:
     async def steps() -> None:
         office = Office()
-        await office.registrar.register("r", key, 100, 1000, ME)
+        await office.registry.register("r", key, 100, 1000, ME)
         (published,) = office.told
         assert isinstance(published, RegionPublished)
         assert (published.offset, published.byte_size, published.object_size) == (100, 1000, 1100)
-        await office.registrar.unregister("r", ME)
+        await office.registry.unregister("r", ME)
         withdrawn = office.told[-1]
         assert withdrawn == RegionWithdrawn("r", published.memory_id, 1)
-        assert office.registrar.active() == []
+        assert office.registry.active() == []
         assert office.workers == [], "a gateway may still have requests that use it"
-        office.registrar.released(7, published.memory_id)
+        office.registry.released(7, published.memory_id)
         assert office.workers == [MemoryDropped(published.memory_id)]
 
     asyncio.run(steps())
@@ -80,13 +82,13 @@ def test_register_and_unregister(key: str) -> None:
 def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:
     async def steps() -> None:
         office = Office()
-        await office.registrar.register("r", key, 0, 4096, ME)
-        await office.registrar.register("r", key, 0, 4096, ME)
+        await office.registry.register("r", key, 0, 4096, ME)
+        await office.registry.register("r", key, 0, 4096, ME)
         assert len(office.told) == 1
         for offset, size in ((0, 4095), (1, 4096)):
             with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-                await office.registrar.register("r", key, offset, size, ME)
-        office.registrar.close()
+                await office.registry.register("r", key, offset, size, ME)
+        office.registry.close()
 
     asyncio.run(steps())
 
@@ -94,16 +96,16 @@ def test_the_same_again_is_fine_and_anything_else_is_not(key: str) -> None:
 def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
     async def steps() -> None:
         office = Office()
-        await office.registrar.register("r", key, 0, 4096, ME)
+        await office.registry.register("r", key, 0, 4096, ME)
         posix_ipc.unlink_shared_memory(key)
         make_object()
-        await office.registrar.register("r", key, 0, 8192, ME)
+        await office.registry.register("r", key, 0, 8192, ME)
         kinds = [type(message) for message in office.told]
         assert kinds == [RegionPublished, RegionWithdrawn, RegionPublished]
         assert office.told[0].inode != office.told[2].inode
-        office.registrar.gateway_exited(7)
+        office.registry.gateway_exited(7)
         assert len(office.workers) == 1
-        office.registrar.close()
+        office.registry.close()
 
     asyncio.run(steps())
 
@@ -111,16 +113,16 @@ def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
 def test_a_key_made_again_while_its_object_lives_under_another_name(key: str) -> None:
     async def steps() -> None:
         office = Office()
-        await office.registrar.register("r", key, 0, 4096, ME)
+        await office.registry.register("r", key, 0, 4096, ME)
         os.link(f"/dev/shm{key}", f"/dev/shm{key}-kept")
         try:
             posix_ipc.unlink_shared_memory(key)
             make_object()
             with pytest.raises(AlreadyExists):
-                await office.registrar.register("r", key, 0, 4096, ME)
+                await office.registry.register("r", key, 0, 4096, ME)
         finally:
             os.unlink(f"/dev/shm{key}-kept")
-            office.registrar.close()
+            office.registry.close()
 
     asyncio.run(steps())
 
@@ -128,11 +130,11 @@ def test_a_key_made_again_while_its_object_lives_under_another_name(key: str) ->
 @pytest.mark.parametrize(("offset", "size"), [(0, 0), (0, 8193), (8192, 1), (2**62, 2**62)])
 def test_ranges_outside_the_object(key: str, offset: int, size: int) -> None:
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
-        asyncio.run(Office().registrar.register("r", key, offset, size, ME))
+        asyncio.run(Office().registry.register("r", key, offset, size, ME))
 
 
 def test_an_unknown_name_is_fine(key: str) -> None:
-    asyncio.run(Office().registrar.unregister("nobody", ME))
+    asyncio.run(Office().registry.unregister("nobody", ME))
 
 
 def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
@@ -142,7 +144,7 @@ def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
 
     async def steps() -> None:
         office = Office(devices=1)
-        pin = office.registrar.register
+        pin = office.registry.register
         await pin("r", key, 4096, 1024, ME, pin=True)
         assert office.told[-1].pinned
         with pytest.raises(AlreadyExists):
@@ -150,15 +152,15 @@ def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
         text = r"4096 bytes cannot be pinned: 5120 of the 8192 bytes .*RLIMIT_MEMLOCK"
         with pytest.raises(InvalidArgument, match=text):
             await pin("s", key, 0, 4096, ME, pin=True)
-        await office.registrar.register("s", key, 0, 4096, ME)
+        await office.registry.register("s", key, 0, 4096, ME)
         assert not office.told[-1].pinned
-        await office.registrar.unregister("r", ME)
-        await office.registrar.unregister("s", ME)
-        office.registrar.gateway_exited(7)
+        await office.registry.unregister("r", ME)
+        await office.registry.unregister("s", ME)
+        office.registry.gateway_exited(7)
         await pin("s", key, 0, 8192, ME, pin=True)
         monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
         await pin("t", key, 0, 8192, ME, pin=True)
-        office.registrar.close()
+        office.registry.close()
 
     asyncio.run(steps())
 
@@ -167,13 +169,13 @@ def test_nothing_is_pinned_without_a_device_or_if_it_is_not_mapped(key: str) -> 
     async def steps() -> None:
         office = Office()
         with pytest.raises(InvalidArgument, match="the server has none"):
-            await office.registrar.register("r", key, 0, 4096, ME, pin=True)
-        await office.registrar.register("r", key, 0, 4096, ME)
-        office.registrar.close()
+            await office.registry.register("r", key, 0, 4096, ME, pin=True)
+        await office.registry.register("r", key, 0, 4096, ME)
+        office.registry.close()
         os.chmod(f"/dev/shm{key}", 0o666)  # whoever may write to it may truncate it
         office = Office(devices=1)
         with pytest.raises(InvalidArgument, match="not mapped, nor pinned"):
-            await office.registrar.register("r", key, 0, 4096, ME, pin=True)
-        office.registrar.close()
+            await office.registry.register("r", key, 0, 4096, ME, pin=True)
+        office.registry.close()
 
     asyncio.run(steps())

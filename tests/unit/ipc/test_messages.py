@@ -34,7 +34,7 @@ _CHANGES = 200_000
 ALL = [
     value
     for value in vars(messages).values()
-    if isinstance(value, type) and dataclasses.is_dataclass(value)
+    if isinstance(value, type) and value.__name__ in frames.tags()
 ]
 EXAMPLES: dict[Any, Any] = {
     int: 7,
@@ -44,6 +44,8 @@ EXAMPLES: dict[Any, Any] = {
     float: 0.5,
     list[int]: [1, 2],
     list[list[Any]]: [[1, 2, b"x"]],
+    list[messages.Work]: [messages.Work(1, 2, b"x")],
+    list[messages.Reply]: [messages.Reply(1, "", "", b"x")],
     dict[str, Any]: {"a": 1},
 }
 
@@ -156,3 +158,26 @@ def test_a_place_outside_its_memory_is_malformed() -> None:
     bad = Place(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
     with pytest.raises(MalformedMessage):
         unpack_inference(pack_inference(Inference("", (TensorRef("a", "FP32", (5,), bad),))))
+
+
+@pytest.mark.parametrize(
+    "reply", [[], [1], [1, "", ""], [1, None, "", b""], [1, "", "", "text"], 7, ["a", 2]]
+)
+def test_records_within_a_message_are_typed_too(reply: Any) -> None:
+    times = (0, 0, 0, 0)
+    good = messages.BatchFinished(
+        1, *times, [messages.Reply(1, "", "", b"made"), messages.Reply(2, "X", "no", b"")]
+    )
+    assert frames.unpack(frames.pack([good])) == [good]
+    frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times, [reply], 0, 0, True]])
+    with pytest.raises(MalformedMessage):
+        frames.unpack(frame)
+
+
+def test_fields_with_a_default_may_be_left_out_at_the_end() -> None:
+    submit = ["Submit", 1, 1, b"", 0, 0, 0, 0, b"work"]
+    assert frames.unpack(msgpack.packb([frames.VERSION, submit])) == [
+        messages.Submit(1, 1, b"", 0, 0, 0, 0, b"work")
+    ]
+    with pytest.raises(MalformedMessage):
+        frames.unpack(msgpack.packb([frames.VERSION, submit[:-1]]))

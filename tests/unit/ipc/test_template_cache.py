@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inference,
 )
-from shmserve.ipc.tensors.template_cache import Forms
+from shmserve.ipc.tensors.template_cache import TemplateCache
 
 MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
 OUTPUTS = (RequestedOutput("OUT", Place(MEMORY, 4096, 64)),)
@@ -36,14 +36,14 @@ def inference(datas: list[bytes | Place], **more: Any) -> Inference:
     )
 
 
-def taught(*works: bytes) -> Forms[int]:
+def taught(*works: bytes) -> TemplateCache[int]:
     """What knows these; the meaning is their number of inputs."""
-    forms: Forms[int] = Forms()
+    templates: TemplateCache[int] = TemplateCache()
     for work in works:
-        if forms.find(work) is None:
+        if templates.find(work) is None:
             request = unpack_inference(work)
-            forms.learn(work, request, len(request.inputs))
-    return forms
+            templates.learn(work, request, len(request.inputs))
+    return templates
 
 
 @given(sizes, st.data())
@@ -52,16 +52,16 @@ def test_inline_tensors_are_found_where_they_are(sizes: list[int], data: st.Data
         return [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
 
     first, second, third = (pack_inference(inference(drawn())) for _ in range(3))
-    forms = taught(first, second)
+    templates = taught(first, second)
     datas = [tensor.data for tensor in unpack_inference(third).inputs]
-    assert forms.find(third) == (len(datas), datas)
+    assert templates.find(third) == (len(datas), datas)
 
 
 @given(st.binary(max_size=400), st.binary(min_size=40, max_size=40))
 def test_what_is_not_alike_is_not_found(other: bytes, numbers: bytes) -> None:
     work = pack_inference(inference([numbers], outputs=OUTPUTS))
-    forms = taught(work, work, work)
-    if found := forms.find(other):
+    templates = taught(work, work, work)
+    if found := templates.find(other):
         assert [t.data for t in unpack_inference(other).inputs] == found[1]
     moved = (RequestedOutput("OUT", Place(MEMORY, 8192, 64)),)
     for changed in (
@@ -70,7 +70,7 @@ def test_what_is_not_alike_is_not_found(other: bytes, numbers: bytes) -> None:
         inference([numbers], outputs=OUTPUTS, priority=1),
         inference([numbers], outputs=OUTPUTS, parameters={"a": 1}),
     ):
-        assert forms.find(pack_inference(changed)) is None
+        assert templates.find(pack_inference(changed)) is None
 
 
 def test_inline_and_in_memory_may_be_mixed() -> None:
@@ -101,13 +101,13 @@ def test_what_was_packed_in_another_way_is_not_cut() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    forms: Forms[None] = Forms()
+    templates: TemplateCache[None] = TemplateCache()
     for n in range(2000):
         request = inference([bytes(n)])
         for _ in range(2):
-            forms.learn(pack_inference(request), request, None)
-    assert 0 < len(forms._known) <= 256 and 0 < len(forms._seen) <= 256
-    few: Forms[None] = Forms(4)
+            templates.learn(pack_inference(request), request, None)
+    assert 0 < len(templates._known) <= 256 and 0 < len(templates._seen) <= 256
+    few: TemplateCache[None] = TemplateCache(4)
     for n in range(20):
         answer = Inferred((TensorRef("O", "UINT8", (n,), bytes(n)),))
         for _ in range(2):
@@ -137,11 +137,11 @@ def test_an_answer_is_known_by_its_form() -> None:
         made = Inferred((placed, TensorRef("I", "INT8", (len(inline),), inline)))
         return made, pack_inferred(made)
 
-    forms: Forms[str] = Forms()
+    templates: TemplateCache[str] = TemplateCache()
     for _ in range(2):
-        assert forms.find(answer(b"ab")[1]) is None
+        assert templates.find(answer(b"ab")[1]) is None
         made, packed = answer(b"ab")
-        forms.learn(packed, made, "both")
-    assert forms.find(answer(b"xy")[1]) == ("both", [b"xy"])
-    assert forms.find(answer(b"xyz")[1]) is None
-    assert forms.find(answer(b"xy", at=5)[1]) is None, "another place"
+        templates.learn(packed, made, "both")
+    assert templates.find(answer(b"xy")[1]) == ("both", [b"xy"])
+    assert templates.find(answer(b"xyz")[1]) is None
+    assert templates.find(answer(b"xy", at=5)[1]) is None, "another place"

@@ -29,8 +29,8 @@ def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     peer = rig.start()
     first, second = rig.submit(2)
     _, batch = rig.execute()
-    assert [work for _, _, work in batch.requests] == [b"w1"]
-    assert (batch.requests[0][1], batch.live) == (7000, 2)
+    assert [each.work for each in batch.requests] == [b"w1"]
+    assert (batch.requests[0].client_pid, batch.live) == (7000, 2)
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(first, b"done")]
     _, batch = rig.execute()
@@ -78,8 +78,8 @@ def test_replies_may_come_in_any_order_and_fail_one_by_one() -> None:
     peer = rig.start()
     first, second = rig.submit(2)
     _, batch = rig.execute()
-    keys = [key for key, _, _ in batch.requests]
-    rig.finish(peer, batch, [keys[1], "INVALID_ARG", "bad row", b""], ok(keys[0]))
+    keys = [each.key for each in batch.requests]
+    rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row", b""), ok(keys[0]))
     assert rig.answers() == [
         m.Finished(first, b"done"),
         failed(second, "INVALID_ARG", "bad row"),
@@ -107,7 +107,7 @@ def test_answers_keep_the_order_of_requests_where_the_model_asks_for_it() -> Non
     first, second, third = rig.submit(3)
     (one, batch1), (two, batch2), (three, batch3) = rig.executes()
     rig.finish(three, batch3)
-    rig.finish(two, batch2, [batch2.requests[0][0], "INTERNAL", "no", b""])
+    rig.finish(two, batch2, m.Reply(batch2.requests[0].key, "INTERNAL", "no", b""))
     assert rig.answers() == []
     rig.finish(one, batch1)
     assert rig.answers() == [
@@ -141,9 +141,9 @@ def test_a_held_answer_that_is_not_wanted_gives_its_outputs_back() -> None:
     (second,) = rig.submit(timeout_ns=5 * MS)
     (third,) = rig.submit()
     _, (two, batch2) = rig.executes()
-    rig.finish(two, batch2, ok(batch2.requests[0][0], body_in_arena(101, 64, 192)))
+    rig.finish(two, batch2, ok(batch2.requests[0].key, body_in_arena(101, 64, 192)))
     ((two, batch3),) = rig.executes()
-    rig.finish(two, batch3, ok(batch3.requests[0][0], body_in_arena(101, 256)))
+    rig.finish(two, batch3, ok(batch3.requests[0].key, body_in_arena(101, 256)))
     rig.pass_time(6 * MS)
     assert rig.answers() == [failed(second, "UNAVAILABLE", EXPIRED)]
     rig.client(m.Cancel(third))
@@ -284,9 +284,9 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
     _, batch = rig.execute()
     rig.pass_time(5 * MS + 1)
     assert rig.answers() == [failed(number, "UNAVAILABLE", EXPIRED, early=True)]
-    assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0][0]))]
+    assert rig.workers.take() == [(peer, m.CancelExecution(batch.requests[0].key))]
     rig.client(m.Cancel(number))
-    rig.finish(peer, batch, ok(batch.requests[0][0], body_in_arena(100, 64)))
+    rig.finish(peer, batch, ok(batch.requests[0].key, body_in_arena(100, 64)))
     assert rig.answers() == [m.Settled(number)]
     assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
 
@@ -294,11 +294,11 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
 def test_what_was_sent_ahead_and_comes_back_is_bound_by_the_queues_limit_again() -> None:
     rig = Rig({"default_queue_policy": {"default_timeout_microseconds": 5000}})
     rig.start()
-    rig.scheduler._executions.pace.credit = 2
+    rig.scheduler._executions.service_time.credit = 2
     (running,) = rig.submit()
     (ahead,) = rig.submit(8)[:1]
     _, (_, batch) = rig.executes()
-    assert batch.requests[0][2] == b"w%d" % ahead
+    assert batch.requests[0].work == b"w%d" % ahead
     rig.pass_time(6 * MS)
     assert rig.answers() == []
     rig.supervisor(m.InstanceExited(0, "signal 9"))
@@ -369,7 +369,7 @@ def test_a_queued_request_is_cancelled() -> None:
     rig.client(m.Cancel(99))
     assert rig.answers() == [failed(first, "CANCELLED", "request cancelled")]
     rig.start()
-    assert rig.execute()[1].requests[0][2] == b"w2"
+    assert rig.execute()[1].requests[0].work == b"w2"
     assert second
 
 
@@ -378,7 +378,7 @@ def test_an_executing_request_is_cancelled_without_touching_the_others() -> None
     peer = rig.start()
     first, second = rig.submit(2, timeout_ns=50 * MS)
     _, batch = rig.execute()
-    keys = [key for key, _, _ in batch.requests]
+    keys = [each.key for each in batch.requests]
     rig.client(m.Cancel(first))
     assert rig.answers() == []
     assert rig.workers.take() == [(peer, m.CancelExecution(keys[0]))]
@@ -413,7 +413,7 @@ def test_a_client_goes_while_its_requests_execute() -> None:
     peer = rig.start()
     first, second = rig.submit(2, timeout_ns=5 * MS)
     _, batch = rig.execute()
-    keys = [key for key, _, _ in batch.requests]
+    keys = [each.key for each in batch.requests]
     rig.client(m.Cancel(first))
     rig.supervisor(m.ProcessExited(7000))
     assert {message.key for _, message in rig.workers.take()} == set(keys)
@@ -499,7 +499,7 @@ def test_who_does_not_wait_any_more_is_not_run_again() -> None:
     rig.supervisor(m.InstanceExited(0, "signal 9"))
     assert rig.answers() == [m.Settled(1), failed(2, "CANCELLED", "request cancelled")]
     rig.start(0, 101)
-    assert [work for _, _, work in rig.execute()[1].requests] == [b"w3"]
+    assert [each.work for each in rig.execute()[1].requests] == [b"w3"]
 
 
 # --- garbage --------------------------------------------------------------------------------------
@@ -512,11 +512,7 @@ def test_who_does_not_wait_any_more_is_not_run_again() -> None:
         lambda good: good[:1],
         lambda good: [*good, good[0]],
         lambda good: [good[0], good[0]],
-        lambda good: [good[0], [999, "", "", b""]],
-        lambda good: [good[0], good[1][:3]],
-        lambda good: [good[0], [good[1][0], None, "", b""]],
-        lambda good: [good[0], [good[1][0], "", "", "text"]],
-        lambda good: [good[0], []],
+        lambda good: [good[0], m.Reply(999, "", "", b"")],
     ],
 )
 def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
@@ -524,7 +520,7 @@ def test_replies_that_do_not_fit_fail_the_batch_and_nothing_else(spoil) -> None:
     peer = rig.start()
     first, second = rig.submit(2)
     _, batch = rig.execute()
-    replies = spoil([ok(key) for key, _, _ in batch.requests])
+    replies = spoil([ok(each.key) for each in batch.requests])
     rig.worker(peer, m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
     assert rig.answers() == [
         failed(first, "INTERNAL", "internal error"),
@@ -549,7 +545,7 @@ def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
     assert rig.answers() == [m.Settled(number)]
 
 
-def test_strangers_at_the_workers_door_are_ignored() -> None:
+def test_strangers_at_the_workers_listener_are_ignored() -> None:
     rig = Rig()
     rig.supervisor(m.InstanceExpected(0, 100))
     rig.submit()
@@ -578,7 +574,7 @@ def test_any_numbers_get_one_answer(numbers: list[int], dynamic: dict[str, int] 
     rig.client(m.Release(batch_size, numbers))
     for _, message in rig.executes():
         start, input_end, output_start, end = numbers[:4]
-        reply = [message.requests[0][0], "", "", b""]
+        reply = m.Reply(message.requests[0].key, "", "", b"")
         rig.worker(peer, m.BatchFinished(1, start, input_end, output_start, end, [reply]))
     (answer,) = rig.answers()
     assert answer.id == number
@@ -590,7 +586,7 @@ def test_a_client_without_a_pid_in_its_name_is_served() -> None:
     rig.start()
     for peer in (b"\x00\x01\x02\x03\x04", b"", b".", b"12x.y", b"99999999999999.a"):
         rig.submit(peer=peer)
-    assert rig.execute()[1].requests[0][1] == 0
+    assert rig.execute()[1].requests[0].client_pid == 0
 
 
 # --- the end --------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Life(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(self.busy()))
         batch = worker.batch
         assert batch is not None
-        replies = [ok(key) for key, _, _ in batch.requests]
+        replies = [ok(each.key) for each in batch.requests]
         number = batch.batch + (wrong == "batch")
         spoiled = {"none": [], "twice": replies * 2, "stranger": [*replies[1:], ok(-1)]}
         if wrong != "batch":
@@ -210,9 +210,9 @@ class Life(RuleBasedStateMachine):
         """A batch comes back."""
         batch, worker.batch = worker.batch, None
         assert batch is not None
-        replies = [ok(key) for key, _, _ in batch.requests]
+        replies = [ok(each.key) for each in batch.requests]
         if errors:
-            replies[0] = [replies[0][0], "INTERNAL", "the model says no", b""]
+            replies[0] = m.Reply(replies[0].key, "INTERNAL", "the model says no", b"")
         self.rig.finish(worker.peer, batch, *replies)
         self.look()
 
@@ -237,7 +237,7 @@ class Life(RuleBasedStateMachine):
         (worker,) = [worker for worker in self.workers.values() if worker.peer == peer]
         assert worker.batch is None
         worker.batch = batch
-        known = [self.by_work[work] for _, _, work in batch.requests]
+        known = [self.by_work[work] for work in (each.work for each in batch.requests)]
         stories = [self.stories[key] for key in known if key in self.stories]
         assert len({story.shape for story in stories}) <= 1
         assert sum(story.units for story in stories) <= MOST
@@ -276,7 +276,7 @@ class Life(RuleBasedStateMachine):
             answer = story.told[0]
             assert len(story.told) == 1 + (isinstance(answer, m.Failed) and answer.early)
         scheduler = self.rig.scheduler
-        assert scheduler._answers.live == 0 and len(scheduler._backlog) == 0
+        assert scheduler._answers.live == 0 and len(scheduler._queue) == 0
         assert not any(client.requests for client in scheduler._clients.values())
         self.check_counts()
 

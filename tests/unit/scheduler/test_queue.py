@@ -8,7 +8,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages import Submit
-from shmserve.scheduler.requests.queue import Backlog
+from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
 from shmserve.scheduler.settings import Settings
 
@@ -16,14 +16,16 @@ NOW = 1_000_000_000
 CLIENT = Client(b"77.ab")
 
 
-def backlog(policy: dict[str, Any] | None = None, max_queue_size: int = 0, **hook: int) -> Backlog:
+def backlog(
+    policy: dict[str, Any] | None = None, max_queue_size: int = 0, **hook: int
+) -> RequestQueue:
     """The queue of a model with batches up to 8 and this queue policy."""
     config = {
         "name": "m",
         "max_batch_size": 8,
         "dynamic_batching": {"default_queue_policy": policy or {}},
     }
-    return Backlog(Settings.read(config, "1", {"max_queue_size": max_queue_size, **hook}))
+    return RequestQueue(Settings.read(config, "1", {"max_queue_size": max_queue_size, **hook}))
 
 
 def submit(**fields: Any) -> Submit:
@@ -41,7 +43,7 @@ def submit(**fields: Any) -> Submit:
     return Submit(**{**given, **fields})
 
 
-def admit(queue: Backlog, now_ns: int = NOW, **fields: Any) -> Request:
+def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> Request:
     """Admit `submit(**fields)`."""
     return queue.admit(CLIENT, submit(**fields), now_ns)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shmserve.common.cumulative_counters import lasting
 from shmserve.ipc import messages as m
-from shmserve.scheduler.instances.service_time import Pace
+from shmserve.scheduler.instances.service_time import ServiceTime
 from shmserve.scheduler.statistics import Histogram, Timing
 from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok
 
@@ -50,9 +50,9 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
     rig.pass_time(5 * MS)
     rig.finish(peer, batch)
     _, batch = rig.execute()
-    keys = [key for key, _, _ in batch.requests]
+    keys = [each.key for each in batch.requests]
     rig.pass_time(MS)
-    rig.finish(peer, batch, ok(keys[0]), [keys[1], "INTERNAL", "no", b""], ok(keys[2]))
+    rig.finish(peer, batch, ok(keys[0]), m.Reply(keys[1], "INTERNAL", "no", b""), ok(keys[2]))
     report = rig.report()
     assert report["execution_count"] == 2
     assert report["inference_count"] == 3 + 3 + 1
@@ -98,7 +98,7 @@ def test_batches_that_were_sent_ahead_are_counted_with_the_times_they_took() -> 
     for number, batch in enumerate(batches):
         start = began + number * 10_000
         times = (start, start + 1_000, start + 8_000, start + 10_000)
-        replies = [ok(key) for key, _, _ in batch.requests]
+        replies = [ok(each.key) for each in batch.requests]
         rig.worker(peer, m.BatchFinished(batch.batch, *times, replies, 0, 0))
     stats = rig.report()["inference_stats"]
     assert stats["compute_input"]["ns"] == 50 + 3 * 1_000
@@ -112,8 +112,8 @@ def test_what_the_model_was_not_asked_is_no_execution() -> None:
     peer = rig.start()
     rig.submit()
     _, batch = rig.execute()
-    ((key, *_),) = batch.requests
-    replies = [[key, "INVALID_ARG", "incomplete string", b""]]
+    (asked,) = batch.requests
+    replies = [m.Reply(asked.key, "INVALID_ARG", "incomplete string", b"")]
     now = rig.now
     rig.worker(peer, m.BatchFinished(batch.batch, now, now, now, now, replies, executed=False))
     report = rig.report()
@@ -172,20 +172,20 @@ def test_a_histogram_counts_a_bound_as_within_it() -> None:
     }
 
 
-def test_pace_says_when_to_come_back() -> None:
-    pace = Pace()
-    assert pace.drain_s(1000, 1) == 1
+def test_service_time_says_when_to_come_back() -> None:
+    service_time = ServiceTime()
+    assert service_time.drain_s(1000, 1) == 1
     for _ in range(100):
-        pace.observe(500 * MS, 500 * MS, 4)
-    assert pace.drain_s(0, 1) == 1
-    assert pace.drain_s(40, 1) == 5
-    assert pace.drain_s(40, 5) == 1
-    assert pace.drain_s(40, 0) == 5
-    assert pace.drain_s(10**9, 1) == 60
+        service_time.observe(500 * MS, 500 * MS, 4)
+    assert service_time.drain_s(0, 1) == 1
+    assert service_time.drain_s(40, 1) == 5
+    assert service_time.drain_s(40, 5) == 1
+    assert service_time.drain_s(40, 0) == 5
+    assert service_time.drain_s(10**9, 1) == 60
 
 
-def test_pace_reserves_more_where_executions_vary() -> None:
-    steady, unsteady = Pace(), Pace()
+def test_service_time_reserves_more_where_executions_vary() -> None:
+    steady, unsteady = ServiceTime(), ServiceTime()
     assert steady.reserve_ns > 0
     for index in range(200):
         steady.observe(10 * MS, MS, 1)

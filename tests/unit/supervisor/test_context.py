@@ -11,14 +11,14 @@ from shmserve.config.options import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.capabilities import Seals
+from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.logs import LogSettings
-from shmserve.supervisor.context import Host
+from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.processes.control_socket import Control
 
 
-def host(run_dir: Path) -> Host:
+def host(run_dir: Path) -> SupervisorContext:
     """One with a socket, whose every process is this one."""
     config = from_flags(parse(["--model-repository=/tmp"]), {})
     nobody: Any = None
@@ -27,7 +27,9 @@ def host(run_dir: Path) -> Host:
         lambda pid: made.knows(pid),
         lambda pid, message: made.dispatch(pid, message),
     )
-    made = Host(config, run_dir, nobody, control, nobody, nobody, Seals(bytes(32)), LogSettings())
+    made = SupervisorContext(
+        config, run_dir, nobody, control, nobody, nobody, Capabilities(bytes(32)), LogSettings()
+    )
     return made
 
 

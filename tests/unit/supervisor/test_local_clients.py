@@ -1,4 +1,4 @@
-"""The door for programs: who has a place there, and what is left of who does not stay."""
+"""The listener for programs: who has a place there, and what is left of who does not stay."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from shmserve.common import fd_limits
 from shmserve.common.shm_access import NO_GROUP, ShmPolicy
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.capabilities import Seals
+from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.transport import frames
-from shmserve.supervisor.local_clients.server import Guests, _for_guests
-from shmserve.supervisor.regions.registry import Registrar
+from shmserve.supervisor.local_clients.server import LocalClientServer, _for_local_clients
+from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.local_clients import memfd
 
 PLACES = 8
@@ -44,10 +44,12 @@ def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.Mon
 
     async def let_in() -> None:
         left = asyncio.Event()
-        seals = Seals(os.urandom(32))
-        guests = Guests(folder, NO_GROUP, seals, nobody, lambda: (), lambda _: left.set())
+        capabilities = Capabilities(os.urandom(32))
+        local_clients = LocalClientServer(
+            folder, NO_GROUP, capabilities, nobody, lambda: (), lambda _: left.set()
+        )
         with contextlib.ExitStack() as stack:
-            stack.callback(guests.close)
+            stack.callback(local_clients.close)
             inside = []
             for _ in range(PLACES):
                 link = stack.enter_context(come(folder))
@@ -66,22 +68,24 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
 
     async def serve() -> None:
         left = asyncio.Event()
-        registrar = Registrar(_nobody, list, lambda message: None, POLICY)
+        registry = RegionRegistry(_nobody, list, lambda message: None, POLICY)
 
         def gone(number: int) -> None:
-            registrar.give_back(number)
+            registry.give_back(number)
             left.set()
 
-        guests = Guests(folder, NO_GROUP, Seals(bytes(32)), registrar, list, gone)
+        local_clients = LocalClientServer(
+            folder, NO_GROUP, Capabilities(bytes(32)), registry, list, gone
+        )
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
-            program.connect(str(endpoints.door(folder)))
+            program.connect(str(endpoints.listener(folder)))
             words = frames.pack([m.Hello(frames.VERSION), m.ShareMemory(1, 4096, False)])
             socket.send_fds(program, [words], [fd])
         async with asyncio.timeout(10):
             await left.wait()
-        assert not registrar._lent
-        guests.close()
-        registrar.close()
+        assert not registry._lent
+        local_clients.close()
+        registry.close()
 
     asyncio.run(serve())
 
@@ -96,12 +100,16 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
     nobody: Any = None
 
     async def serve() -> None:
-        guests = Guests(folder, NO_GROUP, Seals(bytes(32)), nobody, lambda: models, lambda _: None)
+        local_clients = LocalClientServer(
+            folder, NO_GROUP, Capabilities(bytes(32)), nobody, lambda: models, lambda _: None
+        )
         with contextlib.ExitStack() as stack:
-            stack.callback(guests.close)
+            stack.callback(local_clients.close)
             there = stack.enter_context(come(folder))
             assert _names(await _told(there, 3)) == {"plain"}
-            published = asyncio.create_task(guests.publish(lambda n: replace(wide, acknowledge=n)))
+            published = asyncio.create_task(
+                local_clients.publish(lambda n: replace(wide, acknowledge=n))
+            )
             (news,) = await _told(there, 1, hello=False)
             assert isinstance(news, m.ModelPublished if told else m.ModelWithdrawn)
             there.send(frames.pack([m.Acknowledged(news.acknowledge)]))
@@ -113,15 +121,15 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
     asyncio.run(serve())
 
 
-def test_what_guests_are_told_of_tensors() -> None:
+def test_what_local_clients_are_told_of_tensors() -> None:
     """All that is set, of what a request must fit."""
     tensor = {"name": "x", "data_type": "TYPE_FP32", "dims": [], "reshape": {"shape": [1]}}
     unset = {"format": "FORMAT_NONE", "optional": False, "allow_ragged_batch": False}
     model = replace(_model("m", 0), config={"name": "m", "input": [{**tensor, **unset}]})
-    assert _for_guests(model).config == {"name": "m", "input": [tensor], "output": []}
+    assert _for_local_clients(model).config == {"name": "m", "input": [tensor], "output": []}
     optional = {**tensor, **unset, "optional": True}
     model = replace(model, config={"name": "m", "output": [optional]})
-    assert _for_guests(model).config["output"] == [{**tensor, "optional": True}]
+    assert _for_local_clients(model).config["output"] == [{**tensor, "optional": True}]
 
 
 def _model(name: str, tensors: int) -> m.ModelPublished:
@@ -158,7 +166,7 @@ async def _nobody(make: object) -> None:
 
 def come(folder: Path) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link.connect(str(endpoints.door(folder)))
+    link.connect(str(endpoints.listener(folder)))
     link.setblocking(False)
     return link
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shmserve.supervisor.processes.restart_backoff import Row
+from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 
 
 def test_the_first_two_starts_are_immediate_and_later_ones_wait_longer_and_longer() -> None:
-    row = Row()
+    row = RestartBackoff()
     pauses = [row.pause_s(0.0) for _ in range(12)]
     assert pauses[:2] == [0, 0]
     assert all(pauses[2:])
@@ -15,7 +15,7 @@ def test_the_first_two_starts_are_immediate_and_later_ones_wait_longer_and_longe
 
 
 def test_a_long_life_ends_the_row() -> None:
-    row = Row()
+    row = RestartBackoff()
     for _ in range(8):
         row.pause_s(1.0)
     assert row.pause_s(1.0) > 0

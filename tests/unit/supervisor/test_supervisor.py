@@ -20,7 +20,7 @@ def supervisor() -> Supervisor:
     nowhere: Any = None
     made = Supervisor(from_flags(parse(["--model-repository=/tmp"]), {}), nowhere, [], [], [], [])
     made.open = MagicMock()  # type: ignore[method-assign]
-    made.host = MagicMock(tasks=set(), guests=None)
+    made.host = MagicMock(tasks=set(), local_clients=None)
     made.host.children.all.return_value = []
     made.regions = MagicMock()
     made.gateways = MagicMock(drain=AsyncMock(), stop=AsyncMock())

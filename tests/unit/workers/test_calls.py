@@ -18,7 +18,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.workers.bls.calls import CallInput, CallRequest, Calls, Reply
+from shmserve.workers.bls.calls import BlsClient, CallInput, CallRequest, Reply
 from tests.rigs.called_models import Others, finished, work
 from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
 from tests.support.waiting import until
@@ -40,8 +40,8 @@ def others(rigged: Rig, tmp_path: Path) -> Iterator[Others]:
 
 
 @pytest.fixture
-def calls(rigged: Rig) -> Iterator[Calls]:
-    made = Calls(rigged.context.control, 64 * MIB)
+def calls(rigged: Rig) -> Iterator[BlsClient]:
+    made = BlsClient(rigged.context.control, 64 * MIB)
     yield made
     made.close()
 
@@ -56,7 +56,7 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
     )
 
 
-def call(calls: Calls, what: CallRequest) -> Reply:
+def call(calls: BlsClient, what: CallRequest) -> Reply:
     return calls.wait(calls.begin(what))
 
 
@@ -72,7 +72,7 @@ def doubled(submit: m.Submit, place: Place | None = None) -> m.Finished:
     return finished(submit, tensor("Y", 2 * array, place), note="doubled")
 
 
-def test_a_call_and_its_answer(calls: Calls, others: Others) -> None:
+def test_a_call_and_its_answer(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
     what = request(
         outputs=["Y"],
@@ -98,7 +98,7 @@ def test_a_call_and_its_answer(calls: Calls, others: Others) -> None:
     reply.outputs[0].numpy()[:] = 0  # it is the model's own
 
 
-def test_where_a_model_is_is_asked_once(calls: Calls, others: Others) -> None:
+def test_where_a_model_is_is_asked_once(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
     for turn in range(3):
         running = others.run(call, calls, request())
@@ -114,7 +114,7 @@ def test_where_a_model_is_is_asked_once(calls: Calls, others: Others) -> None:
 
 
 @pytest.mark.parametrize("own_us", [0, 10**9])
-def test_a_call_ends_when_its_caller_does(calls: Calls, others: Others, own_us: int) -> None:
+def test_a_call_ends_when_its_caller_does(calls: BlsClient, others: Others, own_us: int) -> None:
     scheduler = others.scheduler("s1")
     deadline_ns = time.monotonic_ns() + 10**9
     running = others.run(call, calls, request(timeout_us=own_us, deadline_ns=deadline_ns))
@@ -126,7 +126,7 @@ def test_a_call_ends_when_its_caller_does(calls: Calls, others: Others, own_us: 
         running.result(10)
 
 
-def test_errors(calls: Calls, others: Others) -> None:
+def test_errors(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request(model="nobody"))
     question = others.supervisor.next(m.FindModel)
@@ -146,7 +146,7 @@ def test_errors(calls: Calls, others: Others) -> None:
         running.result(10)
 
 
-def test_a_malformed_answer_is_an_error(calls: Calls, others: Others) -> None:
+def test_a_malformed_answer_is_an_error(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
     others.found("s1")
@@ -155,7 +155,7 @@ def test_a_malformed_answer_is_an_error(calls: Calls, others: Others) -> None:
         running.result(10)
 
 
-def test_large_tensors_lie_in_memory(calls: Calls, others: Others) -> None:
+def test_large_tensors_lie_in_memory(calls: BlsClient, others: Others) -> None:
     """The caller's arena keeps the input until the answer; the output is copied and released."""
     scheduler = others.scheduler("s1")
     theirs, mappings = Arena(MIB), Mappings()
@@ -179,7 +179,7 @@ def test_large_tensors_lie_in_memory(calls: Calls, others: Others) -> None:
         theirs.free(place.offset)
 
 
-def test_inputs_in_memory_of_the_request_stay_there(calls: Calls, others: Others) -> None:
+def test_inputs_in_memory_of_the_request_stay_there(calls: BlsClient, others: Others) -> None:
     scheduler, region = others.scheduler("s1"), Region(4096)
     place = region.write(64, np.array([1, 2], dtype=np.float32))
     what = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), place)])
@@ -193,7 +193,7 @@ def test_inputs_in_memory_of_the_request_stay_there(calls: Calls, others: Others
 
 
 def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
-    calls: Calls, others: Others
+    calls: BlsClient, others: Others
 ) -> None:
     scheduler = others.scheduler("s1")
     big = np.zeros(INLINE_LIMIT)
@@ -221,7 +221,7 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
 
 
 def test_no_memory_left(rigged: Rig, others: Others) -> None:
-    calls = Calls(rigged.context.control, MIB)
+    calls = BlsClient(rigged.context.control, MIB)
     others.scheduler("s1")
     running = others.run(call, calls, request(np.zeros(MIB)))
     others.found("s1")
@@ -230,7 +230,7 @@ def test_no_memory_left(rigged: Rig, others: Others) -> None:
     calls.close()
 
 
-def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: Calls, others: Others) -> None:
+def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: BlsClient, others: Others) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
     running = others.run(call, calls, request())
     others.found("s1")
@@ -247,7 +247,7 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: Calls, others: Othe
     running.result(10)
 
 
-def test_calls_too_late_for_a_retired_version(calls: Calls, others: Others) -> None:
+def test_calls_too_late_for_a_retired_version(calls: BlsClient, others: Others) -> None:
     """Its scheduler refuses them, or is gone before it saw them; the model was loaded again."""
     first, second, third = (others.scheduler(name) for name in ("s1", "s2", "s3"))
     running = others.run(call, calls, request())
@@ -262,7 +262,7 @@ def test_calls_too_late_for_a_retired_version(calls: Calls, others: Others) -> N
     assert values(running.result(10)) == [2.0, 4.0]
 
 
-def test_a_lost_model_that_nobody_serves_now(calls: Calls, others: Others) -> None:
+def test_a_lost_model_that_nobody_serves_now(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
     others.found("s1")
@@ -274,7 +274,7 @@ def test_a_lost_model_that_nobody_serves_now(calls: Calls, others: Others) -> No
         running.result(10)
 
 
-def test_an_unavailable_model_is_asked_for_once_more(calls: Calls, others: Others) -> None:
+def test_an_unavailable_model_is_asked_for_once_more(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
     others.found("s1")
@@ -286,7 +286,7 @@ def test_an_unavailable_model_is_asked_for_once_more(calls: Calls, others: Other
     assert scheduler.silent()
 
 
-def test_news_of_a_withdrawn_model(calls: Calls, others: Others) -> None:
+def test_news_of_a_withdrawn_model(calls: BlsClient, others: Others) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
     running = others.run(call, calls, request())
     others.found("s1")
@@ -301,7 +301,7 @@ def test_news_of_a_withdrawn_model(calls: Calls, others: Others) -> None:
     running.result(10)
 
 
-def test_many_at_once_from_a_coroutine(calls: Calls, others: Others) -> None:
+def test_many_at_once_from_a_coroutine(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
 
     async def many() -> list[list[float]]:
@@ -316,7 +316,7 @@ def test_many_at_once_from_a_coroutine(calls: Calls, others: Others) -> None:
     assert running.result(10) == [[2.0 * n] for n in range(20)]
 
 
-def test_a_coroutine_that_no_longer_waits_cancels(calls: Calls, others: Others) -> None:
+def test_a_coroutine_that_no_longer_waits_cancels(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
 
     async def impatient() -> list[float]:
@@ -335,7 +335,7 @@ def test_a_coroutine_that_no_longer_waits_cancels(calls: Calls, others: Others) 
     assert running.result(10) == [10.0]
 
 
-def test_a_coroutine_hears_of_losses_and_errors(calls: Calls, others: Others) -> None:
+def test_a_coroutine_hears_of_losses_and_errors(calls: BlsClient, others: Others) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
 
     async def both() -> tuple[list[float], str]:
@@ -356,7 +356,7 @@ def test_a_coroutine_hears_of_losses_and_errors(calls: Calls, others: Others) ->
     assert running.result(10) == ([2.0, 4.0], "no")
 
 
-def test_threads_take_answers_for_each_other(calls: Calls, others: Others) -> None:
+def test_threads_take_answers_for_each_other(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = [others.run(call, calls, request([n])) for n in range(6)]
     asked = 0
@@ -379,7 +379,9 @@ def test_threads_take_answers_for_each_other(calls: Calls, others: Others) -> No
     assert [values(future.result()) for future in running] == [[2.0 * n] for n in range(6)]
 
 
-def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(calls: Calls, others: Others) -> None:
+def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
+    calls: BlsClient, others: Others
+) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request([1]))
     others.found("s1")
@@ -395,7 +397,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(calls: Calls, othe
     assert values(running.result(10)) == [2.0]
 
 
-def test_a_process_that_exits_takes_its_memory_along(calls: Calls, others: Others) -> None:
+def test_a_process_that_exits_takes_its_memory_along(calls: BlsClient, others: Others) -> None:
     scheduler, theirs = others.scheduler("s1"), Arena(MIB)
     place = theirs.allocate(8)
     running = others.run(call, calls, request())

@@ -12,7 +12,7 @@ from shmserve.ipc.messages import FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import CallRequest, Calls, Reply
+from shmserve.workers.bls.calls import BlsClient, CallRequest, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Server:
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
-        self.calls = Calls(context.control, context.arena.memory.byte_size)
+        self.calls = BlsClient(context.control, context.arena.memory.byte_size)
         self.running = False
         self.alone = False
         self.executing: Sequence[Request] = ()

@@ -241,15 +241,15 @@ def _aliases(operation: Any) -> bool:
     return any(value.alias_info is not None for value in operation._schema.returns)
 
 
-_forms: dict[tuple[Any, str], Any] = {}
+_templates: dict[tuple[Any, str], Any] = {}
 
 
 def _out_form(operation: Any, device: str) -> Any:
     """The form of an operation that writes into a given tensor, without a copy; or None."""
     key = (operation, device)
-    if key not in _forms:
-        _forms[key] = _find_form(operation, device)
-    return _forms[key]
+    if key not in _templates:
+        _templates[key] = _find_form(operation, device)
+    return _templates[key]
 
 
 def _find_form(operation: Any, device: str) -> Any:

@@ -14,7 +14,7 @@ from shmserve.gateway.api.log_settings import (
     change_settings,
     refuse_file,
 )
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.logs import FORMATS
 from shmserve.proto import grpc_service_pb2 as pb
@@ -28,14 +28,14 @@ _KINDS = {
 
 
 async def trace_setting(
-    gateway: Gateway, caller: Caller, request: pb.TraceSettingRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.TraceSettingRequest
 ) -> pb.TraceSettingResponse:
     """TraceSetting, which is refused."""
     raise no_trace()
 
 
 async def log_settings(
-    gateway: Gateway, caller: Caller, request: pb.LogSettingsRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.LogSettingsRequest
 ) -> pb.LogSettingsResponse:
     """LogSettings: all of the changes or none, then what the settings are."""
     settings = await change_settings(gateway, _changes(request))

@@ -16,7 +16,7 @@ from shmserve.common.model_names import check_model_name
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.api.metadata import EXTENSIONS, is_ready, reported
 from shmserve.gateway.api.repository import check_may_send, check_repository
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.model_table import checked_version, describe
 from shmserve.ipc.messages import IndexRepository, LoadModel, UnloadModel
@@ -30,7 +30,7 @@ def _check_alive(gateway: Gateway) -> None:
 
 
 async def server_live(
-    gateway: Gateway, caller: Caller, request: pb.ServerLiveRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.ServerLiveRequest
 ) -> pb.ServerLiveResponse:
     """ServerLive."""
     _check_alive(gateway)
@@ -38,7 +38,7 @@ async def server_live(
 
 
 async def server_ready(
-    gateway: Gateway, caller: Caller, request: pb.ServerReadyRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.ServerReadyRequest
 ) -> pb.ServerReadyResponse:
     """ServerReady."""
     _check_alive(gateway)
@@ -46,7 +46,7 @@ async def server_ready(
 
 
 async def model_ready(
-    gateway: Gateway, caller: Caller, request: pb.ModelReadyRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.ModelReadyRequest
 ) -> pb.ModelReadyResponse:
     """ModelReady."""
     ready = is_ready(gateway, request.name, checked_version(request.version))
@@ -63,14 +63,14 @@ def serving(gateway: Gateway) -> HealthCheckResponse:
 
 
 async def check(
-    gateway: Gateway, caller: Caller, request: HealthCheckRequest
+    gateway: Gateway, caller: ClientIdentity, request: HealthCheckRequest
 ) -> HealthCheckResponse:
     """grpc.health.v1.Health/Check."""
     return serving(gateway)
 
 
 async def server_metadata(
-    gateway: Gateway, caller: Caller, request: pb.ServerMetadataRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.ServerMetadataRequest
 ) -> pb.ServerMetadataResponse:
     """ServerMetadata."""
     return pb.ServerMetadataResponse(
@@ -79,7 +79,7 @@ async def server_metadata(
 
 
 async def model_metadata(
-    gateway: Gateway, caller: Caller, request: pb.ModelMetadataRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.ModelMetadataRequest
 ) -> pb.ModelMetadataResponse:
     """ModelMetadata; a version in the request is the only one listed."""
     found = gateway.models.resolve(request.name, checked_version(request.version))
@@ -88,7 +88,7 @@ async def model_metadata(
 
 
 async def model_config(
-    gateway: Gateway, caller: Caller, request: pb.ModelConfigRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.ModelConfigRequest
 ) -> pb.ModelConfigResponse:
     """ModelConfig."""
     found = gateway.models.resolve(request.name, checked_version(request.version))
@@ -96,7 +96,7 @@ async def model_config(
 
 
 async def model_statistics(
-    gateway: Gateway, caller: Caller, request: pb.ModelStatisticsRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.ModelStatisticsRequest
 ) -> pb.ModelStatisticsResponse:
     """ModelStatistics, of all models without a name."""
     reports = await reported(gateway, request.name, checked_version(request.version))
@@ -104,7 +104,7 @@ async def model_statistics(
 
 
 async def repository_index(
-    gateway: Gateway, caller: Caller, request: pb.RepositoryIndexRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.RepositoryIndexRequest
 ) -> pb.RepositoryIndexResponse:
     """RepositoryIndex."""
     check_repository(request.repository_name)
@@ -113,7 +113,7 @@ async def repository_index(
 
 
 async def repository_model_load(
-    gateway: Gateway, caller: Caller, request: pb.RepositoryModelLoadRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.RepositoryModelLoadRequest
 ) -> pb.RepositoryModelLoadResponse:
     """RepositoryModelLoad, optionally with a configuration and files."""
     check_repository(request.repository_name)
@@ -139,7 +139,7 @@ async def repository_model_load(
 
 
 async def repository_model_unload(
-    gateway: Gateway, caller: Caller, request: pb.RepositoryModelUnloadRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.RepositoryModelUnloadRequest
 ) -> pb.RepositoryModelUnloadResponse:
     """RepositoryModelUnload."""
     check_repository(request.repository_name)

@@ -1,4 +1,4 @@
-"""The shared memory extensions over gRPC. The regions are those of every other door."""
+"""The shared memory extensions over gRPC. The regions are those of every other listener."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shmserve.gateway.api.shared_memory import (
     check_name,
     visible,
 )
-from shmserve.gateway.client_identity import Caller
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.tensors.ranges import whole
 from shmserve.proto import grpc_service_pb2 as pb
 
 
 async def system_status(
-    gateway: Gateway, caller: Caller, request: pb.SystemSharedMemoryStatusRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.SystemSharedMemoryStatusRequest
 ) -> pb.SystemSharedMemoryStatusResponse:
     """SystemSharedMemoryStatus, of all regions of the client's user without a name."""
     response = pb.SystemSharedMemoryStatusResponse()
@@ -28,7 +28,7 @@ async def system_status(
 
 
 async def system_register(
-    gateway: Gateway, caller: Caller, request: pb.SystemSharedMemoryRegisterRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.SystemSharedMemoryRegisterRequest
 ) -> pb.SystemSharedMemoryRegisterResponse:
     """SystemSharedMemoryRegister."""
     peer = caller.peer()
@@ -40,7 +40,7 @@ async def system_register(
 
 
 async def system_unregister(
-    gateway: Gateway, caller: Caller, request: pb.SystemSharedMemoryUnregisterRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.SystemSharedMemoryUnregisterRequest
 ) -> pb.SystemSharedMemoryUnregisterResponse:
     """SystemSharedMemoryUnregister, of all regions without a name; an unknown one is fine."""
     await ask_to_unregister(gateway, caller, request.name)
@@ -48,7 +48,7 @@ async def system_unregister(
 
 
 async def cuda_status(
-    gateway: Gateway, caller: Caller, request: pb.CudaSharedMemoryStatusRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.CudaSharedMemoryStatusRequest
 ) -> pb.CudaSharedMemoryStatusResponse:
     """CudaSharedMemoryStatus, of all regions of the client's user without a name."""
     response = pb.CudaSharedMemoryStatusResponse()
@@ -61,7 +61,7 @@ async def cuda_status(
 
 
 async def cuda_register(
-    gateway: Gateway, caller: Caller, request: pb.CudaSharedMemoryRegisterRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.CudaSharedMemoryRegisterRequest
 ) -> pb.CudaSharedMemoryRegisterResponse:
     """CudaSharedMemoryRegister."""
     peer = caller.peer()
@@ -73,7 +73,7 @@ async def cuda_register(
 
 
 async def cuda_unregister(
-    gateway: Gateway, caller: Caller, request: pb.CudaSharedMemoryUnregisterRequest
+    gateway: Gateway, caller: ClientIdentity, request: pb.CudaSharedMemoryUnregisterRequest
 ) -> pb.CudaSharedMemoryUnregisterResponse:
     """CudaSharedMemoryUnregister, of all regions without a name; an unknown one is fine."""
     await ask_to_unregister(gateway, caller, request.name, cuda=True)

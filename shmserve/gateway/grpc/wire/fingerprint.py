@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shmserve.gateway.inference.builder import Plan, Taken
+from shmserve.gateway.inference.builder import BuiltRequest, Plan
 from shmserve.gateway.model_table import Model, ModelTable
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 
@@ -74,7 +74,7 @@ class Plans:
         self._models = models
         self._known: dict[Key, _Known] = {}
 
-    def follow(self, key: Key, contents: Sequence[bytes]) -> tuple[Model, Taken] | None:
+    def follow(self, key: Key, contents: Sequence[bytes]) -> tuple[Model, BuiltRequest] | None:
         """The request that the plan of `key` makes of these contents, if there is one.
 
         Raises AlreadyExists when an output overlaps another one in flight and may not.

@@ -23,7 +23,7 @@ from shmserve.gateway.http.json.infer_request import WireInput, WireRequest
 from shmserve.gateway.http.json.tensors import decode
 
 if TYPE_CHECKING:
-    from shmserve.gateway.inference.builder import Plan, Taken
+    from shmserve.gateway.inference.builder import BuiltRequest, Plan
 
 _NUMBERS = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
 _LONGEST_TEXT = 64 * 1024
@@ -48,7 +48,7 @@ class Plans:
         # None: it came once. Only what comes again is worth a plan.
         self._known: dict[Key, _Known | None] = {}
 
-    def follow(self, key: Key, body: bytes, at: int, texts: Sequence[bytes]) -> Taken | None:
+    def follow(self, key: Key, body: bytes, at: int, texts: Sequence[bytes]) -> BuiltRequest | None:
         """The request that the plan of `key` makes of `texts`, or of the binary tensors in `body`
         from `at`; None when there is no plan, or it takes the long way to say what is wrong.
 

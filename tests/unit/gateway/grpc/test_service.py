@@ -1,5 +1,5 @@
-"""What the gRPC door decides without a call: whose each RPC is, what a request is known by, and who
-a peer is.
+"""What the gRPC listener decides without a call: whose each RPC is, what a request is known by, and
+who a peer is.
 """
 
 from __future__ import annotations

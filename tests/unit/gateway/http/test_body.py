@@ -19,7 +19,7 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.http import body
 from shmserve.gateway.http.body import Body, BodyTimeout
 from shmserve.gateway.http.request import Request
-from shmserve.gateway.inference.builder import Holds
+from shmserve.gateway.inference.builder import Resources
 from shmserve.gateway.settings import Settings
 from shmserve.ipc.memory.arena import Arena
 from tests.rigs.clocks import Clock
@@ -41,7 +41,7 @@ class Client:
 
     async def upload(self, arena: Arena, size: int) -> None:
         """Have a block of the arena and wait for what goes into it."""
-        holds = Holds(arena)
+        holds = Resources(arena)
         try:
             with self.body.keeping(holds.release):
                 (place,) = holds.allocate([size])
@@ -90,14 +90,14 @@ def test_only_who_has_such_memory_gives_way(make_clock: Callable[[], Clock]) -> 
         tasks = await started(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
         json.content.feed_data(bytes(1000))
         await clock.go_on(0.02)
-        holds = Holds(arena)
+        holds = Resources(arena)
         holds.allocate([MIB])
         await clock.go_on(0.01)
         assert [task.done() for task in tasks] == [False, True]
         with pytest.raises(BodyTimeout, match="too slowly"):
             await tasks[1]
         with pytest.raises(Unavailable):
-            Holds(arena).allocate([MIB])
+            Resources(arena).allocate([MIB])
         await clock.go_on(0.01)
         assert not tasks[0].done()
         holds.release()
@@ -111,14 +111,14 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
     async def run(arena: Arena) -> None:
         clock = make_clock()
         client = Client()
-        holds = Holds(arena)
+        holds = Resources(arena)
         (place,) = holds.allocate([MIB])
         client.content.feed_data(bytes(100))
         with client.body.keeping(holds.release):
             await client.body.next()
             await clock.go_on(0.1)  # as while it is decompressed
             with pytest.raises(Unavailable):
-                Holds(arena).allocate([MIB])
+                Resources(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
             assert await client.body.read_into([arena.view(place)[:100]])
         holds.release()
@@ -137,7 +137,7 @@ def test_who_is_out_of_time_anyway_gives_way(make_clock: Callable[[], Clock]) ->
         others: list[BaseException | None] = []
 
         def other() -> None:
-            holds = Holds(arena)
+            holds = Resources(arena)
             try:
                 holds.allocate([MIB])
                 others.append(None)
@@ -163,12 +163,12 @@ def test_thousands_give_way_at_once() -> None:
         with ExitStack() as stack:
             for _ in range(4000):
                 client = Client()
-                holds = Holds(arena)
+                holds = Resources(arena)
                 holds.allocate([16 << 10])
                 stack.enter_context(client.body.keeping(holds.release))
                 client.body._waited_s = 1.0
             began = time.monotonic()
-            holds = Holds(arena)
+            holds = Resources(arena)
             holds.allocate([63 * MIB])
             assert time.monotonic() - began < 1
             holds.release()

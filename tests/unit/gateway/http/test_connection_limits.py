@@ -22,7 +22,7 @@ HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALF = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n{"
 
 
-class Crowd:
+class ConnectionLimits:
     """Connections of one peer, that stay."""
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
@@ -74,18 +74,18 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield made
 
 
-def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> Crowd:
-    """Clients with one address, at a door that is not this host's alone."""
+def far(gateway: Rig, address: str, stack: contextlib.ExitStack) -> ConnectionLimits:
+    """Clients with one address, at a listener that is not this host's alone."""
     to, own = ("127.0.0.1", gateway.port), (address, 0)
-    made = Crowd(lambda: socket.create_connection(to, 20, source_address=own))
+    made = ConnectionLimits(lambda: socket.create_connection(to, 20, source_address=own))
     stack.callback(made.close)
     return made
 
 
 def test_an_address_has_a_share(folder: Path, stack: contextlib.ExitStack) -> None:
     """Beyond it, what is idle for longest makes room among its own."""
-    door = socket.create_server(("0.0.0.0", 0))
-    gateway = stack.enter_context(rig(folder, door, max_connections=MOST))
+    listener = socket.create_server(("0.0.0.0", 0))
+    gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
     gateway.open()
     one, many = far(gateway, "127.0.0.2", stack), far(gateway, "127.0.0.3", stack)
     one.open(8)
@@ -105,8 +105,8 @@ def test_an_address_has_a_share(folder: Path, stack: contextlib.ExitStack) -> No
 
 def test_who_sends_half_of_everything_is_refused(folder: Path, stack: contextlib.ExitStack) -> None:
     """Nothing of theirs is idle, and nothing of others' is ended for it."""
-    door = socket.create_server(("0.0.0.0", 0))
-    gateway = stack.enter_context(rig(folder, door, max_connections=MOST))
+    listener = socket.create_server(("0.0.0.0", 0))
+    gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
     gateway.open()
     one, many = far(gateway, "127.0.0.2", stack), far(gateway, "127.0.0.3", stack)
     one.open(8)
@@ -126,11 +126,11 @@ def test_on_loopback_all_are_one_crowd(folder: Path, stack: contextlib.ExitStack
 @needs_users
 def test_a_user_has_a_share(folder: Path, stack: contextlib.ExitStack) -> None:
     path = folder / "socket"
-    door = socket.socket(socket.AF_UNIX)
-    door.bind(str(path))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
     path.chmod(0o666)
-    door.listen(4 * MOST)
-    gateway = stack.enter_context(rig(folder, door, max_connections=MOST))
+    listener.listen(4 * MOST)
+    gateway = stack.enter_context(rig(folder, listener, max_connections=MOST))
     gateway.open()
 
     def connect() -> socket.socket:
@@ -140,7 +140,7 @@ def test_a_user_has_a_share(folder: Path, stack: contextlib.ExitStack) -> None:
         return sock
 
     people = {
-        uid: Crowd(lambda uid=uid: as_user(uid, connect))  # type: ignore[misc]
+        uid: ConnectionLimits(lambda uid=uid: as_user(uid, connect))  # type: ignore[misc]
         for uid in (os.geteuid(), ALICE, BOB)
     }
     for crowd in people.values():

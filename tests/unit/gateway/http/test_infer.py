@@ -80,7 +80,7 @@ def send(
     connection.sendall(head.encode() + b"\r\n" + body)
 
 
-class Caller(threading.Thread):
+class ClientIdentity(threading.Thread):
     """A client that waits for its answer in a thread."""
 
     def __init__(self, port: int, model: str, body: Any, headers: Any = None) -> None:
@@ -131,7 +131,7 @@ def test_failures_have_their_status(
     gateway: Rig, simple: Scheduler, code: str, status: int
 ) -> None:
     simple.held = True
-    caller = Caller(gateway.port, "simple", simple_body(id="q1"))
+    caller = ClientIdentity(gateway.port, "simple", simple_body(id="q1"))
     until("the request is there", lambda: simple.waiting)
     fail(simple, "as the model says", code=code)
     assert (caller.reply().status, caller.reply().error) == (status, "as the model says")
@@ -168,7 +168,7 @@ def test_json_that_comes_again_with_other_numbers(gateway: Rig, simple: Schedule
 
 def test_a_full_queue_says_when_to_come_back(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
-    caller = Caller(gateway.port, "simple", simple_body())
+    caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
     fail(simple, "Exceeds maximum queue size", retry_after_s=3)
     assert (caller.reply().status, caller.reply().headers["Retry-After"]) == (503, "3")
@@ -176,7 +176,7 @@ def test_a_full_queue_says_when_to_come_back(gateway: Rig, simple: Scheduler) ->
 
 def test_a_malformed_answer_is_an_internal_error(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
-    caller = Caller(gateway.port, "simple", simple_body())
+    caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
     peer, submit = simple.waiting.pop()
     simple.say(peer, m.Finished(submit.id + 1, b""))
@@ -245,7 +245,7 @@ def test_a_connection_answers_in_order(gateway: Rig, simple: Scheduler) -> None:
 
 def test_a_client_that_leaves_cancels_its_request(gateway: Rig, simple: Scheduler) -> None:
     simple.held = True
-    stays = Caller(gateway.port, "simple", simple_body(id="stays"))
+    stays = ClientIdentity(gateway.port, "simple", simple_body(id="stays"))
     until("the request is there", lambda: simple.waiting)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body(id="leaves"))
@@ -282,7 +282,7 @@ def test_a_lost_scheduler_costs_no_answer(
     gateway: Rig, simple: Scheduler, published_first: bool
 ) -> None:
     simple.held = True
-    callers = [Caller(gateway.port, "simple", simple_body(id=str(n))) for n in range(5)]
+    callers = [ClientIdentity(gateway.port, "simple", simple_body(id=str(n))) for n in range(5)]
     until("the requests are there", lambda: len(simple.waiting) == 5)
     first = {submit.id: submit for _, submit in simple.waiting}
     simple.close()
@@ -317,7 +317,7 @@ def test_what_was_cancelled_is_not_submitted_again(gateway: Rig, simple: Schedul
 def test_a_withdrawn_model_finishes_what_it_has(gateway: Rig, simple: Scheduler) -> None:
     http = gateway.http
     simple.held = True
-    caller = Caller(gateway.port, "simple", simple_body())
+    caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
     gateway.apply(lambda number: m.ModelWithdrawn("simple", "1", number))
     unknown = "Request for unknown model: 'simple'"
@@ -404,7 +404,7 @@ def test_large_tensors_go_through_the_arena(gateway: Rig, large: Scheduler, form
     elif form == "chunked":
         body = iter([body[at : at + 50_000] for at in range(0, len(body), 50_000)])
     large.held = True
-    caller = Caller(gateway.port, "large", body, headers)
+    caller = ClientIdentity(gateway.port, "large", body, headers)
     until("the request is there", lambda: large.waiting, 20)
     first, second = unpack_inference(large.waiting[0][1].work).inputs
     assert content(first.data) == a.tobytes()
@@ -441,7 +441,7 @@ def test_a_block_is_free_after_the_answer(gateway: Rig, large: Scheduler) -> Non
 def test_a_block_is_held_until_it_is_settled(gateway: Rig, large: Scheduler) -> None:
     http = gateway.http
     large.held = True
-    caller = Caller(gateway.port, "large", *large_body(ARENA - 12 * MIB))
+    caller = ClientIdentity(gateway.port, "large", *large_body(ARENA - 12 * MIB))
     until("the request is there", lambda: large.waiting, 20)
     peer = large.waiting[0][0]
     submit = fail(large, "Request timeout expired", early=True)
@@ -684,13 +684,13 @@ def test_a_generation_lasts_as_long_as_its_requests(
     http = gateway.http
     gateway.apply(region("r", 5))
     through_regions.held = True
-    caller = Caller(gateway.port, "m", region_request())
+    caller = ClientIdentity(gateway.port, "m", region_request())
     until("the request is there", lambda: through_regions.waiting)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert http.infer("m", region_request()).status == 404
     assert http.regions().json() == []
     gateway.apply(region("r", 6))  # the name is free
-    later = Caller(gateway.port, "m", region_request())
+    later = ClientIdentity(gateway.port, "m", region_request())
     until("the second request is there", lambda: len(through_regions.waiting) == 2)
     assert not gateway.heard_of(m.RegionReleased)
     through_regions.answer_all()
@@ -731,7 +731,7 @@ def test_a_region_is_held_until_the_request_is_settled(
 ) -> None:
     gateway.apply(region("r", 5))
     through_regions.held = True
-    caller = Caller(gateway.port, "m", region_request())
+    caller = ClientIdentity(gateway.port, "m", region_request())
     until("the request is there", lambda: through_regions.waiting)
     peer = through_regions.waiting[0][0]
     submit = fail(through_regions, early=True)
@@ -764,13 +764,13 @@ def test_requests_that_write_to_the_same_bytes_are_named_in_the_log(
     gateway.apply(region("r", 5))
     through_regions.held = True
     callers = [
-        Caller(gateway.port, "m", region_request(**in_region("r", 40, 96 + shift)))
+        ClientIdentity(gateway.port, "m", region_request(**in_region("r", 40, 96 + shift)))
         for shift in (0, 40)
     ]
     until("the requests are there", lambda: len(through_regions.waiting) == 2)
     assert "overlapping" not in gateway.log
-    callers.append(Caller(gateway.port, "m", region_request(**in_region("r", 40, 100))))
-    callers.append(Caller(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    callers.append(ClientIdentity(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    callers.append(ClientIdentity(gateway.port, "m", region_request(**in_region("r", 40, 100))))
     until("the requests are there", lambda: len(through_regions.waiting) == 4)
     until("it is logged", lambda: "overlapping" in gateway.log)
     through_regions.answer_all()
@@ -801,7 +801,7 @@ def test_draining_finishes_what_is_in_flight(gateway: Rig, simple: Scheduler) ->
     http = gateway.http
     http.infer("simple", simple_body()).ok()
     simple.held = True
-    caller = Caller(gateway.port, "simple", simple_body())
+    caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
     gateway.tell(m.HealthChanged(live=True, ready=False, exiting=True), m.Drain())
     until("health says so", lambda: http.get("/v2/health/ready").status == 503)

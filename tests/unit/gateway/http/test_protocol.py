@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.client_identity import Door, DoorKind
+from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.http.body import Body, BodyTimeout
 from shmserve.gateway.http.connection_limits import Server
 from shmserve.gateway.http.protocol import Answer, Connection
@@ -91,8 +91,8 @@ def connected(
     answer: Answer = repeat, settings: Settings = _SETTINGS
 ) -> tuple[Connection, Transport]:
     """A new connection whose requests are repeated, or answered otherwise."""
-    door = Door(DoorKind.LOOPBACK, Authorisation({}, {}), None)
-    connection = Server(answer, settings, door, 10)()
+    listener = Listener(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
+    connection = Server(answer, settings, listener, 10)()
     transport = Transport()
     connection.connection_made(transport)
     return connection, transport

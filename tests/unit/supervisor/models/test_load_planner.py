@@ -11,13 +11,13 @@ from shmserve.common.accelerators import Accelerators
 from shmserve.config.options import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
-from shmserve.supervisor.models.load_planner import Planner
+from shmserve.supervisor.models.load_planner import LoadPlanner
 
 UNREAD = "failed to load 'm', failed to poll from model repository: "
 FAILED = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: "
 
 
-def planner(tmp_path: Path, config: str | None = None) -> Planner:
+def planner(tmp_path: Path, config: str | None = None) -> LoadPlanner:
     """Of a repository with the model "m", which has version 1."""
     folder = tmp_path / "repository" / "m"
     (folder / "1").mkdir(parents=True)
@@ -25,10 +25,10 @@ def planner(tmp_path: Path, config: str | None = None) -> Planner:
     if config is not None:
         (folder / "config.pbtxt").write_bytes(config.encode())
     flags = ["--model-repository", str(folder.parent)]
-    return Planner(from_flags(parse(flags), {}), tmp_path / "run", Accelerators("", 0))
+    return LoadPlanner(from_flags(parse(flags), {}), tmp_path / "run", Accelerators("", 0))
 
 
-def refusal(planner: Planner, override: str = "", **files: bytes) -> ShmserveError:
+def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> ShmserveError:
     """The error of a plan that cannot be made."""
     with pytest.raises(ShmserveError) as caught:
         planner.plan("m", override, {name.replace("_", "/"): data for name, data in files.items()})

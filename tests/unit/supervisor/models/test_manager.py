@@ -11,7 +11,7 @@ import pytest
 from shmserve.common.accelerators import Accelerators
 from shmserve.errors import InvalidArgument
 from shmserve.supervisor.models.manager import Models
-from shmserve.supervisor.models.version_spec import Plan
+from shmserve.supervisor.models.version_spec import VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
 
 
@@ -46,13 +46,13 @@ class Repository:
         """Another one after each change."""
         return f"{self.changes}"
 
-    def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[Plan]:
+    def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
         """One version."""
         self.reading()
         self.planned += 1
         return [plan()]
 
-    def discard(self, discarded: Plan) -> None:
+    def discard(self, discarded: VersionSpec) -> None:
         """It was written for a request, perhaps."""
         self.discarded += 1
 

@@ -16,7 +16,7 @@ from shmserve.config.options import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import UNWRITTEN, to_dict
-from shmserve.supervisor.models.load_planner import Planner
+from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import (
     ModelFolder,
     discard_override,
@@ -428,7 +428,7 @@ def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
         specs.append(f"{tmp_path}/{name}/model.py:Model")
     config = from_flags(parse(specs), {})
     with pytest.raises(InvalidArgument, match="there is a model 'model' already"):
-        Planner(config, tmp_path / "run", Accelerators("", 0))
+        LoadPlanner(config, tmp_path / "run", Accelerators("", 0))
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import pytest
 
 from shmserve.ipc import messages as m
 from shmserve.supervisor.models.states import InstanceState
-from shmserve.supervisor.models.version import Deployment
+from shmserve.supervisor.models.version import ModelVersion
 from tests.rigs.process_rig import Made, Processes, plan, turns
 
 
-def deployment(processes: Processes) -> Deployment:
+def deployment(processes: Processes) -> ModelVersion:
     """One of one instance."""
-    made = Deployment(processes.host, plan(), lambda changed: None, lambda pid, message: None)
+    made = ModelVersion(processes.host, plan(), lambda changed: None, lambda pid, message: None)
     processes.on_end = made.process_exited
     return made
 

@@ -34,7 +34,7 @@ from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.supervisor.regions import cuda_handles
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.registry import Registrar
+from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
 from tests.support.raw_http import in_region, json_input, shm_input
 
@@ -51,11 +51,11 @@ def b64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
 
 
-# --- the registrar
+# --- the registry
 
 
 class Office:
-    """A registrar with one gateway; what it says and asks is written down."""
+    """A registry with one gateway; what it says and asks is written down."""
 
     def __init__(self, devices: int = 2, fault: ShmserveError | None = None) -> None:
         self.told: list[Any] = []
@@ -65,7 +65,9 @@ class Office:
         self.withdrawn: asyncio.Queue[str] = asyncio.Queue()
         check = HandleCheck(devices, lambda device: [], lambda pid, message: None)
         check.check = self.check  # type: ignore[method-assign]
-        self.registrar = Registrar(self.publish, lambda: [7], self.workers.append, POLICY, check)
+        self.registry = RegionRegistry(
+            self.publish, lambda: [7], self.workers.append, POLICY, check
+        )
 
     async def check(self, memory: Memory) -> None:
         self.checked.append(memory)
@@ -82,18 +84,18 @@ def test_register_and_unregister() -> None:
     async def steps() -> None:
         office = Office()
         handle = CudaHandle(HANDLE, 1, UUID)
-        await office.registrar.register_cuda("r", handle, 100, 1000, ME)
+        await office.registry.register_cuda("r", handle, 100, 1000, ME)
         (checked,) = office.checked
         assert (checked.cuda, checked.byte_size) == (handle, 1100)
         (published,) = office.told
         assert (published.handle, published.device_id, published.device_uuid) == (HANDLE, 1, UUID)
         assert (published.offset, published.byte_size, published.object_size) == (100, 1000, 1100)
-        await office.registrar.unregister("r", ME)
-        assert len(office.registrar.active()) == 1, "it is no system memory"
-        await office.registrar.unregister("r", ME, cuda=True)
+        await office.registry.unregister("r", ME)
+        assert len(office.registry.active()) == 1, "it is no system memory"
+        await office.registry.unregister("r", ME, cuda=True)
         assert office.told[-1] == m.RegionWithdrawn("r", published.memory_id, 1)
         assert office.workers == [], "a gateway may still have requests that use it"
-        office.registrar.released(7, published.memory_id)
+        office.registry.released(7, published.memory_id)
         assert office.workers == [m.MemoryDropped(published.memory_id)]
 
     asyncio.run(steps())
@@ -104,7 +106,7 @@ def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
         office = Office()
         handle = CudaHandle(HANDLE, 0)
         for _ in range(2):
-            await office.registrar.register_cuda("r", handle, 0, 64, ME)
+            await office.registry.register_cuda("r", handle, 0, 64, ME)
         assert len(office.told) == 1
         for other, offset, size in (
             (CudaHandle(OTHER, 0), 0, 64),
@@ -113,7 +115,7 @@ def test_the_same_again_is_fine_and_anything_else_is_not() -> None:
             (handle, 1, 64),
         ):
             with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-                await office.registrar.register_cuda("r", other, offset, size, ME)
+                await office.registry.register_cuda("r", other, offset, size, ME)
 
     asyncio.run(steps())
 
@@ -124,22 +126,22 @@ def test_one_name_space_for_both_kinds() -> None:
 
     async def steps() -> None:
         office = Office()
-        registrar = office.registrar
+        registry = office.registry
         taken = pytest.raises(AlreadyExists, match="already in manager")
-        await registrar.register_cuda("device", CudaHandle(HANDLE, 0), 0, 64, ME)
-        await registrar.register("host", key, 0, 4096, ME)
+        await registry.register_cuda("device", CudaHandle(HANDLE, 0), 0, 64, ME)
+        await registry.register("host", key, 0, 4096, ME)
         with taken:
-            await registrar.register("device", key, 0, 4096, ME)
+            await registry.register("device", key, 0, 4096, ME)
         with taken:
-            await registrar.register_cuda("host", CudaHandle(HANDLE, 0), 0, 64, ME)
-        await registrar.unregister("host", ME, cuda=True)
-        await registrar.unregister("device", ME, cuda=False)
-        assert len(registrar.active()) == 2
-        await registrar.unregister("", ME, cuda=True)
-        assert [region.name for region in registrar.active()] == ["host"]
-        await registrar.unregister("", ME)
-        assert registrar.active() == []
-        office.registrar.gateway_exited(7)
+            await registry.register_cuda("host", CudaHandle(HANDLE, 0), 0, 64, ME)
+        await registry.unregister("host", ME, cuda=True)
+        await registry.unregister("device", ME, cuda=False)
+        assert len(registry.active()) == 2
+        await registry.unregister("", ME, cuda=True)
+        assert [region.name for region in registry.active()] == ["host"]
+        await registry.unregister("", ME)
+        assert registry.active() == []
+        office.registry.gateway_exited(7)
 
     try:
         asyncio.run(steps())
@@ -150,37 +152,37 @@ def test_one_name_space_for_both_kinds() -> None:
 def test_a_region_is_its_users() -> None:
     async def steps() -> None:
         office = Office()
-        registrar = office.registrar
+        registry = office.registry
         handle = CudaHandle(HANDLE, 0)
-        await registrar.register_cuda("r", handle, 0, 64, ME)
+        await registry.register_cuda("r", handle, 0, 64, ME)
         assert (office.told[0].uid, office.told[0].copied) == (ME.uid, False)
         with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-            await registrar.register_cuda("r", handle, 0, 64, BOB)
+            await registry.register_cuda("r", handle, 0, 64, BOB)
         for name in ("r", ""):
-            await registrar.unregister(name, BOB, cuda=True)
-        assert len(registrar.active()) == 1
-        await registrar.unregister("", Peer(EVERYONE), cuda=True)
-        assert registrar.active() == []
+            await registry.unregister(name, BOB, cuda=True)
+        assert len(registry.active()) == 1
+        await registry.unregister("", Peer(EVERYONE), cuda=True)
+        assert registry.active() == []
 
     asyncio.run(steps())
 
 
 def test_the_limits_of_a_user() -> None:
     async def steps() -> None:
-        registrar = Office().registrar
+        registry = Office().registry
         handle = CudaHandle(HANDLE, 0)
         with pytest.raises(InvalidArgument, match="--shm-max-byte-size"):
-            await registrar.register_cuda("r", handle, 0, (1 << 20) + 1, ME)
+            await registry.register_cuda("r", handle, 0, (1 << 20) + 1, ME)
         for number in range(4):
-            await registrar.register_cuda(f"r{number}", handle, 0, 64, ME)
+            await registry.register_cuda(f"r{number}", handle, 0, 64, ME)
         with pytest.raises(InvalidArgument, match="--shm-max-regions-per-uid"):
-            await registrar.register_cuda("r", handle, 0, 64, ME)
-        await registrar.register_cuda("r", handle, 0, 64, BOB)
-        await registrar.unregister("r0", ME, cuda=True)
-        registrar.gateway_exited(7)
+            await registry.register_cuda("r", handle, 0, 64, ME)
+        await registry.register_cuda("r", handle, 0, 64, BOB)
+        await registry.unregister("r0", ME, cuda=True)
+        registry.gateway_exited(7)
         with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
-            await registrar.register_cuda("r0", handle, 0, 64, ME, 2**22 + 1)
-        await registrar.register_cuda("r0", handle, 0, 64, ME)
+            await registry.register_cuda("r0", handle, 0, 64, ME, 2**22 + 1)
+        await registry.register_cuda("r0", handle, 0, 64, ME)
 
     asyncio.run(steps())
 
@@ -189,9 +191,9 @@ def test_what_no_worker_can_open_is_not_registered() -> None:
     async def steps() -> None:
         office = Office(fault=InvalidArgument("no"))
         with pytest.raises(InvalidArgument, match="no"):
-            await office.registrar.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
+            await office.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
         assert office.told == []
-        assert office.registrar.active() == []
+        assert office.registry.active() == []
 
     asyncio.run(steps())
 
@@ -199,26 +201,26 @@ def test_what_no_worker_can_open_is_not_registered() -> None:
 def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> None:
     async def steps() -> None:
         office = Office()
-        registrar, asked, answered = office.registrar, asyncio.Event(), asyncio.Event()
+        registry, asked, answered = office.registry, asyncio.Event(), asyncio.Event()
 
         async def slow(memory: Memory) -> None:
             asked.set()
             await answered.wait()
 
-        await registrar.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
-        assert registrar._handles is not None
-        registrar._handles.check = slow  # type: ignore[method-assign]
+        await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
+        assert registry._handles is not None
+        registry._handles.check = slow  # type: ignore[method-assign]
         waiting = [
-            asyncio.create_task(registrar.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
+            asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
             for _ in range(2)
         ]
         await asked.wait()
         async with asyncio.timeout(10):
-            await registrar.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
-            await registrar.unregister("mine", ME, cuda=True)
+            await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
+            await registry.unregister("mine", ME, cuda=True)
         answered.set()
         await asyncio.gather(*waiting)
-        assert [region.name for region in registrar.active()] == ["theirs"]
+        assert [region.name for region in registry.active()] == ["theirs"]
         assert sum(isinstance(told, m.RegionPublished) for told in office.told) == 2
 
     asyncio.run(steps())
@@ -226,11 +228,11 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registrar = Registrar(Office().publish, list, lambda message: None, POLICY)
+        registry = RegionRegistry(Office().publish, list, lambda message: None, POLICY)
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
-            await registrar.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
-        await registrar.unregister("r", ME, cuda=True)
+            await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
+        await registry.unregister("r", ME, cuda=True)
 
     asyncio.run(steps())
 
@@ -248,27 +250,27 @@ def exporters() -> Iterator[list[subprocess.Popen[bytes]]]:
 def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[bytes]]) -> None:
     async def steps() -> None:
         office = Office()
-        registrar = office.registrar
+        registry = office.registry
         gc.collect()  # what other tests dropped is closed now, not in the middle of this one
         before = len(os.listdir("/proc/self/fd"))
         for number, exporter in enumerate(exporters):
             handle = CudaHandle(HANDLE, number)
-            await registrar.register_cuda(f"r{number}", handle, 0, 64, ME, exporter.pid)
-        await registrar.register_cuda("of nobody known", CudaHandle(OTHER, 0), 0, 64, ME)
-        await registrar.unregister("r1", ME, cuda=True)
+            await registry.register_cuda(f"r{number}", handle, 0, 64, ME, exporter.pid)
+        await registry.register_cuda("of nobody known", CudaHandle(OTHER, 0), 0, 64, ME)
+        await registry.unregister("r1", ME, cuda=True)
         exporters[0].kill()
         assert [await asyncio.wait_for(office.withdrawn.get(), 10) for _ in range(2)] == [
             *("r1", "r0")
         ]
-        assert [region.name for region in registrar.active()] == ["r2", "of nobody known"]
+        assert [region.name for region in registry.active()] == ["r2", "of nobody known"]
         assert office.workers == [], "requests in flight finish"
-        registrar.gateway_exited(7)
+        registry.gateway_exited(7)
         assert len(office.workers) == 2
         assert len(os.listdir("/proc/self/fd")) == before + 1
         exporters[0].wait()
         with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
-            await registrar.register_cuda("r", CudaHandle(OTHER, 0), 0, 64, ME, exporters[0].pid)
-        registrar.close()
+            await registry.register_cuda("r", CudaHandle(OTHER, 0), 0, 64, ME, exporters[0].pid)
+        registry.close()
         assert len(os.listdir("/proc/self/fd")) == before
 
     asyncio.run(steps())
@@ -585,7 +587,7 @@ class Stub:
         self.regions.publish(host(6, 0))
         self.asked: list[Any] = []
         self.supervisor = self
-        self.door = self
+        self.listener = self
         self.shm = True
 
     async def ask(self, make: Callable[[int], Any]) -> dict[str, Any]:
