@@ -24,6 +24,8 @@ from shmserve.ipc.messages import (
     CountsInherited,
     Drain,
     Drained,
+    ExecutionResponded,
+    Grant,
     InstanceExited,
     InstanceExpected,
     MetricsReported,
@@ -101,6 +103,8 @@ class Scheduler:
                 request = client.requests.get(message.id)
                 if request is not None:
                     self._cancel(request, now_ns)
+            case Grant():
+                self.misplaced()
             case Release():
                 self._executions.release(client.pid, message.pid, message.offsets)
             case ReportStatistics():
@@ -168,6 +172,8 @@ class Scheduler:
         """Handle a worker's message."""
         if isinstance(message, MetricsReported):
             self._metrics_reported(peer, message)
+        elif isinstance(message, ExecutionResponded):
+            self.misplaced()
         else:
             self._executions.handle(peer, message, now_ns)
 

@@ -75,7 +75,7 @@ class Submitted:
     def when_answered(self, action: Callable[[Submitted], None]) -> None:
         """Call this once there is an answer, to take with `response`; never if it is abandoned."""
 
-        def done(_: asyncio.Future[m.Finished | m.Failed]) -> None:
+        def done(_: asyncio.Future[m.Finished | m.Responded | m.Failed]) -> None:
             # The answer may have come just before it was abandoned.
             if not self._given_up:
                 action(self)

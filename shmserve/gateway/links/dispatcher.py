@@ -34,21 +34,33 @@ _ONCE = (
     "the model's scheduler ended before it could answer; the request's outputs go over its inputs, "
     "which may be changed"
 )
+_BEGUN = "the model's scheduler ended after the request's first response and before its last"
 _ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
 
 
-class Pending:
-    """A request that is not answered yet. `release` gives its holds back."""
+# What a client that takes any number of responses hears: each one, and what ends them, which is
+# the last that it hears: a `Failed`, or a `Responded` that is final.
+OnResponse = Callable[[m.Responded | m.Failed], None]
 
-    __slots__ = ("future", "release", "scheduler", "submit")
+
+class Pending:
+    """A request that is not answered yet. `release` gives its holds back.
+
+    Of one that takes any number of responses, `on_response` hears, and `future` has the last.
+    """
+
+    __slots__ = ("future", "on_response", "release", "responses", "scheduler", "submit")
 
     def __init__(
         self,
         scheduler: Scheduler,
         submit: m.Submit,
         release: Callable[[], None],
-        future: asyncio.Future[m.Finished | m.Failed],
+        future: asyncio.Future[m.Finished | m.Responded | m.Failed],
+        on_response: OnResponse | None = None,
     ) -> None:
+        self.on_response = on_response
+        self.responses = 0
         self.scheduler = scheduler
         self.submit = submit
         self.release = release
@@ -99,6 +111,8 @@ class Scheduler:
                 if pending is not None:
                     self._answer(pending, message)
                     pending.release()
+            case m.Responded():
+                self._responded(message)
             case m.Failed(id=number, early=early):
                 pending = self.pending.pop(number, None)
                 if pending is not None:
@@ -120,15 +134,34 @@ class Scheduler:
         if not self.users:
             self._check_idle()
 
-    def _answer(self, pending: Pending, message: m.Finished | m.Failed) -> None:
-        if not pending.future.done():
-            pending.future.set_result(message)
+    def _responded(self, message: m.Responded) -> None:
+        pending = self.pending.get(message.id)
+        if pending is None:
+            self.discard(message)
+            return
+        pending.responses += 1
+        if message.final:
+            del self.pending[message.id]
+            self._answer(pending, message)
+            pending.release()
+        elif pending.on_response is not None and not pending.future.done():
+            pending.on_response(message)
         else:
             self.discard(message)
 
-    def discard(self, message: m.Finished | m.Failed) -> None:
+    def _answer(self, pending: Pending, message: m.Finished | m.Responded | m.Failed) -> None:
+        if pending.future.done():
+            self.discard(message)
+            return
+        pending.future.set_result(message)
+        if pending.on_response is not None:
+            if isinstance(message, m.Finished):
+                message = m.Responded(message.id, "", "", message.body, final=True)
+            pending.on_response(message)
+
+    def discard(self, message: m.Finished | m.Responded | m.Failed) -> None:
         """Nobody reads this answer, and its outputs take up a worker's memory."""
-        if not isinstance(message, m.Finished):
+        if isinstance(message, m.Failed) or not message.body:
             return
         try:
             self.release_outputs(unpack_inferred(message.body))
@@ -201,9 +234,35 @@ class Dispatcher:
 
         `release` runs when no worker can touch the request's memory any more.
         """
+        return self._submit(scheduler, submit, release, None)
+
+    def open(
+        self,
+        scheduler: Scheduler,
+        submit: m.Submit,
+        release: Callable[[], None],
+        on_response: OnResponse,
+    ) -> Pending:
+        """As `submit`, for a model that may give any number of responses: `on_response` hears of
+        each, in the event loop, the end included. Whoever has read some says so with `grant`:
+        `FIRST_CREDIT` of them come unasked, and no more before that."""
+        return self._submit(scheduler, submit, release, on_response)
+
+    def grant(self, pending: Pending, responses: int) -> None:
+        """The client has read so many responses, and takes as many more."""
+        if pending.submit.id in pending.scheduler.pending:
+            pending.scheduler.link.post(m.Grant(pending.submit.id, responses))
+
+    def _submit(
+        self,
+        scheduler: Scheduler,
+        submit: m.Submit,
+        release: Callable[[], None],
+        on_response: OnResponse | None,
+    ) -> Pending:
         while scheduler.successor is not None:
             scheduler = scheduler.successor
-        pending = Pending(scheduler, submit, release, self._loop.create_future())
+        pending = Pending(scheduler, submit, release, self._loop.create_future(), on_response)
         scheduler.pending[submit.id] = pending
         scheduler.link.post(submit)
         if len(scheduler.pending) == 1:
@@ -214,7 +273,7 @@ class Dispatcher:
         """Nobody waits for this any more, or will read its answer if that has come already; its
         holds last until the scheduler answers."""
         future = pending.future
-        if future.done() and not future.cancelled():
+        if future.done() and not future.cancelled() and pending.on_response is None:
             pending.scheduler.discard(future.result())
         future.cancel()
         if pending.submit.id in pending.scheduler.pending:
@@ -239,10 +298,11 @@ class Dispatcher:
         for pending in waiting:
             if pending.future.done():
                 over.append(pending)
-            elif new is None or runs_once(pending.submit.work):
-                text = id_prefix(pending.submit.request_id) + (_ENDED if new is None else _ONCE)
+            elif new is None or pending.responses or runs_once(pending.submit.work):
+                why = _ENDED if new is None else _BEGUN if pending.responses else _ONCE
+                text = id_prefix(pending.submit.request_id) + why
                 failed = m.Failed(pending.submit.id, Unavailable.code, text, 0, early=False)
-                pending.future.set_result(failed)
+                old._answer(pending, failed)
                 over.append(pending)
             else:
                 pending.scheduler = new
