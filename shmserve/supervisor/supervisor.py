@@ -145,6 +145,7 @@ class Supervisor:
         self._metrics = metrics
         self._grpc = grpc
         self._held = signals
+        self._events = EventPublisher()
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._health = m.HealthChanged(live=True, ready=False, exiting=False)
         self._started = False
@@ -192,7 +193,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if self.config.without_effect:
             logger.warning("without effect here: %s", ", ".join(self.config.without_effect))
-        events = self._events = EventPublisher()
+        events = self._events
         children = ProcessTable(
             self._process_exited,
             lambda child: events.publish(m.ProcessStarted(child.pid, child.title)),
@@ -414,7 +415,6 @@ class Supervisor:
         if self.host.local_clients is not None:
             self.host.local_clients.close()
         self.regions.close()
-        self._feed.close()
         self._events.close()
         self.host.control.close()
         self.host.children.close()

@@ -55,11 +55,8 @@ class EventFeed:
             self._publisher.answer(prefix, self.snapshot())
         if wanted and MODELS.startswith(prefix):
             self._known = self._models()
-        if self._publisher.wants(COUNTERS):
-            if self._timer is None:
-                self._tick()
-        else:
-            self.close()
+        if self._timer is None:
+            self._tick()
 
     def models_changed(self) -> None:
         """A model may be in another state."""
@@ -78,15 +75,11 @@ class EventFeed:
             yield region.registered()
 
     def _tick(self) -> None:
-        self._count()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_COUNTERS_EVERY_S, self._tick)
-
-    def close(self) -> None:
-        """Count no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer = None
+        if self._publisher.wants(COUNTERS):
+            self._count()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_COUNTERS_EVERY_S, self._tick)
 
 
 def changes(before: States, after: States) -> Iterator[ModelChanged]:
