@@ -9,22 +9,21 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable, Unsupported
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.wire.fingerprint import Plans, split
+from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import wire_request
 from shmserve.gateway.grpc.wire.response import encode
-from shmserve.gateway.http.infer import failure, log_failure, submission
-from shmserve.gateway.http.json.infer_request import WireRequest
-from shmserve.gateway.inference.builder import BuiltRequest, build
-from shmserve.gateway.inference.response import check_size
+from shmserve.gateway.inference.builder import build
+from shmserve.gateway.inference.pipeline import failure, log_failure, submit
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.inference.response import check_size, unpack
 from shmserve.gateway.links.dispatcher import Pending
 from shmserve.gateway.model_table import Model, checked_version
-from shmserve.gateway.region_table import admit
 from shmserve.ipc import messages as m
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class Submitted:
     abandoned."""
 
     __slots__ = (
-        *("_gateway", "_given_up", "_inferences", "_left", "_model", "_pending", "_taken"),
+        *("_gateway", "_given_up", "_inferences", "_left", "_model", "_pending", "_built"),
         *("model_name", "request_id"),
     )
 
@@ -47,18 +46,18 @@ class Submitted:
         gateway: Gateway,
         inferences: Inferences,
         model: Model,
-        taken: BuiltRequest,
+        built: BuiltRequest,
         pending: Pending,
     ) -> None:
         self._gateway = gateway
         self._inferences = inferences
         self._model = model
-        self._taken = taken
+        self._built = built
         self._pending = pending
         self._given_up = False
         self._left = False
         self.model_name = model.name
-        self.request_id = taken.wire.id
+        self.request_id = built.wire.id
 
     async def answer(self) -> bytes:
         """The ModelInferResponse, serialized; raises what the request failed with.
@@ -94,21 +93,17 @@ class Submitted:
             raise
 
     def _encoded(self, body: bytes) -> bytes:
+        response = unpack(body)
         try:
-            answer = unpack_inferred(body)
-        except MalformedMessage as error:
-            logger.error("a worker's answer is malformed: %s", error)
-            raise Internal("internal error") from None
-        try:
-            return self._response(answer)
+            return self._serialized(response)
         finally:
-            # The response is a copy: the worker's memory is free again.
-            self._pending.scheduler.release_outputs(answer)
+            # The message is a copy: the worker's memory is free again.
+            self._pending.scheduler.release_outputs(response)
 
-    def _response(self, answer: Inferred) -> bytes:
-        placed = {out.name for out in self._taken.wire.outputs if out.place is not None}
+    def _serialized(self, response: Inferred) -> bytes:
+        placed = {out.name for out in self._built.wire.outputs if out.place is not None}
         contents: list[bytes | memoryview] = []
-        for tensor in answer.outputs:
+        for tensor in response.outputs:
             if tensor.name in placed:
                 contents.append(b"")
                 continue
@@ -116,7 +111,7 @@ class Submitted:
             data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
             check_size(tensor, len(data))
             contents.append(data)
-        return encode(self._model, self.request_id, answer, contents)
+        return encode(self._model, self.request_id, response, contents)
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more."""
@@ -153,11 +148,11 @@ class Inferences:
     `count` is how many answers are not sent yet; `on_idle` hears when none is left.
     """
 
-    __slots__ = ("_gateway", "_plans", "count", "on_idle")
+    __slots__ = ("_gateway", "_prepared", "count", "on_idle")
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._plans = Plans(gateway.models)
+        self._prepared = PreparedRequests(gateway.models)
         self.count = 0
         self.on_idle: Callable[[], None] | None = None
 
@@ -171,8 +166,8 @@ class Inferences:
         if not self.count and self.on_idle is not None:
             self.on_idle()
 
-    def submit(self, raw: bytes, caller: ClientIdentity, remaining_s: float | None) -> Submitted:
-        """Hand the serialized ModelInferRequest `raw` of `caller` to its scheduler.
+    def submit(self, raw: bytes, client: ClientIdentity, remaining_s: float | None) -> Submitted:
+        """Hand the serialized ModelInferRequest `raw` of `client` to its scheduler.
 
         `remaining_s` is how long its client's call lasts, in seconds, None for any time. Raises
         `Refused`.
@@ -181,28 +176,20 @@ class Inferences:
         gateway = self._gateway
         if gateway.draining or gateway.health.exiting:
             raise Refused(Unavailable(_STOPPING), _id_of(raw))
-        model, taken = self._take(raw)
+        model, built = self._read(raw)
+        limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
         try:
-            if taken.regions:
-                admit(taken.regions, caller.peer())
-            number = gateway.dispatcher.next_number()
-            limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
-            order = submission(gateway, taken, number, arrived_ns, limit_us)
+            pending = submit(gateway, model, built, client, arrived_ns, limit_us)
         except ShmserveError as error:
-            taken.release()
-            raise Refused(error, taken.wire.id) from None
-        except BaseException:
-            taken.release()
-            raise
-        pending = gateway.dispatcher.submit(model.scheduler, order, taken.release)
+            raise Refused(error, built.wire.id) from None
         self.came()
-        return Submitted(gateway, self, model, taken, pending)
+        return Submitted(gateway, self, model, built, pending)
 
-    def _take(self, raw: bytes) -> tuple[Model, BuiltRequest]:
+    def _read(self, raw: bytes) -> tuple[Model, BuiltRequest]:
         parts = split(raw)
         if parts is not None:
             try:
-                found = self._plans.follow(*parts)
+                found = self._prepared.repeat(*parts)
             except ShmserveError as error:
                 raise Refused(error, _id_of(raw)) from None
             if found is not None:
@@ -221,14 +208,14 @@ class Inferences:
             key, contents = parts
             if contents:
                 _behind(wire)
-            planned = all(tensor.data is None for tensor in wire.inputs)
+            prepare = all(tensor.data is None for tensor in wire.inputs)
             body = b"".join(contents)
-            taken, plan = build(self._gateway, model, wire, body, 0, planned=planned)
+            built, prepared = build(self._gateway, model, wire, body, 0, prepare=prepare)
         except ShmserveError as error:
             raise Refused(error, request_id) from None
-        if plan is not None:
-            self._plans.remember(key, version, model, plan)
-        return model, taken
+        if prepared is not None:
+            self._prepared.remember(key, version, model, prepared)
+        return model, built
 
 
 def _behind(wire: WireRequest) -> None:

@@ -50,7 +50,7 @@ class _Room:
 
 async def stream_infer(
     inferences: Inferences,
-    caller: ClientIdentity,
+    client: ClientIdentity,
     requests: AsyncIterator[bytes],
     context: Any,
     patience_s: float,
@@ -77,7 +77,7 @@ async def stream_infer(
                 size = max(len(raw), _LEAST)
                 await room.take(size)
                 try:
-                    item: _Item = inferences.submit(raw, caller, context.time_remaining())
+                    item: _Item = inferences.submit(raw, client, context.time_remaining())
                 except Refused as refused:
                     item = refused.bare()
                 waiting.put_nowait((item, size))

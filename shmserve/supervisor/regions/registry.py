@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shmserve.common.cuda_errors import not_supported
 from shmserve.common.shm_access import (
     EVERYONE,
     NO_GROUP,
@@ -43,7 +44,7 @@ from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
-from shmserve.supervisor.regions.cuda_handles import Exporter, HandleCheck, not_supported
+from shmserve.supervisor.regions.cuda_handles import Exporter, HandleCheck
 from shmserve.supervisor.regions.pinned_quota import PinnedQuota
 from shmserve.supervisor.regions.quota import RegionQuota
 

@@ -1,0 +1,98 @@
+"""The way of every inference between its protocol's bytes: admitted, submitted, and its failure."""
+
+from __future__ import annotations
+
+import logging
+
+from shmserve.errors import QueueFull, ShmserveError, from_code
+from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.inference.builder import LONGEST_TIMEOUT_US
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.links.dispatcher import Pending
+from shmserve.gateway.model_table import Model
+from shmserve.gateway.region_table import admit
+from shmserve.ipc import messages as m
+
+logger = logging.getLogger(__name__)
+
+
+def submit(
+    gateway: Gateway,
+    model: Model,
+    built: BuiltRequest,
+    client: ClientIdentity,
+    arrived_ns: int,
+    call_limit_us: int = 0,
+) -> Pending:
+    """Hand a request of `client`'s to its model's scheduler, which from then on holds what it
+    holds; if it is refused, that is released.
+
+    `call_limit_us` is how long the client's own call lasts, 0: any. Raises what is wrong with it,
+    NotFound, PermissionDenied or Unavailable.
+    """
+    try:
+        if built.regions:
+            admit(built.regions, client.peer())
+        order = submission(
+            gateway, built, gateway.dispatcher.next_number(), arrived_ns, call_limit_us
+        )
+        scheduler = gateway.models.current(model).scheduler
+    except BaseException:
+        built.release()
+        raise
+    return gateway.dispatcher.submit(scheduler, order, built.release)
+
+
+def submission(
+    gateway: Gateway, built: BuiltRequest, number: int, arrived_ns: int, call_limit_us: int = 0
+) -> m.Submit:
+    """What the scheduler is told; `call_limit_us` is how long the client's own call lasts, 0: any.
+
+    The shortest of the limits that there are makes the deadline.
+    """
+    wire = built.wire
+    timeout_us = min(wire.timeout_us, LONGEST_TIMEOUT_US)
+    limit_us = gateway.settings.request_timeout_us
+    if timeout_us and (not limit_us or timeout_us < limit_us):
+        limit_us = timeout_us
+    call_limit_us = min(call_limit_us, LONGEST_TIMEOUT_US)
+    if call_limit_us and (not limit_us or call_limit_us < limit_us):
+        limit_us = call_limit_us
+    deadline_ns = arrived_ns + limit_us * 1000 if limit_us else 0
+    return m.Submit(
+        number,
+        built.admission.batch_size,
+        built.admission.shape_key,
+        arrived_ns,
+        deadline_ns,
+        timeout_us,
+        wire.priority,
+        built.pack(deadline_ns),
+        wire.id,
+    )
+
+
+def failure(message: m.Failed) -> ShmserveError:
+    """The exception for a scheduler's refusal."""
+    if message.retry_after_s > 0:
+        return QueueFull(message.message, message.retry_after_s)
+    return from_code(message.code, message.message)
+
+
+def log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
+    """Log what is our fault, and at debug level what is the client's."""
+    if error.server_fault:
+        logger.error(
+            "inference of model '%s' failed: %s",
+            model.name,
+            error.message,
+            extra={"request_id": request_id},
+        )
+    elif logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "inference of model '%s' was refused: %s",
+            model.name,
+            error.message,
+            extra={"request_id": request_id},
+        )
