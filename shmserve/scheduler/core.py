@@ -104,7 +104,9 @@ class Scheduler:
                 if request is not None:
                     self._cancel(request, now_ns)
             case Grant():
-                self.misplaced()
+                request = client.requests.get(message.id)
+                if request is not None and request.state is State.RESPONDING:
+                    self._executions.grant(request, message.responses)
             case Release():
                 self._executions.release(client.pid, message.pid, message.offsets)
             case ReportStatistics():
@@ -148,7 +150,7 @@ class Scheduler:
                 self._answers.fail(
                     request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
                 )
-            case State.EXECUTING:
+            case State.EXECUTING | State.RESPONDING:
                 request.meet(Event.CANCEL)
                 self._executions.cancel(request)
             case _:
@@ -160,7 +162,7 @@ class Scheduler:
             match request.state:
                 case State.QUEUED | State.HELD:
                     self._queue.remove(request)
-                case State.EXECUTING:
+                case State.EXECUTING | State.RESPONDING:
                     self._executions.cancel(request)
                 case _:
                     pass
@@ -170,10 +172,10 @@ class Scheduler:
 
     def from_worker(self, peer: bytes, message: WorkerToScheduler, now_ns: int) -> None:
         """Handle a worker's message."""
-        if isinstance(message, MetricsReported):
+        if isinstance(message, ExecutionResponded):
+            self._executions.responded(peer, message, now_ns)
+        elif isinstance(message, MetricsReported):
             self._metrics_reported(peer, message)
-        elif isinstance(message, ExecutionResponded):
-            self.misplaced()
         else:
             self._executions.handle(peer, message, now_ns)
 
@@ -308,7 +310,7 @@ class Scheduler:
             case State.QUEUED:
                 self._queue.remove(request)
                 reason = Reason.REJECTED
-            case State.EXECUTING:
+            case State.EXECUTING | State.RESPONDING:
                 self._executions.cancel(request)
                 early = True
             case State.HELD:

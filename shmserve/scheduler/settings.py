@@ -53,6 +53,7 @@ class Settings:
     preserve_ordering: bool
     execution_limit_ns: int
     hold_until: int
+    decoupled: bool = False  # any number of responses to a request
 
     @classmethod
     def read(cls, config: dict[str, Any], version: str, server: dict[str, Any]) -> Settings:
@@ -64,16 +65,20 @@ class Settings:
         max_batch_size: int = config["max_batch_size"]
         limit_s = _execution_limit_s(config, float(server.get("execution_timeout_s") or 0))
         default_bound = int(server.get("max_queue_size") or 0)
+        decoupled = bool((config.get("model_transaction_policy") or {}).get("decoupled", False))
+        ordered = bool((dynamic or {}).get("preserve_ordering", False))
         return cls(
             name=config["name"],
             version=version,
             max_batch_size=max_batch_size,
             batching=None if dynamic is None else _batching(dynamic, max_batch_size),
             policy=_policy((dynamic or {}).get("default_queue_policy") or {}, default_bound),
-            preserve_ordering=bool((dynamic or {}).get("preserve_ordering", False)),
+            # What may never end cannot be waited for.
+            preserve_ordering=ordered and not decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
             hold_until=0 if dynamic is None else int(server.get("delay_scheduler") or 0),
+            decoupled=decoupled,
         )
 
 

@@ -155,10 +155,10 @@ class Statistics:
         no report."""
         self._earlier = lasting(report)
 
-    def copied(self, message: BatchFinished) -> None:
-        """What a worker copied for an execution."""
-        self._copied[0] += message.copied_in
-        self._copied[1] += message.copied_out
+    def copied(self, into: int, out: int) -> None:
+        """So many bytes of tensors were copied by a worker."""
+        self._copied[0] += into
+        self._copied[1] += out
 
     def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
         """An execution of requests that sum up to `units` came back."""
@@ -176,19 +176,27 @@ class Statistics:
         self._compute_times.observe(input_ns + infer_ns + output_ns)
         self._sizes.observe(units)
 
-    def succeeded(self, request: Request, timing: Timing, now_ns: int) -> None:
-        """A request is answered with its result."""
-        start_ns, input_ns, infer_ns, output_ns = timing
+    def succeeded(self, request: Request, timing: Timing | None, now_ns: int) -> None:
+        """A request is answered with its result. Where its execution has not returned yet there is
+        no `timing`, and `timed` follows."""
         total = now_ns - request.arrived_ns
-        queued = start_ns - request.enqueued_ns
         self._succeeded += 1
         self._inferences += request.units
         self._success_ns += total
+        self._request_times.observe(total)
+        if timing is None:
+            request.untimed = True
+        else:
+            self.timed(request, timing)
+
+    def timed(self, request: Request, timing: Timing) -> None:
+        """The execution of a request that succeeded took this long."""
+        start_ns, input_ns, infer_ns, output_ns = timing
+        queued = start_ns - request.enqueued_ns
         self._queue_ns += queued
         self._input_ns += input_ns
         self._infer_ns += infer_ns
         self._output_ns += output_ns
-        self._request_times.observe(total)
         self._queue_times.observe(queued)
 
     def failed(self, arrived_ns: int, reason: Reason, now_ns: int) -> None:

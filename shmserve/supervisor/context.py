@@ -17,8 +17,10 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.logs import LogSettings
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.control_socket import Acknowledgements, Control
-from shmserve.supervisor.processes.table import Child, ProcessTable, Zygote
+from shmserve.supervisor.processes.acknowledgements import Acknowledgements
+from shmserve.supervisor.processes.control_socket import Control
+from shmserve.supervisor.processes.table import Child, ProcessTable
+from shmserve.supervisor.processes.zygote_client import Zygote
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,8 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.processes.control_socket import Control
-from shmserve.supervisor.processes.table import Child, ProcessTable, Zygote
+from shmserve.supervisor.processes.table import Child, ProcessTable
+from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.startup_report import StartupReport, model_table

@@ -16,7 +16,8 @@ from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import wire_request
 from shmserve.gateway.grpc.wire.response import encode
 from shmserve.gateway.inference.builder import build
-from shmserve.gateway.inference.pipeline import failure, log_failure, submit
+from shmserve.gateway.inference.open_request import Message, OpenRequest
+from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import WireRequest
 from shmserve.gateway.inference.response import check_size, unpack
@@ -95,23 +96,15 @@ class Submitted:
     def _encoded(self, body: bytes) -> bytes:
         response = unpack(body)
         try:
-            return self._serialized(response)
+            return encoded(self._gateway, self._model, self._built.wire, response)
         finally:
             # The message is a copy: the worker's memory is free again.
             self._pending.scheduler.release_outputs(response)
 
-    def _serialized(self, response: Inferred) -> bytes:
-        placed = {out.name for out in self._built.wire.outputs if out.place is not None}
-        contents: list[bytes | memoryview] = []
-        for tensor in response.outputs:
-            if tensor.name in placed:
-                contents.append(b"")
-                continue
-            raw = tensor.data
-            data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
-            check_size(tensor, len(data))
-            contents.append(data)
-        return encode(self._model, self.request_id, response, contents)
+    @property
+    def answered(self) -> bool:
+        """Whether there is an answer to take with `response`."""
+        return self._pending.future.done() and not self._given_up
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more."""
@@ -125,6 +118,21 @@ class Submitted:
         if not self._left:
             self._left = True
             self._inferences.left()
+
+
+def encoded(gateway: Gateway, model: Model, wire: WireRequest, response: Inferred) -> bytes:
+    """A worker's response as a serialized ModelInferResponse."""
+    placed = {out.name for out in wire.outputs if out.place is not None}
+    contents: list[bytes | memoryview] = []
+    for tensor in response.outputs:
+        if tensor.name in placed:
+            contents.append(b"")
+            continue
+        raw = tensor.data
+        data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
+        check_size(tensor, len(data))
+        contents.append(data)
+    return encode(model, wire.id, response, contents)
 
 
 class Refused(Exception):
@@ -148,10 +156,10 @@ class Inferences:
     `count` is how many answers are not sent yet; `on_idle` hears when none is left.
     """
 
-    __slots__ = ("_gateway", "_prepared", "count", "on_idle")
+    __slots__ = ("_prepared", "count", "gateway", "on_idle")
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        self.gateway = gateway
         self._prepared = PreparedRequests(gateway.models)
         self.count = 0
         self.on_idle: Callable[[], None] | None = None
@@ -172,20 +180,44 @@ class Inferences:
         `remaining_s` is how long its client's call lasts, in seconds, None for any time. Raises
         `Refused`.
         """
+        return self._submitted(*self._admitted(raw, client, remaining_s, streamed=False))
+
+    def stream(
+        self,
+        raw: bytes,
+        client: ClientIdentity,
+        remaining_s: float | None,
+        on_response: Callable[[OpenRequest, Message], None],
+    ) -> Submitted | OpenRequest:
+        """As `submit`, for a request in a stream: one for a decoupled model is an `OpenRequest`,
+        which tells `on_response` of its responses."""
+        model, built, order = self._admitted(raw, client, remaining_s, streamed=True)
+        if not model.decoupled:
+            return self._submitted(model, built, order)
+        opened = OpenRequest(self.gateway, model, built, order, on_response)
+        self.came()
+        return opened
+
+    def _submitted(self, model: Model, built: BuiltRequest, order: m.Submit) -> Submitted:
+        pending = self.gateway.dispatcher.submit(model.scheduler, order, built.release)
+        self.came()
+        return Submitted(self.gateway, self, model, built, pending)
+
+    def _admitted(
+        self, raw: bytes, client: ClientIdentity, remaining_s: float | None, *, streamed: bool
+    ) -> tuple[Model, BuiltRequest, m.Submit]:
         arrived_ns = time.monotonic_ns()
-        gateway = self._gateway
+        gateway = self.gateway
         if gateway.draining or gateway.health.exiting:
             raise Refused(Unavailable(_STOPPING), _id_of(raw))
-        model, built = self._read(raw)
+        model, built = self._read(raw, streamed)
         limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
         try:
-            pending = submit(gateway, model, built, client, arrived_ns, limit_us)
+            return model, built, admit(gateway, built, client, arrived_ns, limit_us)
         except ShmserveError as error:
             raise Refused(error, built.wire.id) from None
-        self.came()
-        return Submitted(gateway, self, model, built, pending)
 
-    def _read(self, raw: bytes) -> tuple[Model, BuiltRequest]:
+    def _read(self, raw: bytes, streamed: bool) -> tuple[Model, BuiltRequest]:
         parts = split(raw)
         if parts is not None:
             try:
@@ -193,24 +225,28 @@ class Inferences:
             except ShmserveError as error:
                 raise Refused(error, _id_of(raw)) from None
             if found is not None:
+                model, built = found
+                if model.decoupled and not streamed:
+                    built.release()
+                    raise Refused(Unsupported(_DECOUPLED), built.wire.id)
                 return found
         request_id = ""
         try:
             message = _parsed(raw)
             request_id = message.id
             version = checked_version(message.model_version)
-            model = self._gateway.models.resolve(message.model_name, version)
-            if model.decoupled:
+            model = self.gateway.models.resolve(message.model_name, version)
+            if model.decoupled and not streamed:
                 raise Unsupported(_DECOUPLED)
             wire = wire_request(message)
             if parts is None:
-                return model, build(self._gateway, model, wire, b"", 0)[0]
+                return model, build(self.gateway, model, wire, b"", 0)[0]
             key, contents = parts
             if contents:
                 _behind(wire)
             prepare = all(tensor.data is None for tensor in wire.inputs)
             body = b"".join(contents)
-            built, prepared = build(self._gateway, model, wire, body, 0, prepare=prepare)
+            built, prepared = build(self.gateway, model, wire, body, 0, prepare=prepare)
         except ShmserveError as error:
             raise Refused(error, request_id) from None
         if prepared is not None:

@@ -16,7 +16,7 @@ from shmserve.gateway.http.json.infer_response import Output, ResponseTemplate
 from shmserve.gateway.http.request import ACCEPT_ENCODING, Request
 from shmserve.gateway.http.response import JSON, Reply
 from shmserve.gateway.inference import malloc_trim
-from shmserve.gateway.inference.pipeline import failure, log_failure, submit
+from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import WireRequest
 from shmserve.gateway.inference.response import unpack
@@ -58,7 +58,13 @@ async def infer(gateway: Gateway, request: Request, name: str, version: str | No
 async def _run(
     gateway: Gateway, model: Model, request: Request, built: BuiltRequest, arrived_ns: int
 ) -> Reply:
-    pending = submit(gateway, model, built, request.connection.client, arrived_ns)
+    order = admit(gateway, built, request.connection.client, arrived_ns)
+    try:
+        scheduler = gateway.models.current(model).scheduler
+    except BaseException:
+        built.release()
+        raise
+    pending = gateway.dispatcher.submit(scheduler, order, built.release)
     try:
         message = await pending.future
     except asyncio.CancelledError:

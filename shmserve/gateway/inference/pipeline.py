@@ -1,4 +1,5 @@
-"""The way of every inference between its protocol's bytes: admitted, submitted, and its failure."""
+"""What every inference passes, whatever protocol it came by: admission, the message to its
+scheduler, failures."""
 
 from __future__ import annotations
 
@@ -9,39 +10,34 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.builder import LONGEST_TIMEOUT_US
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.links.dispatcher import Pending
 from shmserve.gateway.model_table import Model
-from shmserve.gateway.region_table import admit
+from shmserve.gateway.region_table import admit as admit_user
 from shmserve.ipc import messages as m
 
 logger = logging.getLogger(__name__)
 
 
-def submit(
+def admit(
     gateway: Gateway,
-    model: Model,
     built: BuiltRequest,
     client: ClientIdentity,
     arrived_ns: int,
     call_limit_us: int = 0,
-) -> Pending:
-    """Hand a request of `client`'s to its model's scheduler, which from then on holds what it
-    holds; if it is refused, that is released.
+) -> m.Submit:
+    """What a scheduler is to be told of a request, if its regions are `client`'s to use; else what
+    it holds is released.
 
-    `call_limit_us` is how long the client's own call lasts, 0: any. Raises what is wrong with it,
-    NotFound, PermissionDenied or Unavailable.
+    `call_limit_us` is how long the client's own call lasts, 0: any. Raises NotFound,
+    PermissionDenied or Unsupported.
     """
     try:
         if built.regions:
-            admit(built.regions, client.peer())
-        order = submission(
-            gateway, built, gateway.dispatcher.next_number(), arrived_ns, call_limit_us
-        )
-        scheduler = gateway.models.current(model).scheduler
+            admit_user(built.regions, client.peer())
+        number = gateway.dispatcher.next_number()
+        return submission(gateway, built, number, arrived_ns, call_limit_us)
     except BaseException:
         built.release()
         raise
-    return gateway.dispatcher.submit(scheduler, order, built.release)
 
 
 def submission(
