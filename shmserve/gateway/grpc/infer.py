@@ -19,7 +19,7 @@ from shmserve.gateway.http.infer import failure, log_failure, submission
 from shmserve.gateway.http.json.infer_request import WireRequest
 from shmserve.gateway.inference.builder import BuiltRequest, build
 from shmserve.gateway.inference.response import check_size
-from shmserve.gateway.links.dispatcher import Pending
+from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model, checked_version
 from shmserve.gateway.region_table import admit
 from shmserve.ipc import messages as m
