@@ -28,6 +28,7 @@ from shmserve.ipc.messages import (
     Grant,
     InstanceExited,
     InstanceExpected,
+    KeepStatistics,
     MetricsReported,
     PoolFailed,
     ProcessExited,
@@ -205,6 +206,8 @@ class Scheduler:
                 self._pool.fail(message.reason)
             case CountsInherited():
                 self._inherit(message, now_ns)
+            case KeepStatistics():
+                self._keep(self.report(now_ns))
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():
