@@ -16,7 +16,7 @@ from shmserve.errors import Internal, ShmserveError, from_code
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.infer import failure, log_failure
 from shmserve.gateway.inference.builder import BuiltRequest
-from shmserve.gateway.links.dispatcher import Pending
+from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
