@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.transport import frames
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.requests.request import NEVER
-from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.settings import FIRST_RESPONSE_FAMILY, Settings
 
 MS = 1_000_000
 GATEWAY = b"7000.ab"
@@ -59,12 +59,17 @@ class Rig:
         max_batch_size: int = 8,
         parameters: dict[str, str] | None = None,
         decoupled: bool = False,
+        buckets_ms: list[float] | None = None,
         **server: Any,
     ) -> None:
         config: dict[str, Any] = {"name": "m", "max_batch_size": max_batch_size}
         config["parameters"] = {k: {"string_value": v} for k, v in (parameters or {}).items()}
         if decoupled:
             config["model_transaction_policy"] = {"decoupled": True}
+        if buckets_ms is not None:
+            family = {"metric_identifier": {"family": FIRST_RESPONSE_FAMILY}}
+            control = {**family, "histogram_options": {"buckets": buckets_ms}}
+            config["model_metrics"] = {"metric_control": [control]}
         if dynamic is not None:
             config["dynamic_batching"] = dynamic
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()

@@ -21,7 +21,7 @@ from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import WireRequest
 from shmserve.gateway.inference.response import check_size, unpack
-from shmserve.gateway.links.dispatcher import Pending
+from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model, checked_version
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.inference import Inferred

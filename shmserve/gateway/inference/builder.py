@@ -17,6 +17,7 @@ from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest, n
 from shmserve.gateway.inference.request import WireInput, WireRequest
 from shmserve.gateway.inference.resources import Resources
 from shmserve.gateway.model_table import Model
+from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -26,8 +27,6 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
 )
 from shmserve.ipc.tensors.signature import Signature
-
-LONGEST_TIMEOUT_US = 10**15
 
 
 def resources_of(gateway: Gateway) -> Resources:

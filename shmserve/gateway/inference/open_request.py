@@ -16,7 +16,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.pipeline import failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.response import unpack
-from shmserve.gateway.links.dispatcher import Pending
+from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.inference import Inferred

@@ -8,11 +8,11 @@ import logging
 from shmserve.errors import QueueFull, ShmserveError, from_code
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.builder import LONGEST_TIMEOUT_US
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.model_table import Model
 from shmserve.gateway.region_table import admit as admit_user
 from shmserve.ipc import messages as m
+from shmserve.ipc.inflight import make_submit
 
 logger = logging.getLogger(__name__)
 
@@ -43,29 +43,18 @@ def admit(
 def submission(
     gateway: Gateway, built: BuiltRequest, number: int, arrived_ns: int, call_limit_us: int = 0
 ) -> m.Submit:
-    """What the scheduler is told; `call_limit_us` is how long the client's own call lasts, 0: any.
-
-    The shortest of the limits that there are makes the deadline.
-    """
+    """The message to the scheduler; its deadline is the shortest of the limits that there are."""
     wire = built.wire
-    timeout_us = min(wire.timeout_us, LONGEST_TIMEOUT_US)
-    limit_us = gateway.settings.request_timeout_us
-    if timeout_us and (not limit_us or timeout_us < limit_us):
-        limit_us = timeout_us
-    call_limit_us = min(call_limit_us, LONGEST_TIMEOUT_US)
-    if call_limit_us and (not limit_us or call_limit_us < limit_us):
-        limit_us = call_limit_us
-    deadline_ns = arrived_ns + limit_us * 1000 if limit_us else 0
-    return m.Submit(
+    return make_submit(
         number,
-        built.admission.batch_size,
-        built.admission.shape_key,
+        built.admission,
         arrived_ns,
-        deadline_ns,
-        timeout_us,
-        wire.priority,
-        built.pack(deadline_ns),
-        wire.id,
+        built.pack,
+        request_id=wire.id,
+        priority=wire.priority,
+        timeout_us=wire.timeout_us,
+        limit_us=gateway.settings.request_timeout_us,
+        call_limit_us=call_limit_us,
     )
 
 

@@ -25,7 +25,7 @@ from shmserve.workers.backends.python.response import (
 )
 from shmserve.workers.backends.python.tensor import Tensor
 from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import CallRequest, Reply
+from shmserve.workers.bls.request import CallRequest, Reply
 
 
 class MemoryType(IntEnum):

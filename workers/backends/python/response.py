@@ -18,7 +18,7 @@ from shmserve.workers.backends.python.errors import (
 )
 from shmserve.workers.backends.python.tensor import Tensor
 from shmserve.workers.batch.request import Answer
-from shmserve.workers.bls.calls import Reply
+from shmserve.workers.bls.request import Reply
 
 RESPONSE_COMPLETE_FINAL = 1
 _INT64 = 2**63
