@@ -1,89 +1,160 @@
 """`python -m tests [PYTEST OPTIONS]`: all tests, in pytest processes side by side.
 
 Most tests wait for other processes rather than compute, so that two lanes take little more than
-half of one's time. What a piece has to say is shown when it ends; the last line counts the tests of
-all; exit status 0: nothing failed anywhere.
+half of one's time. What a piece has to say is shown when it ends. A test that failed is run once
+more, alone, after the rest: a noisy machine costs no run, and what passed only then is listed at
+the end, with what it said first. The last line counts the tests of all; exit status 0: nothing
+failed twice.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests.support.outcomes import Outcomes
 
 HERE = Path(__file__).resolve().parent
 # Two lanes, and how many pieces of each folder they take: small enough for the lanes to end
 # together, and large enough that what the tests of a piece share (servers, torch) is not started
 # too often. Recovering from faults in time is done beside what needs one processor at most.
 LANES = ({"faults": 3}, {"unit": 3, "integration": 6})
+# More failures than these are no accidents.
+MOST_TRIED_AGAIN = 20
 
-_COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed)")
-_NOTHING_COLLECTED = 5
+_TEXT_LINES = 12
+# pytest's exit statuses: all passed, some failed, none were there.
+_RAN = (0, 1, 5)
+_PYTEST = (sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors")
 _showing = threading.Lock()
 
 
-def pieces(lane: dict[str, int]) -> deque[list[str]]:
-    """The test files of a lane, each in one piece."""
-    found: deque[list[str]] = deque()
-    for folder, count in lane.items():
-        files = sorted(map(str, (HERE / folder).rglob("test_*.py")))
-        found += [files[first::count] for first in range(count)]
-    return found
+class Suite:
+    """The tests below a folder, in lanes of pieces.
+
+    options: more arguments of every pytest process.
+    """
+
+    def __init__(
+        self,
+        folder: Path = HERE,
+        lanes: Sequence[dict[str, int]] = LANES,
+        options: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder
+        self._lanes = lanes
+        self._options = options
+        self._ended: list[tuple[list[str], Outcomes]] = []
+
+    def pieces(self, lane: dict[str, int]) -> deque[list[str]]:
+        """The test files of a lane, each in one piece."""
+        found: deque[list[str]] = deque()
+        for folder, count in lane.items():
+            files = sorted(map(str, (self._folder / folder).rglob("test_*.py")))
+            found += [files[first::count] for first in range(count)]
+        return found
+
+    def run(self) -> int:
+        """Run every piece, and once more what failed; returns 0 when nothing failed twice."""
+        began = time.monotonic()
+        queues = [self.pieces(lane) for lane in self._lanes]
+        with ThreadPoolExecutor(len(queues)) as lanes:
+            list(lanes.map(self._run_lane, (queues[n:] + queues[:n] for n in range(len(queues)))))
+        passed, failed, skipped, late = self._settle()
+        for line in late_table(late):
+            print(line)
+        print(
+            f"{passed} passed, {failed} failed, {skipped} skipped "
+            f"in {time.monotonic() - began:.0f} s"
+        )
+        return int(failed > 0)
+
+    def _run_lane(self, queues: list[deque[list[str]]]) -> None:
+        """One lane's pieces one after the other, and then what the others have not begun."""
+        while any(queues):
+            with contextlib.suppress(IndexError):  # another lane was faster
+                files = next(filter(None, queues)).popleft()
+                if files:
+                    self._ended.append((files, self._run_one(files)))
+
+    def _settle(self) -> tuple[int, int, int, dict[str, str]]:
+        """Try again what failed: how many passed, failed and were skipped, and what passed late."""
+        outcomes = []
+        again: list[tuple[list[str], str]] = []
+        for files, outcome in self._ended:
+            if outcome.complete:
+                outcomes.append(outcome)
+                again += [([test], text) for test, text in outcome.failed.items()]
+            else:  # nothing is known of those that it has not come to
+                again.append((files, "the process of these files did not come to its end"))
+        if len(again) > MOST_TRIED_AGAIN:
+            print(f"== {len(again)} failures are no accident: nothing is tried again")
+            return *_counted([outcome for _, outcome in self._ended]), {}
+        failed, late = 0, {}
+        for tests, text in again:
+            second = self._run_one(tests)
+            outcomes.append(second)
+            if second.failed or not second.complete:
+                failed += len(second.failed) or 1
+            else:
+                late[" ".join(map(self._shown, tests))] = text
+        passed, _, skipped = _counted(outcomes)
+        return passed, failed, skipped, late
+
+    def _run_one(self, tests: list[str]) -> Outcomes:
+        """One pytest process."""
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="shmserve-tests-") as folder:
+            file = Path(folder) / "outcomes"
+            plugin = ("-p", "tests.support.outcomes", f"--outcomes={file}")
+            done = subprocess.run(
+                [*_PYTEST, *plugin, *tests, *self._options],
+                cwd=HERE.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+            outcomes = Outcomes.read(file)
+        outcomes.complete &= done.returncode in _RAN
+        with _showing:
+            names = " ".join(map(self._shown, tests))
+            print(f"== {names}: {time.monotonic() - began:.0f} s\n{done.stdout}", flush=True)
+        return outcomes
+
+    def _shown(self, test: str) -> str:
+        return test.removeprefix(f"{self._folder}/")
 
 
-def run_all(own: deque[list[str]], other: deque[list[str]]) -> list[tuple[int, Counter[str]]]:
-    """One lane's pieces one after the other, and then what the other has not begun."""
-    results = []
-    while own or other:
-        with contextlib.suppress(IndexError):  # the other lane was faster
-            results.append(run((own or other).popleft()))
-    return results
-
-
-def run(files: list[str]) -> tuple[int, Counter[str]]:
-    """One pytest process: its exit status and what it counted."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *files, *sys.argv[1:]],
-        cwd=HERE.parent,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
+def _counted(outcomes: list[Outcomes]) -> tuple[int, int, int]:
+    """How many passed, failed and were skipped; an incomplete process is one failure more."""
+    return (
+        sum(len(each.passed) for each in outcomes),
+        sum(len(each.failed) + (not each.complete) for each in outcomes),
+        sum(len(each.skipped) for each in outcomes),
     )
-    with _showing:
-        names = " ".join(str(Path(file).relative_to(HERE)) for file in files)
-        print(f"== {names}\n{done.stdout}", flush=True)
-    counts: Counter[str] = Counter()
-    for number, what in _COUNT.findall((done.stdout.splitlines() or [""])[-1]):
-        counts[what] += int(number)
-    return done.returncode, counts
 
 
-def main() -> int:
-    """Run every piece; 0 when nothing failed."""
-    began = time.monotonic()
-    first, second = map(pieces, LANES)
-    with ThreadPoolExecutor(len(LANES)) as lanes:
-        done = [lanes.submit(run_all, first, second), lanes.submit(run_all, second, first)]
-    results = [result for lane in done for result in lane.result()]
-    counts: Counter[str] = sum((found for _, found in results), Counter())
-    bad = sum(status not in (0, _NOTHING_COLLECTED) for status, _ in results)
-    # A piece that ended badly without a test that failed counts as one.
-    failed = max(counts["failed"] + counts["error"], bad)
-    print(
-        f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped "
-        f"in {time.monotonic() - began:.0f} s"
-    )
-    return int(failed > 0)
+def late_table(late: dict[str, str]) -> list[str]:
+    """What passed only on the second try: each test, and the end of what its first failure said."""
+    if not late:
+        return []
+    lines = [f"== passed only on the second try: {len(late)}"]
+    for test, text in late.items():
+        lines.append(test)
+        lines += [f"    | {line}" for line in text.splitlines()[-_TEXT_LINES:]]
+    return lines
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Suite(options=sys.argv[1:]).run())

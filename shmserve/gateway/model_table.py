@@ -10,7 +10,8 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.http.json.fingerprint import Plans
-from shmserve.gateway.links.dispatcher import Dispatcher, Scheduler
+from shmserve.gateway.links.dispatcher import Dispatcher
+from shmserve.gateway.links.scheduler import Scheduler
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature

@@ -28,6 +28,7 @@ from shmserve.ipc.messages import (
     Grant,
     InstanceExited,
     InstanceExpected,
+    KeepStatistics,
     MetricsReported,
     PoolFailed,
     ProcessExited,
@@ -48,7 +49,7 @@ from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue, believable
 from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
 from shmserve.scheduler.requests.responses import Peers, Responses
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics import Reason, Statistics
+from shmserve.scheduler.statistics.counters import Reason, Statistics
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Scheduler:
         self._wall_clock = wall_clock
         self._batching = settings.batching
         self._ordered = settings.preserve_ordering
-        self._statistics = Statistics(settings.name, settings.version)
+        self._statistics = Statistics(settings)
         self._answers = Responses(clients, workers, self._statistics, self._ordered)
         self._queue = RequestQueue(settings)
         self._executions = Executions(
@@ -104,7 +105,9 @@ class Scheduler:
                 if request is not None:
                     self._cancel(request, now_ns)
             case Grant():
-                self.misplaced()
+                request = client.requests.get(message.id)
+                if request is not None and request.state is State.RESPONDING:
+                    self._executions.grant(request, message.responses)
             case Release():
                 self._executions.release(client.pid, message.pid, message.offsets)
             case ReportStatistics():
@@ -148,7 +151,7 @@ class Scheduler:
                 self._answers.fail(
                     request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
                 )
-            case State.EXECUTING:
+            case State.EXECUTING | State.RESPONDING:
                 request.meet(Event.CANCEL)
                 self._executions.cancel(request)
             case _:
@@ -160,7 +163,7 @@ class Scheduler:
             match request.state:
                 case State.QUEUED | State.HELD:
                     self._queue.remove(request)
-                case State.EXECUTING:
+                case State.EXECUTING | State.RESPONDING:
                     self._executions.cancel(request)
                 case _:
                     pass
@@ -170,10 +173,10 @@ class Scheduler:
 
     def from_worker(self, peer: bytes, message: WorkerToScheduler, now_ns: int) -> None:
         """Handle a worker's message."""
-        if isinstance(message, MetricsReported):
+        if isinstance(message, ExecutionResponded):
+            self._executions.responded(peer, message, now_ns)
+        elif isinstance(message, MetricsReported):
             self._metrics_reported(peer, message)
-        elif isinstance(message, ExecutionResponded):
-            self.misplaced()
         else:
             self._executions.handle(peer, message, now_ns)
 
@@ -203,6 +206,8 @@ class Scheduler:
                 self._pool.fail(message.reason)
             case CountsInherited():
                 self._inherit(message, now_ns)
+            case KeepStatistics():
+                self._keep(self.report(now_ns))
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():
@@ -308,7 +313,7 @@ class Scheduler:
             case State.QUEUED:
                 self._queue.remove(request)
                 reason = Reason.REJECTED
-            case State.EXECUTING:
+            case State.EXECUTING | State.RESPONDING:
                 self._executions.cancel(request)
                 early = True
             case State.HELD:

@@ -9,6 +9,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+FIRST_RESPONSE_FAMILY = "nv_inference_first_response_histogram_ms"
+FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
+
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
 
@@ -53,6 +56,9 @@ class Settings:
     preserve_ordering: bool
     execution_limit_ns: int
     hold_until: int
+    decoupled: bool = False  # any number of responses to a request
+    quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
+    first_response_buckets_ms: tuple[float, ...] = FIRST_RESPONSE_BUCKETS_MS
 
     @classmethod
     def read(cls, config: dict[str, Any], version: str, server: dict[str, Any]) -> Settings:
@@ -64,16 +70,22 @@ class Settings:
         max_batch_size: int = config["max_batch_size"]
         limit_s = _execution_limit_s(config, float(server.get("execution_timeout_s") or 0))
         default_bound = int(server.get("max_queue_size") or 0)
+        decoupled = bool((config.get("model_transaction_policy") or {}).get("decoupled", False))
+        ordered = bool((dynamic or {}).get("preserve_ordering", False))
         return cls(
             name=config["name"],
             version=version,
             max_batch_size=max_batch_size,
             batching=None if dynamic is None else _batching(dynamic, max_batch_size),
             policy=_policy((dynamic or {}).get("default_queue_policy") or {}, default_bound),
-            preserve_ordering=bool((dynamic or {}).get("preserve_ordering", False)),
+            # What may never end cannot be waited for.
+            preserve_ordering=ordered and not decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
             hold_until=0 if dynamic is None else int(server.get("delay_scheduler") or 0),
+            decoupled=decoupled,
+            quantiles=tuple(server.get("quantiles") or ()),
+            first_response_buckets_ms=_buckets(config),
         )
 
 
@@ -85,6 +97,15 @@ def _batching(dynamic: dict[str, Any], max_batch_size: int) -> Batching:
         preferred=preferred or frozenset({largest}),
         delay_ns=int(dynamic.get("max_queue_delay_microseconds") or 0) * _NS_PER_US,
     )
+
+
+def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
+    for control in (config.get("model_metrics") or {}).get("metric_control") or ():
+        identifier = control.get("metric_identifier") or {}
+        buckets = (control.get("histogram_options") or {}).get("buckets")
+        if identifier.get("family") == FIRST_RESPONSE_FAMILY and buckets:
+            return tuple(map(float, buckets))
+    return FIRST_RESPONSE_BUCKETS_MS
 
 
 def _policy(policy: dict[str, Any], default_bound: int) -> QueuePolicy:

@@ -34,6 +34,8 @@ from shmserve.ipc.memory.large_copies import past_the_caches
 from shmserve.ipc.processes import marked, name_process
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.events.feed import EventFeed
+from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.host.listeners import close, hold, listen, listen_unix
 from shmserve.supervisor.host.log_file import written_to
@@ -41,7 +43,8 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.processes.control_socket import Control
-from shmserve.supervisor.processes.table import Child, ProcessTable, Zygote
+from shmserve.supervisor.processes.table import Child, ProcessTable
+from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.startup_report import StartupReport, model_table
@@ -142,6 +145,7 @@ class Supervisor:
         self._metrics = metrics
         self._grpc = grpc
         self._held = signals
+        self._events = EventPublisher()
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._health = m.HealthChanged(live=True, ready=False, exiting=False)
         self._started = False
@@ -189,7 +193,11 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if self.config.without_effect:
             logger.warning("without effect here: %s", ", ".join(self.config.without_effect))
-        children = ProcessTable(self._process_exited)
+        events = self._events
+        children = ProcessTable(
+            self._process_exited,
+            lambda child: events.publish(m.ProcessStarted(child.pid, child.title)),
+        )
         control = Control(
             endpoints.control(self._run_dir.path),
             lambda pid: self.host.knows(pid),
@@ -204,7 +212,7 @@ class Supervisor:
         capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
         folder, log = self._run_dir.path, self.config.log
         self.host = SupervisorContext(
-            self.config, folder, children, control, front, workers, capabilities, log
+            self.config, folder, children, control, front, workers, capabilities, log, events=events
         )
         workers.start()  # first: torch takes longest
         front.start()
@@ -223,6 +231,7 @@ class Supervisor:
             lambda msg: self.host.broadcast(msg, "worker"),
             replace(self.config.shm, max_regions=most),
             self.handles if found.kind == "cuda" else None,
+            events.publish,
         )
         self.host.local_clients = LocalClientServer(
             self._run_dir.path,
@@ -232,7 +241,23 @@ class Supervisor:
             self._told_to_local_clients,
             self._local_client_left,
         )
-        self.models = Models(self.host, self.gateways, found, self._asked, self._update_health)
+        self.models = Models(
+            self.host,
+            self.gateways,
+            found,
+            self._asked,
+            self._update_health,
+            lambda: self._feed.models_changed(),
+        )
+        self._feed = EventFeed(
+            events,
+            self.models.states,
+            children.all,
+            self.regions.active,
+            lambda: self._health,
+            self.models.count,
+        )
+        events.open(endpoints.events(folder), self._feed.subscribed)
 
     def _preloads(self) -> tuple[str, ...]:
         # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
@@ -281,6 +306,7 @@ class Supervisor:
     def _process_exited(self, child: Child) -> None:
         self.host.dismiss(child.pid)
         self.host.acknowledgements.exited(child.pid)
+        self._events.publish(m.ProcessEnded(child.pid, child.title, child.reason))
         self.regions.gateway_exited(child.pid)
         self.host.background(self.regions.abandoned(child.pid))
         self.gateways.process_exited(child)
@@ -305,6 +331,7 @@ class Supervisor:
         if health != self._health:
             self._health = health
             self.gateways.tell(health)
+            self._events.publish(health)
 
     def _models_ready(self) -> bool:
         return not self.config.strict_readiness or self.models.all_ready()
@@ -388,6 +415,7 @@ class Supervisor:
         if self.host.local_clients is not None:
             self.host.local_clients.close()
         self.regions.close()
+        self._events.close()
         self.host.control.close()
         self.host.children.close()
         logger.info("the server has ended")

@@ -26,7 +26,7 @@ from tests.support.raw_http import Http
 from tests.support.waiting import until
 
 _BOOT = (
-    "import os, sys, msgpack; from shmserve.gateway.http.main import run; "
+    "import os, sys, msgpack; from shmserve.gateway.{}.main import run; "
     "run(msgpack.unpackb(sys.stdin.buffer.read()))"
 )
 Compute = Callable[[Inference], Inferred]
@@ -127,9 +127,14 @@ class Scheduler:
 
         self.puppet.call(act)
 
-    def say(self, peer: bytes, message: Any) -> None:
-        """Send a message."""
-        self.puppet.call(lambda: self.puppet.router.post(peer, message))
+    def say(self, peer: bytes, *messages: Any) -> None:
+        """Send messages."""
+
+        def act() -> None:
+            for message in messages:
+                self.puppet.router.post(peer, message)
+
+        self.puppet.call(act)
 
     def close(self) -> None:
         """Die."""
@@ -139,11 +144,17 @@ class Scheduler:
 class Rig:
     """A gateway on free ports, its supervisor (`tell`, `heard`) and its schedulers.
 
-    `listener` is a listening socket, if not one on 127.0.0.1.
+    `listener` is a listening socket, if not one on 127.0.0.1. With `grpc` it speaks gRPC, on
+    `port`.
     """
 
     def __init__(
-        self, run_dir: Path, listener: socket.socket | None = None, **settings: Any
+        self,
+        run_dir: Path,
+        listener: socket.socket | None = None,
+        *,
+        grpc: bool = False,
+        **settings: Any,
     ) -> None:
         self.run_dir = run_dir
         self.heard: list[Any] = []
@@ -157,7 +168,7 @@ class Rig:
         self.port = 0 if self._http.family == socket.AF_UNIX else self._http.getsockname()[1]
         self.http = Http(self.port)
         self.metrics_port = self._scrapes.getsockname()[1]
-        fds = [self._http.fileno(), self._scrapes.fileno()]
+        fds = [] if grpc else [self._http.fileno(), self._scrapes.fileno()]
         args = {
             "index": 0,
             "run_dir": str(run_dir),
@@ -166,8 +177,11 @@ class Rig:
             "settings": {"arena_byte_size": 256 * 1024 * 1024, **settings},
             "log": {},
         }
+        if grpc:
+            self._http.close()  # gRPC makes a socket of its own
+            args |= {"addresses": [["127.0.0.1", self.port]], "grpc": {"tls": None, "options": []}}
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", _BOOT],
+            [sys.executable, "-W", "error", "-c", _BOOT.format("grpc" if grpc else "http")],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=fds,
@@ -259,9 +273,11 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rig(run_dir: Path, listener: socket.socket | None = None, **settings: Any) -> Iterator[Rig]:
+def rig(
+    run_dir: Path, listener: socket.socket | None = None, *, grpc: bool = False, **settings: Any
+) -> Iterator[Rig]:
     """A rig for the with block."""
-    made = Rig(run_dir, listener, **settings)
+    made = Rig(run_dir, listener, grpc=grpc, **settings)
     try:
         yield made
     finally:

@@ -66,14 +66,14 @@ class Guest:
 
 @contextlib.contextmanager
 def memfd(
-    size: int = 4096, reserve: bool = True, capabilities: int = fcntl.F_SEAL_SHRINK
+    size: int = 4096, reserve: bool = True, seals: int = fcntl.F_SEAL_SHRINK
 ) -> Iterator[int]:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
         if reserve:
             os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, capabilities)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         yield fd
     finally:
         os.close(fd)

@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.transport import frames
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.requests.request import NEVER
-from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.settings import FIRST_RESPONSE_FAMILY, Settings
 
 MS = 1_000_000
 GATEWAY = b"7000.ab"
@@ -50,17 +50,26 @@ class ControlOutbox(Outbox):
 
 
 class Rig:
-    """A model "m" with batches up to `max_batch_size`; `dynamic` None: the default scheduler."""
+    """A model "m" with batches up to `max_batch_size`; `dynamic` None: the default scheduler.
+    `decoupled`: it gives any number of responses."""
 
     def __init__(
         self,
         dynamic: dict[str, Any] | None = None,
         max_batch_size: int = 8,
         parameters: dict[str, str] | None = None,
+        decoupled: bool = False,
+        buckets_ms: list[float] | None = None,
         **server: Any,
     ) -> None:
         config: dict[str, Any] = {"name": "m", "max_batch_size": max_batch_size}
         config["parameters"] = {k: {"string_value": v} for k, v in (parameters or {}).items()}
+        if decoupled:
+            config["model_transaction_policy"] = {"decoupled": True}
+        if buckets_ms is not None:
+            family = {"metric_identifier": {"family": FIRST_RESPONSE_FAMILY}}
+            control = {**family, "histogram_options": {"buckets": buckets_ms}}
+            config["model_metrics"] = {"metric_control": [control]}
         if dynamic is not None:
             config["dynamic_batching"] = dynamic
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
@@ -147,6 +156,17 @@ class Rig:
         made = list(replies) or [ok(each.key) for each in batch.requests]
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(peer, m.BatchFinished(batch.batch, *times, made, copied_in=5, copied_out=6))
+
+    def respond(self, peer: bytes, key: int, text: bytes = b"part", **fields: Any) -> None:
+        """The worker has a response to a request; `final`: its last."""
+        given = {"code": "", "message": "", "final": False, "given_ns": self.now}
+        given |= {"written_ns": self.now}
+        self.worker(peer, m.ExecutionResponded(key=key, body=text, **{**given, **fields}))
+
+    def returned(self, peer: bytes, batch: m.Execute, *replies: m.Reply) -> None:
+        """`execute` of a decoupled model returns; its requests go on but for these."""
+        times = (self.now - 4, self.now - 3, self.now - 1, self.now)
+        self.worker(peer, m.BatchFinished(batch.batch, *times, list(replies)))
 
     def report(self) -> dict[str, Any]:
         """The statistics, as a client gets them."""

@@ -1,10 +1,137 @@
-"""`make test` runs everything, once."""
+"""`make test` runs everything, and what failed once more."""
 
 from __future__ import annotations
 
-from tests.__main__ import HERE, LANES, pieces
+from pathlib import Path
+
+import pytest
+
+from tests.__main__ import HERE, LANES, MOST_TRIED_AGAIN, Suite
+
+# What each of these does is told by a file that it leaves: the second try finds it.
+TESTS = """
+import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def been_here(name):
+    file = HERE / name
+    return file.exists() or bool(file.write_text(""))
+
+
+def test_passes():
+    been_here("a")
+
+
+@pytest.mark.parametrize("words", ["one::two [three] \\u00e9", "plain"])
+def test_passes_late(words):
+    assert been_here(words.split(":")[0]) or words == "plain", "the first time"
+
+
+@pytest.fixture
+def torn_down_badly():
+    yield
+    assert been_here("b"), "not yet"
+
+
+def test_is_torn_down_late(torn_down_badly):
+    pass
+
+
+@pytest.mark.skip(reason="of no use")
+def test_is_skipped():
+    pass
+"""
+DIES_ONCE = """
+import os
+from pathlib import Path
+
+
+def test_passes():
+    pass
+
+
+def test_dies():
+    file = Path(__file__).with_name("died")
+    if not file.exists():
+        file.write_text("")
+        os._exit(0)
+"""
+IS_IMPORTED_LATE = """
+from pathlib import Path
+
+file = Path(__file__).with_name("imported")
+if not file.exists():
+    file.write_text("")
+    raise RuntimeError("not at first")
+
+
+def test_passes():
+    pass
+"""
+NEVER_PASSES = "def test_fails(): assert False, 'in no way'"
+DIES = "import os\ndef test_dies(): os._exit(0)"
+
+
+def ran(folder: Path, capfd: pytest.CaptureFixture[str], **files: str) -> tuple[int, str, str]:
+    """A run of these files: its exit status, its last line, and what else it said."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "some").mkdir()
+    for name, text in files.items():
+        (folder / "some" / f"test_{name}.py").write_text(text)
+    status = Suite(folder, [{"some": 1}, {"none": 1}]).run()
+    *said, last = capfd.readouterr().out.splitlines()
+    return status, last.rpartition(" in ")[0], "\n".join(said)
 
 
 def test_every_file_is_in_one_piece() -> None:
-    found = [file for lane in LANES for piece in pieces(lane) for file in piece]
+    suite = Suite()
+    found = [file for lane in LANES for piece in suite.pieces(lane) for file in piece]
     assert sorted(found) == sorted(map(str, HERE.rglob("test_*.py")))
+
+
+def test_what_passes_on_the_second_try_passes_and_is_listed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, last, said = ran(tmp_path, capfd, some=TESTS, late=IS_IMPORTED_LATE)
+    assert (status, last) == (0, "5 passed, 0 failed, 1 skipped")
+    table = said.partition("== passed only on the second try: 3\n")[2]
+    listed = [line for line in table.splitlines() if not line.startswith("    |")]
+    assert listed == [
+        "some/test_late.py",
+        "some/test_some.py::test_passes_late[one::two [three] \\xe9]",
+        "some/test_some.py::test_is_torn_down_late",
+    ]
+    for text in ("RuntimeError: not at first", "AssertionError: the first time", "not yet"):
+        assert f"    | E   {text}" in table or text in table
+
+
+def test_what_fails_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, last, said = ran(tmp_path, capfd, some=TESTS, never=NEVER_PASSES)
+    assert (status, last) == (1, "4 passed, 1 failed, 1 skipped")
+    assert said.count("in no way") >= 2
+
+
+def test_a_process_that_dies_is_tried_again_as_a_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, last, said = ran(tmp_path, capfd, dies=DIES_ONCE)
+    assert (status, last) == (0, "2 passed, 0 failed, 0 skipped")
+    assert "some/test_dies.py\n    | the process of these files did not come to its end" in said
+
+
+def test_a_process_that_dies_twice_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ran(tmp_path, capfd, dies=DIES)[:2] == (1, "0 passed, 1 failed, 0 skipped")
+
+
+def test_very_many_failures_are_not_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tests = "\n".join(f"def test_{n}(): assert 0" for n in range(MOST_TRIED_AGAIN + 1))
+    status, last, said = ran(tmp_path, capfd, many=tests)
+    assert (status, last) == (1, f"0 passed, {MOST_TRIED_AGAIN + 1} failed, 0 skipped")
+    assert "nothing is tried again" in said

@@ -18,8 +18,9 @@ from shmserve.gateway.grpc.wire.response import encode
 from shmserve.gateway.http.infer import failure, log_failure, submission
 from shmserve.gateway.http.json.infer_request import WireRequest
 from shmserve.gateway.inference.builder import BuiltRequest, build
+from shmserve.gateway.inference.open_request import Message, OpenRequest
 from shmserve.gateway.inference.response import check_size
-from shmserve.gateway.links.dispatcher import Pending
+from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model, checked_version
 from shmserve.gateway.region_table import admit
 from shmserve.ipc import messages as m
@@ -100,23 +101,15 @@ class Submitted:
             logger.error("a worker's answer is malformed: %s", error)
             raise Internal("internal error") from None
         try:
-            return self._response(answer)
+            return encoded(self._gateway, self._model, self._taken.wire, answer)
         finally:
             # The response is a copy: the worker's memory is free again.
             self._pending.scheduler.release_outputs(answer)
 
-    def _response(self, answer: Inferred) -> bytes:
-        placed = {out.name for out in self._taken.wire.outputs if out.place is not None}
-        contents: list[bytes | memoryview] = []
-        for tensor in answer.outputs:
-            if tensor.name in placed:
-                contents.append(b"")
-                continue
-            raw = tensor.data
-            data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
-            check_size(tensor, len(data))
-            contents.append(data)
-        return encode(self._model, self.request_id, answer, contents)
+    @property
+    def answered(self) -> bool:
+        """Whether there is an answer to take with `response`."""
+        return self._pending.future.done() and not self._given_up
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more."""
@@ -130,6 +123,21 @@ class Submitted:
         if not self._left:
             self._left = True
             self._inferences.left()
+
+
+def encoded(gateway: Gateway, model: Model, wire: WireRequest, answer: Inferred) -> bytes:
+    """An answer as a serialized ModelInferResponse."""
+    placed = {out.name for out in wire.outputs if out.place is not None}
+    contents: list[bytes | memoryview] = []
+    for tensor in answer.outputs:
+        if tensor.name in placed:
+            contents.append(b"")
+            continue
+        raw = tensor.data
+        data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
+        check_size(tensor, len(data))
+        contents.append(data)
+    return encode(model, wire.id, answer, contents)
 
 
 class Refused(Exception):
@@ -153,10 +161,10 @@ class Inferences:
     `count` is how many answers are not sent yet; `on_idle` hears when none is left.
     """
 
-    __slots__ = ("_gateway", "_plans", "count", "on_idle")
+    __slots__ = ("_plans", "count", "gateway", "on_idle")
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        self.gateway = gateway
         self._plans = Plans(gateway.models)
         self.count = 0
         self.on_idle: Callable[[], None] | None = None
@@ -177,28 +185,52 @@ class Inferences:
         `remaining_s` is how long its client's call lasts, in seconds, None for any time. Raises
         `Refused`.
         """
+        model, taken, submit = self._prepare(raw, caller, remaining_s, streamed=False)
+        return self._submitted(model, taken, submit)
+
+    def stream(
+        self,
+        raw: bytes,
+        caller: ClientIdentity,
+        remaining_s: float | None,
+        on_response: Callable[[OpenRequest, Message], None],
+    ) -> Submitted | OpenRequest:
+        """As `submit`, for a request in a stream: one for a decoupled model is an `OpenRequest`,
+        which tells `on_response` of its responses."""
+        model, taken, submit = self._prepare(raw, caller, remaining_s, streamed=True)
+        if not model.decoupled:
+            return self._submitted(model, taken, submit)
+        opened = OpenRequest(self.gateway, model, taken, submit, on_response)
+        self.came()
+        return opened
+
+    def _submitted(self, model: Model, taken: BuiltRequest, submit: m.Submit) -> Submitted:
+        pending = self.gateway.dispatcher.submit(model.scheduler, submit, taken.release)
+        self.came()
+        return Submitted(self.gateway, self, model, taken, pending)
+
+    def _prepare(
+        self, raw: bytes, caller: ClientIdentity, remaining_s: float | None, *, streamed: bool
+    ) -> tuple[Model, BuiltRequest, m.Submit]:
         arrived_ns = time.monotonic_ns()
-        gateway = self._gateway
+        gateway = self.gateway
         if gateway.draining or gateway.health.exiting:
             raise Refused(Unavailable(_STOPPING), _id_of(raw))
-        model, taken = self._take(raw)
+        model, taken = self._take(raw, streamed)
         try:
             if taken.regions:
                 admit(taken.regions, caller.peer())
             number = gateway.dispatcher.next_number()
             limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
-            order = submission(gateway, taken, number, arrived_ns, limit_us)
+            return model, taken, submission(gateway, taken, number, arrived_ns, limit_us)
         except ShmserveError as error:
             taken.release()
             raise Refused(error, taken.wire.id) from None
         except BaseException:
             taken.release()
             raise
-        pending = gateway.dispatcher.submit(model.scheduler, order, taken.release)
-        self.came()
-        return Submitted(gateway, self, model, taken, pending)
 
-    def _take(self, raw: bytes) -> tuple[Model, BuiltRequest]:
+    def _take(self, raw: bytes, streamed: bool) -> tuple[Model, BuiltRequest]:
         parts = split(raw)
         if parts is not None:
             try:
@@ -206,24 +238,28 @@ class Inferences:
             except ShmserveError as error:
                 raise Refused(error, _id_of(raw)) from None
             if found is not None:
+                model, taken = found
+                if model.decoupled and not streamed:
+                    taken.release()
+                    raise Refused(Unsupported(_DECOUPLED), taken.wire.id)
                 return found
         request_id = ""
         try:
             message = _parsed(raw)
             request_id = message.id
             version = checked_version(message.model_version)
-            model = self._gateway.models.resolve(message.model_name, version)
-            if model.decoupled:
+            model = self.gateway.models.resolve(message.model_name, version)
+            if model.decoupled and not streamed:
                 raise Unsupported(_DECOUPLED)
             wire = wire_request(message)
             if parts is None:
-                return model, build(self._gateway, model, wire, b"", 0)[0]
+                return model, build(self.gateway, model, wire, b"", 0)[0]
             key, contents = parts
             if contents:
                 _behind(wire)
             planned = all(tensor.data is None for tensor in wire.inputs)
             body = b"".join(contents)
-            taken, plan = build(self._gateway, model, wire, body, 0, planned=planned)
+            taken, plan = build(self.gateway, model, wire, body, 0, planned=planned)
         except ShmserveError as error:
             raise Refused(error, request_id) from None
         if plan is not None:

@@ -1,12 +1,18 @@
-"""ModelStreamInfer: requests and responses in one call, answered in the order of the requests.
+"""ModelStreamInfer: requests and responses in one call.
 
-A request that fails does not end the stream: its response carries the error. With the metadata
-`triton_grpc_error: true` the first error ends the stream with its status instead.
+Requests for ordinary models are answered in their order. Those of decoupled models are not waited
+for by others: each of their responses is sent as it comes, between the rest. A request that fails
+does not end the stream: its response carries the error. With the metadata `triton_grpc_error: true`
+the first error ends the stream with its status instead.
+
+    requests ──> ordered: the first is answered ──┐
+        └─────> open: a response has come ────────┴──> outbox ──> written, credit granted
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,17 +21,19 @@ from grpc._cython import cygrpc
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
+from shmserve.gateway.grpc.streamed_request import StreamedRequest
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error
 from shmserve.gateway.inference import malloc_trim
+from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
 
-# The requests of one stream that wait for their turn to be answered may have so many bytes; those
-# that come when they have as many are not read yet. Others that ask the same model wait behind
-# them, too, and their answers occupy as much memory again or more. So small ones count as `_LEAST`
-# bytes: no more than 1024 wait.
+# The requests of one stream that are not answered yet may have so many bytes; those that come when
+# they have as many are not read yet. Others that ask the same model wait behind them, too, and
+# their answers occupy as much memory again or more. So small ones count as `_LEAST` bytes: no more
+# than 1024 wait.
 _MOST_WAITING = 32 * 1024 * 1024
 _LEAST = _MOST_WAITING // 1024
 
-_Item = Submitted | Refused
+_Ordered = Submitted | Refused
 
 
 class _Room:
@@ -60,66 +68,146 @@ async def stream_infer(
     Raises the first error in strict mode, and Unavailable when a response is not taken within
     `patience_s` seconds: others need the memory of those behind it.
     """
-    strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
-    # In the order of the requests, each with its size; None: the client sends no more.
-    waiting: asyncio.Queue[tuple[_Item, int] | None] = asyncio.Queue()
-    room = _Room(_MOST_WAITING)
-
-    total = 0  # bytes
+    stream = _Stream(inferences, caller, context)
     # Until the call is over gRPC holds the response that is not taken, and what it has received of
     # further requests.
-    context.add_done_callback(lambda _: malloc_trim.soon(total))
-
-    async def read() -> None:
-        nonlocal total
-        try:
-            async for raw in requests:
-                size = max(len(raw), _LEAST)
-                await room.take(size)
-                try:
-                    item: _Item = inferences.submit(raw, caller, context.time_remaining())
-                except Refused as refused:
-                    item = refused.bare()
-                waiting.put_nowait((item, size))
-                total += len(raw)
-                malloc_trim.soon(len(raw))
-        finally:
-            waiting.put_nowait(None)
-
-    reader = asyncio.create_task(read())
+    context.add_done_callback(lambda _: malloc_trim.soon(stream.total))
+    reader = asyncio.create_task(stream.read(requests))
     try:
-        while (first := await waiting.get()) is not None:
-            item, size = first
-            try:
-                response = await _response(item, strict=strict)
-                total += len(response)
-                async with asyncio.timeout(patience_s):
-                    await context.write(response)
-            except cygrpc.ExecuteBatchError:
-                return  # the client is gone
-            finally:
-                if isinstance(item, Submitted):
-                    item.leave()
-            room.give(size)
+        await stream.write(patience_s)
+    except cygrpc.ExecuteBatchError:
+        pass  # the client is gone
     except TimeoutError:
         raise Unavailable("the responses are not read") from None
     finally:
         # Nothing is awaited before all is given up: a call may be cancelled twice.
         reader.cancel()
-        while not waiting.empty():
-            left = waiting.get_nowait()
-            if left is not None and isinstance(left[0], Submitted):
-                left[0].abandon()
+        stream.abandon()
         await asyncio.wait((reader,))
 
 
-async def _response(item: Submitted | Refused, *, strict: bool) -> bytes:
+class _Stream:
+    """One call: what it has asked for, and what it is to be answered. `total` is how many bytes
+    have gone either way."""
+
+    def __init__(self, inferences: Inferences, caller: ClientIdentity, context: Any) -> None:
+        self._inferences = inferences
+        self._caller = caller
+        self._context = context
+        self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
+        self._room = _Room(_MOST_WAITING)
+        self._ordered: deque[tuple[_Ordered, int]] = deque()  # each with its size
+        self._open: dict[OpenRequest, StreamedRequest] = {}
+        # Responses of decoupled models' requests, in the order in which they came.
+        self._outbox: deque[tuple[OpenRequest, Message]] = deque()
+        self._ended = False  # the client sends no more
+        self._news = asyncio.Event()
+        self.total = 0
+
+    async def read(self, requests: AsyncIterator[bytes]) -> None:
+        """Take requests, as far as there is room for them."""
+        try:
+            async for raw in requests:
+                size = max(len(raw), _LEAST)
+                await self._room.take(size)
+                self._take(raw, size)
+                self.total += len(raw)
+                malloc_trim.soon(len(raw))
+        finally:
+            self._ended = True
+            self._news.set()
+
+    def _take(self, raw: bytes, size: int) -> None:
+        inferences = self._inferences
+        try:
+            item: Submitted | OpenRequest | Refused = inferences.stream(
+                raw, self._caller, self._context.time_remaining(), self._responded
+            )
+        except Refused as refused:
+            item = refused.bare()
+        if isinstance(item, OpenRequest):
+            self._open[item] = StreamedRequest(inferences.gateway, item, size)
+            return
+        self._ordered.append((item, size))
+        if isinstance(item, Submitted):
+            item.when_answered(lambda _: self._news.set())
+        else:
+            self._news.set()
+
+    def _responded(self, request: OpenRequest, message: Message) -> None:
+        self._outbox.append((request, message))
+        self._news.set()
+
+    async def write(self, patience_s: float) -> None:
+        """Write what is there to be written, until all is answered.
+
+        Raises TimeoutError when a response is not taken within `patience_s` seconds.
+        """
+        while True:
+            self._news.clear()
+            idle = not self._outbox
+            if not idle:
+                await self._write_response(patience_s)
+            if self._ordered and _is_answered(self._ordered[0][0]):
+                await self._write_answer(patience_s)
+            elif idle:
+                if self._ended and not (self._ordered or self._open):
+                    return
+                await self._news.wait()
+
+    async def _write_response(self, patience_s: float) -> None:
+        request, message = self._outbox[0]
+        streamed_request = self._open[request]
+        response, answer = streamed_request.encode(message, strict=self._strict)
+        if response is not None:
+            await self._send(response, patience_s)
+        self._outbox.popleft()
+        request.passed_on(answer)
+        if is_last(message):
+            del self._open[request]
+            self._inferences.left()
+            self._room.give(streamed_request.size)
+
+    async def _write_answer(self, patience_s: float) -> None:
+        item, size = self._ordered.popleft()
+        try:
+            await self._send(_answer(item, strict=self._strict), patience_s)
+        finally:
+            if isinstance(item, Submitted):
+                item.leave()
+        self._room.give(size)
+
+    async def _send(self, response: bytes, patience_s: float) -> None:
+        self.total += len(response)
+        async with asyncio.timeout(patience_s):
+            await self._context.write(response)
+
+    def abandon(self) -> None:
+        """Nobody waits for anything any more."""
+        while self._ordered:
+            item, _ = self._ordered.popleft()
+            if isinstance(item, Submitted):
+                item.abandon()
+        while self._outbox:
+            request, message = self._outbox.popleft()
+            request.discard(message)
+        for request in self._open:
+            request.abandon()
+            self._inferences.left()
+        self._open.clear()
+
+
+def _is_answered(item: _Ordered) -> bool:
+    return isinstance(item, Refused) or item.answered
+
+
+def _answer(item: _Ordered, *, strict: bool) -> bytes:
     if isinstance(item, Refused):
         if strict:
             raise item.error
         return streamed_error(item.error.message, item.request_id)
     try:
-        return streamed(await item.answer())
+        return streamed(item.response())
     except ShmserveError as error:
         if strict:
             raise

@@ -24,11 +24,12 @@ from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.request import ACCEPT_ENCODING, Request
 from shmserve.gateway.http.response import JSON, Reply
 from shmserve.gateway.inference import malloc_trim
-from shmserve.gateway.inference.builder import LONGEST_TIMEOUT_US, BuiltRequest
+from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.response import Form, Output
 from shmserve.gateway.model_table import Model
 from shmserve.gateway.region_table import admit
 from shmserve.ipc import messages as m
+from shmserve.ipc.inflight import make_submit
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
@@ -133,24 +134,16 @@ def submission(
     The shortest of the limits that there are makes the deadline.
     """
     wire = taken.wire
-    timeout_us = min(wire.timeout_us, LONGEST_TIMEOUT_US)
-    limit_us = gateway.settings.request_timeout_us
-    if timeout_us and (not limit_us or timeout_us < limit_us):
-        limit_us = timeout_us
-    call_limit_us = min(call_limit_us, LONGEST_TIMEOUT_US)
-    if call_limit_us and (not limit_us or call_limit_us < limit_us):
-        limit_us = call_limit_us
-    deadline_ns = arrived_ns + limit_us * 1000 if limit_us else 0
-    return m.Submit(
+    return make_submit(
         number,
-        taken.admission.batch_size,
-        taken.admission.shape_key,
+        taken.admission,
         arrived_ns,
-        deadline_ns,
-        timeout_us,
-        wire.priority,
-        taken.pack(deadline_ns),
-        wire.id,
+        taken.pack,
+        request_id=wire.id,
+        priority=wire.priority,
+        timeout_us=wire.timeout_us,
+        limit_us=gateway.settings.request_timeout_us,
+        call_limit_us=call_limit_us,
     )
 
 

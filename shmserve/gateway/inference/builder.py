@@ -21,6 +21,7 @@ from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.inference.response import Form
 from shmserve.gateway.model_table import Model
 from shmserve.gateway.region_table import Region, Uses
+from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
@@ -36,7 +37,6 @@ from shmserve.ipc.tensors.template_cache import TemplateCache
 
 _ALIGNMENT = 64
 _MOST_FORMS = 8  # of answers to requests with one header
-LONGEST_TIMEOUT_US = 10**15
 
 
 class Resources:

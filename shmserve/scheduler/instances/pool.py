@@ -10,6 +10,9 @@ models of others run foreign code, which may offer itself too.
 An idle instance gets a batch at once. One that is busy may get more ahead, as many as it has credit
 for: that hides the messages' way between two batches, but what is sent ahead cannot grow any more
 and waits behind one worker while another may become free.
+
+A slot and a request end apart: an instance of a decoupled model is free again when `execute` has
+returned, and goes on with the requests that are open there until their last response.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from shmserve.scheduler.batchers.dynamic import Closed
-from shmserve.scheduler.requests.request import NEVER, Request
+from shmserve.scheduler.requests.request import NEVER, Request, Worker
 
 _MOST_OFFERS = 16
 
@@ -81,7 +85,11 @@ class Execution:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An instance by its index; `peer` and `pid` are the worker's while there is one."""
+    """An instance by its index; `peer` and `pid` are the worker's while there is one.
+
+    `requests` are all that it has, by key: those of its executions and, of a decoupled model, those
+    that are open after `execute` returned.
+    """
 
     index: int
     state: SlotState = SlotState.GONE
@@ -90,6 +98,7 @@ class Slot:
     awaited: int = 0  # the process that was announced
     offers: dict[int, bytes] = field(default_factory=dict)  # the latest, by pid
     executions: deque[Execution] = field(default_factory=deque)
+    requests: dict[int, Request] = field(default_factory=dict)
 
     @property
     def execution(self) -> Execution | None:
@@ -99,6 +108,14 @@ class Slot:
     def meet(self, event: str) -> None:
         """Move to the next state; raises KeyError where there is none."""
         self.state = SLOT[self.state][event]
+
+
+class Lost(NamedTuple):
+    """What an instance had when it ended: its executions, the running one first, and the requests
+    whose execution had returned."""
+
+    executions: list[Execution]
+    open: list[Request]
 
 
 class Pool:
@@ -129,11 +146,11 @@ class Pool:
                 del slot.offers[next(iter(slot.offers))]
             self._take_offer(slot)
 
-    def exit(self, index: int) -> list[Execution]:
-        """The instance's process is gone; returns what it had, first what it was running."""
+    def exit(self, index: int) -> Lost:
+        """The instance's process is gone; returns what it had."""
         return self._leave(self._slot(index))
 
-    def exit_process(self, pid: int) -> list[Execution]:
+    def exit_process(self, pid: int) -> Lost:
         """Some process is gone; returns what it had if it was an instance."""
         for slot in self._slots.values():
             slot.offers.pop(pid, None)
@@ -141,7 +158,7 @@ class Pool:
                 slot.awaited = 0
             if slot.pid == pid:
                 return self._leave(slot)
-        return []
+        return Lost([], [])
 
     def fail(self, reason: str) -> None:
         """No instance will come back, until one does."""
@@ -169,10 +186,13 @@ class Pool:
         self._free.append(slot)
         self._failure = ""
 
-    def _leave(self, slot: Slot) -> list[Execution]:
+    def _leave(self, slot: Slot) -> Lost:
         slot.meet("exit")
-        lost = list(slot.executions)
+        executions = list(slot.executions)
+        begun = {request.key for each in executions for request in each.requests}
+        lost = Lost(executions, [r for r in slot.requests.values() if r.key not in begun])
         slot.executions.clear()
+        slot.requests.clear()
         self._by_peer.pop(slot.peer, None)
         if slot in self._free:
             self._free.remove(slot)
@@ -205,10 +225,16 @@ class Pool:
             busy = (slot for slot in self._by_peer.values() if slot.state is SlotState.BUSY)
             slot = min(busy, key=lambda slot: len(slot.executions))
         slot.executions.append(execution)
+        worker = Worker(slot.peer, slot.pid)
+        for request in execution.requests:
+            slot.requests[request.key] = request
+            request.worker = worker
+            request.responded_ns = execution.sent_ns
         return slot
 
     def finish(self, slot: Slot, now_ns: int) -> None:
-        """The instance has returned its batch, and begins the next one if it has it."""
+        """The instance has returned its batch, and begins the next one if it has it. What becomes
+        of its `requests` is the caller's to say."""
         slot.executions.popleft()
         if slot.executions:
             slot.executions[0].started_ns = now_ns
@@ -232,13 +258,6 @@ class Pool:
     def awaits(self, pid: int) -> bool:
         """Whether this process was announced, and has not offered itself yet."""
         return any(slot.awaited == pid != slot.pid for slot in self._slots.values())
-
-    def running(self, request: Request) -> Slot | None:
-        """The instance that has this request."""
-        for slot in self._by_peer.values():
-            if any(request in execution.requests for execution in slot.executions):
-                return slot
-        return None
 
     # --- time and counts --------------------------------------------------------------------------
 
@@ -272,8 +291,7 @@ class Pool:
     @property
     def executing(self) -> int:
         """Requests that instances have now."""
-        slots = self._by_peer.values()
-        return sum(len(execution.requests) for slot in slots for execution in slot.executions)
+        return sum(len(slot.requests) for slot in self._by_peer.values())
 
     def counts(self) -> dict[str, int]:
         """How many instances are in each state."""

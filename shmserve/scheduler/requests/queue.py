@@ -166,7 +166,7 @@ class RequestQueue:
             match request.state:
                 case State.QUEUED if late or 0 < request.queue_limit_ns < now_ns:
                     over.append(request)
-                case State.EXECUTING | State.HELD if late:
+                case State.EXECUTING | State.RESPONDING | State.HELD if late:
                     over.append(request)
                 case _:
                     pass

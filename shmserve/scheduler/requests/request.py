@@ -1,17 +1,19 @@
 """A request inside the scheduler, and the states of its life as a table (pure).
 
-Every request gets one answer, and one `Settled` besides when the answer came while a worker still
-had it. The states say who owes what: a worker may still be reading a request's memory long after
-its client stopped waiting.
+Every request ends once for its client: with its response, with the last of its responses, or with
+an error; and there is one `Settled` besides when that came while a worker still had it. The states
+say who owes what: a worker may still be reading a request's memory long after its client stopped
+waiting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.ipc.transport.peercred_router import first_number
+from shmserve.scheduler.statistics.timing import Timing
 
 NEVER = 1 << 63  # later than any time
 
@@ -20,7 +22,8 @@ class State(StrEnum):
     """Where a request is."""
 
     QUEUED = auto()
-    EXECUTING = auto()
+    EXECUTING = auto()  # if its worker is lost, it may run again
+    RESPONDING = auto()  # it has had a response, or `execute` has returned and more may follow
     HELD = auto()  # executed; its answer waits for those of earlier requests
     ANSWERED = auto()  # failed early: a worker still has it, `Settled` is owed
     CANCELLED = auto()  # nobody waits for the result: a worker still has it, the answer is owed
@@ -33,6 +36,7 @@ class Event(StrEnum):
 
     DISPATCH = auto()
     RETURN = auto()
+    RESPOND = auto()
     HOLD = auto()
     ANSWER = auto()
     ANSWER_EARLY = auto()
@@ -49,7 +53,15 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
     },
     State.EXECUTING: {
         Event.RETURN: State.QUEUED,
+        Event.RESPOND: State.RESPONDING,
         Event.HOLD: State.HELD,
+        Event.ANSWER: State.DONE,
+        Event.ANSWER_EARLY: State.ANSWERED,
+        Event.CANCEL: State.CANCELLED,
+        Event.ABANDON: State.ORPHANED,
+    },
+    State.RESPONDING: {
+        Event.RESPOND: State.RESPONDING,
         Event.ANSWER: State.DONE,
         Event.ANSWER_EARLY: State.ANSWERED,
         Event.CANCEL: State.CANCELLED,
@@ -67,6 +79,17 @@ class IllegalEvent(Exception):
     """A request met an event that its state does not know: a defect of ours."""
 
 
+# A worker has the request, and its client waits.
+AT_WORK = frozenset((State.EXECUTING, State.RESPONDING))
+
+
+class Worker(NamedTuple):
+    """Who runs a request: its address and pid."""
+
+    peer: bytes
+    pid: int
+
+
 class Client:
     """Who submits: its address at our socket, its pid (0: unknown), its requests by number."""
 
@@ -82,7 +105,9 @@ class Request:
     """One inference, which counts for `units` in a batch. Times are monotonic ns, 0: none.
 
     `deadline_ns` holds from arrival to answer, `queue_limit_ns` only in the queue; before
-    `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait).
+    `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker` is who
+    had it last. Of a decoupled model's: `responses` it has had, as many as `granted` of which its
+    client has read; since `responded_ns` the model has been at the next one.
     """
 
     __slots__ = (
@@ -92,15 +117,21 @@ class Request:
         "deadline_ns",
         "deaths",
         "enqueued_ns",
+        "granted",
         "hurry_ns",
         "id",
         "key",
         "queue_limit_ns",
         "request_id",
+        "responded_ns",
+        "responses",
         "shape_key",
         "state",
+        "timing",
         "units",
+        "untimed",
         "work",
+        "worker",
     )
 
     def __init__(
@@ -133,6 +164,12 @@ class Request:
         self.state = State.QUEUED
         self.deaths = 0
         self.answer: Any = None
+        self.worker: Worker | None = None
+        self.responses = 0
+        self.responded_ns = 0
+        self.granted = 0
+        self.timing: Timing | None = None  # of the execution, once it has returned
+        self.untimed = False  # it succeeded before that
 
     def meet(self, event: Event) -> None:
         """Move to the next state; raises IllegalEvent and changes nothing where there is none."""

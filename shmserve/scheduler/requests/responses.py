@@ -1,5 +1,7 @@
-"""Every request's one answer: posts it, counts it, and keeps answers in order where asked to.
+"""What clients are told of their requests: posted, counted, and in order where asked for.
 
+relay    one of any number of responses
+end      the last of them
 finish   the outcome of an execution (ordered if the model preserves ordering)
 fail     an error that waits for nobody: rejection, deadline, cancellation
 close    a worker has returned a request whose fate was decided meanwhile
@@ -12,16 +14,26 @@ from collections import deque
 from typing import Any, NamedTuple, Protocol
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import Failed, Finished, ReleaseOutputs, Settled, Submit
+from shmserve.ipc.messages import (
+    ExecutionResponded,
+    Failed,
+    Finished,
+    ReleaseOutputs,
+    Reply,
+    Responded,
+    Settled,
+    Submit,
+)
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.requests.request import Client, Event, Request, State
-from shmserve.scheduler.statistics import Reason, Statistics, Timing
+from shmserve.scheduler.requests.request import AT_WORK, Client, Event, Request, State
+from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics.timing import Timing
 
 # Stale places in the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
-_UNDECIDED = frozenset((State.QUEUED, State.EXECUTING))
+_UNDECIDED = AT_WORK | {State.QUEUED}
 _IN_ORDER = _UNDECIDED | {State.HELD}
 
 
@@ -36,13 +48,6 @@ class Peers(Protocol):
         """Queue a message for one of them."""
 
 
-class Worker(NamedTuple):
-    """Who ran a request: its address and pid."""
-
-    peer: bytes
-    pid: int
-
-
 class Outcome(NamedTuple):
     """What an execution made of a request: `code` "" is success, no `timing` a death."""
 
@@ -50,7 +55,6 @@ class Outcome(NamedTuple):
     message: str
     body: bytes
     timing: Timing | None
-    worker: Worker | None
 
 
 class Responses:
@@ -81,6 +85,28 @@ class Responses:
             client.peer, Failed(message.id, error.code, error.message, retry_after_s, False)
         )
 
+    def relay(self, request: Request, message: ExecutionResponded) -> None:
+        """Pass on a response that is not the last."""
+        request.meet(Event.RESPOND)
+        request.responses += 1
+        self._clients.post(
+            request.client.peer,
+            Responded(request.id, message.code, message.message, message.body, False),
+        )
+
+    def end(self, request: Request, last: ExecutionResponded | Reply, now_ns: int) -> None:
+        """Pass on what ends a decoupled model's request; it has failed if that is an error."""
+        if last.code:
+            reason = Reason.CANCELED if last.code == "CANCELLED" else Reason.BACKEND
+            self._statistics.failed(request.arrived_ns, reason, now_ns)
+        else:
+            self._statistics.succeeded(request, request.timing, now_ns)
+        request.meet(Event.ANSWER)
+        self._clients.post(
+            request.client.peer, Responded(request.id, last.code, last.message, last.body, True)
+        )
+        self._forget(request)
+
     def finish(self, request: Request, outcome: Outcome, now_ns: int) -> None:
         """Answer an executing request, as soon as its turn comes."""
         if self._ordered:
@@ -105,7 +131,7 @@ class Responses:
             self._order = deque([r for r in self._order if r.state in _IN_ORDER])
 
     def _deliver(self, request: Request, outcome: Outcome, now_ns: int) -> None:
-        code, text, body, timing, _ = outcome
+        code, text, body, timing = outcome
         if code or timing is None:
             reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
             self.fail(request, code, text, reason, now_ns)
@@ -154,8 +180,11 @@ class Responses:
             self._drop_held(request)
             self._forget(request)
 
-    def drop_outputs(self, client_pid: int, body: bytes, worker: Worker) -> None:
-        """Tell a worker that nobody will read what it made."""
+    def drop_outputs(self, request: Request, body: bytes) -> None:
+        """Tell the worker that had this request that nobody will read what it made."""
+        worker = request.worker
+        if worker is None:
+            return
         try:
             tensors = unpack_inferred(body).outputs
         except MalformedMessage:
@@ -166,12 +195,12 @@ class Responses:
             if isinstance(tensor.data, Place) and tensor.data.memory.pid == worker.pid
         ]
         if offsets:
-            self._workers.post(worker.peer, ReleaseOutputs(client_pid, offsets))
+            self._workers.post(worker.peer, ReleaseOutputs(request.client.pid, offsets))
 
     def _drop_held(self, request: Request) -> None:
         outcome, request.answer = request.answer, None
-        if outcome is not None and outcome.worker is not None:
-            self.drop_outputs(request.client.pid, outcome.body, outcome.worker)
+        if outcome is not None and outcome.body:
+            self.drop_outputs(request, outcome.body)
 
     def _forget(self, request: Request) -> None:
         self.live -= 1

@@ -46,7 +46,7 @@ from shmserve.ipc.transport.listener import Listener, listening, no_room
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.host.run_directory import admit_group
 from shmserve.supervisor.local_clients import fd_passing
-from shmserve.supervisor.processes.control_socket import Acknowledgements
+from shmserve.supervisor.processes.acknowledgements import Acknowledgements
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)

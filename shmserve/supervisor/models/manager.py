@@ -101,7 +101,7 @@ def _index_row(name: str, version: str, status: _Status) -> dict[str, Any]:
 
 class Models:
     """The loaded models. `on_call` takes what models ask of the server, `on_change` hears of
-    readiness."""
+    readiness, `on_states` of every state."""
 
     def __init__(
         self,
@@ -110,11 +110,13 @@ class Models:
         accelerators: Accelerators,
         on_call: Callable[[int, Any], None],
         on_change: Callable[[], None],
+        on_states: Callable[[], None] = lambda: None,
     ) -> None:
         self._host = host
         self._gateways = gateways
         self._on_call = on_call
         self._on_change = on_change
+        self._on_states = on_states
         self._planner = LoadPlanner(host.config, host.run_dir, accelerators)
         self._models: dict[str, _Model] = {}
         self._live: set[ModelVersion] = set()  # from creation to the end of its last process
@@ -203,6 +205,20 @@ class Models:
             ]
         return rows
 
+    def states(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """The state of each version, and the reason for it, by name and version."""
+        return {
+            (model.name, version): (str(status.state), status.reason)
+            for model in self._models.values()
+            for version, status in model.states().items()
+        }
+
+    def count(self) -> None:
+        """Have the counters of what serves published as events."""
+        for model in self._models.values():
+            for deployment in model.serving.values():
+                deployment.count()
+
     def all_ready(self) -> bool:
         """Whether every model that should serve does."""
         return all(
@@ -240,17 +256,24 @@ class Models:
     async def _load(
         self, name: str, config: str = "", files: dict[str, bytes] | None = None
     ) -> None:
+        try:
+            await self._load_in_turn(name, config, files or {})
+        except ShmserveError as error:
+            self._host.events.publish(m.LoadRefused(name, error.message))
+            raise
+
+    async def _load_in_turn(self, name: str, config: str, files: dict[str, bytes]) -> None:
         unloads = self._model(name).unloads
         async with self._turn(name) as model:
             try:
                 # Before it is read: a file that is changed meanwhile is seen by the next look.
                 model.fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
-                plans = await asyncio.to_thread(self._planner.plan, name, config, files or {})
+                plans = await asyncio.to_thread(self._planner.plan, name, config, files)
             except ShmserveError as error:
                 # Of a name that no repository has, nothing is kept: anybody may have mistyped it.
                 if not model.serving and (model.status or self._planner.has(name)):
                     model.status = {"": _Status(ModelState.UNAVAILABLE, error.message)}
-                    self._on_change()
+                    self._states_changed()
                 raise
             if model.unloads != unloads:
                 for plan in plans:
@@ -266,6 +289,7 @@ class Models:
             for deployment in new:
                 if deployment.plan.version not in model.serving:
                     model.status[deployment.plan.version] = _Status(ModelState.LOADING)
+            self._on_states()
             try:
                 await self._deploy(model, new)
                 await self._switch(model, {d.plan.version: d for d in new})
@@ -294,7 +318,7 @@ class Models:
                     model.status[version] = _Status(
                         ModelState.UNAVAILABLE, "another version failed"
                     )
-            self._on_change()
+            self._states_changed()
             raise _load_failed(model, failures)
 
     async def _switch(self, model: _Model, new: dict[str, ModelVersion]) -> None:
@@ -364,7 +388,7 @@ class Models:
         for version in leaving.keys() - model.serving.keys():
             await self._gateways.publish_model(partial(m.ModelWithdrawn, model.name, version))
             self._host.broadcast(m.ModelWithdrawn(model.name, version, 0), "worker")
-        self._on_change()
+        self._states_changed()
         for deployment in leaving.values():
             self._host.background(self._retire(model, deployment))
 
@@ -380,7 +404,7 @@ class Models:
         last = all((d.plan.name, d.plan.version) != (model.name, version) for d in self._live)
         if status is not None and status.state is ModelState.UNLOADING and last:
             model.status[version] = _Status(ModelState.UNAVAILABLE, _UNLOADED)
-        self._on_change()
+        self._states_changed()
 
     @staticmethod
     def _lost(model: _Model, deployment: ModelVersion) -> m.SchedulerLost:
@@ -401,6 +425,10 @@ class Models:
         for deployment in self._live:
             deployment.process_exited(child)
 
+    def _states_changed(self) -> None:
+        self._on_states()
+        self._on_change()
+
     def _changed(self, model: _Model, deployment: ModelVersion) -> None:
         if model.serving.get(deployment.plan.version) is deployment:
             self._gateways.tell(self._publication(model, deployment, 0))
@@ -408,7 +436,7 @@ class Models:
                 model.status[deployment.plan.version] = _Status(
                     ModelState.UNAVAILABLE, deployment.failure
                 )
-            self._on_change()
+            self._states_changed()
 
     def _publication(
         self, model: _Model, deployment: ModelVersion, number: int

@@ -24,6 +24,7 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_co
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.events.counters import counted
 from shmserve.supervisor.models.instances import Instance, expand_instances, inbox
 from shmserve.supervisor.models.states import InstanceState
 from shmserve.supervisor.models.version_spec import VersionSpec
@@ -68,6 +69,7 @@ class ModelVersion:
         self.failure = ""
         self.changes = 0
         self.load_seconds = 0.0
+        self._counting = False
         self._kept: list[Any] = []  # of StatisticsKept, for the scheduler's successor
         self._inherited: dict[str, Any] = {}
         self._successor: ModelVersion | None = None
@@ -302,10 +304,18 @@ class ModelVersion:
             case m.StatisticsKept(statistics, metrics):
                 self._kept = [statistics, metrics]
                 self._pass_on()
+                if self._counting:
+                    self._counting = False
+                    self.host.events.publish(counted(statistics))
             case m.KillInstance(index, reason, pid):
                 self._kill_instance(index, reason, pid)
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)
+
+    def count(self) -> None:
+        """Have its counters published as an event."""
+        self._counting = True
+        self._tell_scheduler(m.KeepStatistics())
 
     def _kill_instance(self, index: int, reason: str, pid: int) -> None:
         instance = self.instances[index] if 0 <= index < len(self.instances) else None
@@ -313,6 +323,7 @@ class ModelVersion:
         # It may have ended by itself meanwhile, and another process be on its way to its place.
         if instance is not None and child is not None and child.pid == pid:
             logger.error("instance '%s' is killed: %s", instance.name, reason)
+            child.cause = reason
             child.dump_stacks()
             # The dump is written by the dying process itself; give it a moment, not more.
             asyncio.get_running_loop().call_later(0.1, child.kill)

@@ -1,4 +1,4 @@
-"""The supervisor's process table: spawn through zygotes, notice every exit and stop, reap, kill.
+"""The supervisor's process table: notice every exit and stop, reap, kill.
 
 Everything here runs in the supervisor's event loop. SIGCHLD is the one event: the kernel says who
 ended or was stopped.
@@ -8,32 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import signal
-import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import msgpack
-
-import shmserve
-from shmserve.errors import Unavailable
 from shmserve.ipc import processes
-from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.processes.zygote import encode_request
 
 logger = logging.getLogger(__name__)
 
 # A child that stays stopped longer serves nobody: it is killed, which its owner handles like any
 # death.
 STOPPED_LIMIT_S = 0.4
-_MOST_FAILED_STARTS = 3
-_MOST_REQUESTS = 64  # at a zygote: a socket that is full takes no more
 
 
 @dataclass(slots=True, eq=False)
@@ -45,11 +32,18 @@ class Child:
     title: str
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
+    cause: str = ""  # why it is killed, where the server does that
 
     @property
     def alive(self) -> bool:
         """Whether it has not been seen to end."""
         return not self.exited.done()
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, once it has: its exit status or signal, and the cause."""
+        reason = self.exited.result()
+        return f"{reason}: {self.cause}" if self.cause else reason
 
     async def gone(self) -> str:
         """Wait for its end; why it ended."""
@@ -68,10 +62,15 @@ class Child:
 
 class ProcessTable:
     """All processes of this server. `on_exit(child)` is called for each that ends, before its
-    `exited` waiters run."""
+    `exited` waiters run, `on_start(child)` for each that is entered."""
 
-    def __init__(self, on_exit: Callable[[Child], None]) -> None:
+    def __init__(
+        self,
+        on_exit: Callable[[Child], None],
+        on_start: Callable[[Child], None] = lambda child: None,
+    ) -> None:
         self._on_exit = on_exit
+        self._on_start = on_start
         self._known: dict[int, Child] = {}
         self._early: dict[int, str] = {}
         self._spawning = 0
@@ -87,6 +86,7 @@ class ProcessTable:
         """Enter a process that was just started."""
         child = Child(pid, title, self._loop.create_future())
         self._known[pid] = child
+        self._on_start(child)
         if pid in self._early:
             # Whoever started it enters it first, and hears of its end then.
             self._loop.call_soon(self._ended, pid, self._early.pop(pid))
@@ -151,6 +151,7 @@ class ProcessTable:
         timer = child.stop_timer
         self._reap()  # this loop may have been the one that stood still
         if child.stop_timer is timer:
+            child.cause = f"it was stopped for {STOPPED_LIMIT_S} s"
             child.kill()
 
     def _kill_strays(self) -> None:
@@ -167,188 +168,3 @@ class ProcessTable:
     def close(self) -> None:
         """Stop watching."""
         self._loop.remove_signal_handler(signal.SIGCHLD)
-
-
-def _no_process(number: int | None) -> Unavailable:
-    return Unavailable(f"no process can be started: {os.strerror(number or 0)}")
-
-
-class Zygote:
-    """The supervisor's end of a zygote; it is started again when it dies (its children live on)."""
-
-    def __init__(
-        self,
-        children: ProcessTable,
-        run_dir: RunDirectory,
-        title: str,
-        modules: Sequence[str],
-        environment: Mapping[str, str],
-    ) -> None:
-        self._children = children
-        self._run_dir = run_dir
-        self._title = title
-        self._modules = modules
-        self._environment = environment
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[int]] = {}
-        self._room = asyncio.Semaphore(_MOST_REQUESTS)
-        self._link: socket.socket | None = None
-        self._child: Child | None = None
-        self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._stopping = False
-        self._failed_starts = 0
-
-    def start(self) -> None:
-        """Start the process; `spawn` waits until it has imported what it preloads.
-
-        Raises Unavailable when the host has no room for one process more.
-        """
-        try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                try:
-                    pid = self._process(theirs)
-                except OSError:
-                    ours.close()
-                    raise
-        except OSError as error:
-            raise _no_process(error.errno) from None
-        ours.setblocking(False)
-        self._link = ours
-        self._child = self._children.adopt(pid, self._title)
-        self._child.exited.add_done_callback(self._died)
-        self._loop.add_reader(ours.fileno(), self._read)
-
-    def _process(self, theirs: socket.socket) -> int:
-        root = str(Path(shmserve.__file__).resolve().parent.parent)
-        boot = (
-            f"import sys; sys.path.append({root!r}); "
-            "from shmserve.supervisor.processes.zygote import main; sys.exit(main(sys.argv[1:]))"
-        )
-        os.set_inheritable(theirs.fileno(), True)
-        os.set_inheritable(self._run_dir.lock_fd, True)
-        try:
-            # -P: the current folder is not a place to import from; it may hold a `workers`.
-            return os.posix_spawn(
-                sys.executable,
-                [
-                    *(sys.executable, "-P", "-c", boot),
-                    *(str(theirs.fileno()), str(self._run_dir.lock_fd), str(os.getpid())),
-                    *(str(self._run_dir.path), self._title),
-                    *self._modules,
-                ],
-                self._environment,
-                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-                # Until it ignores them: Ctrl-C is for us.
-                setsigmask=[signal.SIGINT, signal.SIGTERM],
-            )
-        finally:
-            os.set_inheritable(self._run_dir.lock_fd, False)
-
-    def _read(self) -> None:
-        assert self._link is not None
-        while True:
-            try:
-                data = self._link.recv(4096)
-            except (BlockingIOError, ConnectionError):
-                return
-            if not data:
-                return
-            number, pid = msgpack.unpackb(data)
-            if number == 0:
-                if not self._ready.done():
-                    self._ready.set_result(None)
-                continue
-            waiter = self._waiting.pop(number, None)
-            if waiter is None or waiter.done():
-                if pid > 0:  # whoever asked for it has been cancelled: nobody else knows of it
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            elif pid > 0:
-                waiter.set_result(pid)
-            else:
-                waiter.set_exception(_no_process(-pid))
-
-    def _died(self, exited: asyncio.Future[str]) -> None:
-        assert self._link is not None
-        self._read()
-        self._loop.remove_reader(self._link.fileno())
-        self._link.close()
-        if self._stopping:
-            return
-        logger.error("%s ended (%s)", self._title, exited.result())
-        if self._ready.done():
-            self._ready = self._loop.create_future()
-            self._failed_starts = 0
-        else:
-            self._failed_starts += 1
-        for waiter in self._waiting.values():
-            if not waiter.done():
-                waiter.set_result(0)
-        self._waiting.clear()
-        if self._failed_starts == _MOST_FAILED_STARTS:  # a broken installation
-            self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
-            self._ready.exception()  # retrieved, also when nobody spawns
-            return
-        self._loop.call_later(0.2, self._start_again)
-
-    def _start_again(self) -> None:
-        if self._stopping:
-            return
-        try:
-            self.start()
-        except Unavailable as error:
-            logger.error("%s: %s", self._title, error.message)
-            self._loop.call_later(1.0, self._start_again)
-
-    async def spawn(
-        self, title: str, entry: str, args: dict[str, Any], fds: Sequence[int] = ()
-    ) -> Child:
-        """Fork a process that runs `entry` ("module:function") with `args` (and `args["fds"]`, the
-        numbers of `fds` there).
-
-        When the zygote dies meanwhile, the next one does it. Raises Unavailable when there is none,
-        and when the host has no room for one process more.
-        """
-        while not self._stopping:
-            await asyncio.shield(self._ready)
-            zygote = self._child
-            assert zygote is not None
-            with self._children.spawning():
-                pid = await self._forked(entry, args, fds)
-                if pid:
-                    return self._children.adopt(pid, title)
-            await zygote.gone()
-            await asyncio.sleep(0)  # `_died` runs first
-        raise Unavailable("the server is stopping")
-
-    async def _forked(self, entry: str, args: dict[str, Any], fds: Sequence[int]) -> int:
-        """The pid of a new process; 0 when the zygote has ended, noticed or not."""
-        async with self._room:
-            number = next(self._numbers)
-            waiter: asyncio.Future[int] = self._loop.create_future()
-            self._waiting[number] = waiter
-            try:
-                self._request(encode_request(number, entry, args), fds)
-            except ConnectionError:
-                del self._waiting[number]
-                return 0
-            except OSError as error:
-                del self._waiting[number]
-                raise _no_process(error.errno) from None
-            return await waiter
-
-    def _request(self, memory: int, fds: Sequence[int]) -> None:
-        assert self._link is not None
-        try:
-            socket.send_fds(self._link, [b"fork"], [memory, *fds])
-        finally:
-            os.close(memory)
-
-    def stop(self) -> None:
-        """Let it end: it removes the run directory when its link closes."""
-        self._stopping = True
-        if self._link is not None and self._child is not None and self._child.alive:
-            self._loop.remove_reader(self._link.fileno())
-            self._link.shutdown(socket.SHUT_RDWR)

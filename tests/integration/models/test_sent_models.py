@@ -144,7 +144,7 @@ def friendly() -> Iterator[tuple[Server, Path]]:
 
 
 @needs_users
-@pytest.mark.parametrize("door", ["http", "unix", "grpc"])
+@pytest.mark.parametrize("listener", ["http", "unix", "grpc"])
 def test_which_users_may_send_a_model(friendly: tuple[Server, Path], listener: str) -> None:
     """On this host: who runs the server. Others may load what the repository has, and no more."""
     server, socket = friendly

@@ -18,14 +18,15 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes import zygote
-from shmserve.supervisor.processes.table import Zygote
+from shmserve.supervisor.processes.zygote_client import Zygote
 from tests.support.servers import ROOT
 
 # In a process of its own: the process table adopts orphans, and kills what it does not know.
 _CROWD = """
 import asyncio, logging, os, signal, sys
 from pathlib import Path
-from shmserve.supervisor.processes.table import ProcessTable, Zygote
+from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.ipc import processes
 from shmserve.supervisor.host.run_directory import RunDirectory
 

@@ -155,7 +155,9 @@ def interrupted_at(moment: int) -> bool:
     def trace(frame: types.FrameType, event: str, _: object) -> Any:
         nonlocal seen
         frame.f_trace_opcodes = True
-        if not frame.f_code.co_filename.endswith(("client/memory.py", "ipc/arena.py")):
+        if not frame.f_code.co_filename.endswith(
+            ("client/memory/segments.py", "ipc/memory/arena.py")
+        ):
             return None
         if event == "opcode":
             seen += 1

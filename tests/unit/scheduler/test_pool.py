@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from shmserve.scheduler.batchers.dynamic import Closed
-from shmserve.scheduler.instances.pool import SLOT, Execution, Pool, SlotState
+from shmserve.scheduler.instances.pool import SLOT, Execution, Lost, Pool, SlotState
 from shmserve.scheduler.requests.request import NEVER, Client, Request
 
 NOW = 1_000_000
 LIMIT = 500
+NOTHING = Lost([], [])
 
 
 def execution(number: int = 1, started_ns: int = NOW) -> Execution:
@@ -55,7 +56,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
     pool.assign(batch)
     pool.offer(0, b"0.101", 101)
     assert not pool.free
-    assert pool.exit(0) == [batch]
+    assert pool.exit(0) == Lost([batch], [])
     pool.expect(0, 101)
     slot = pool.by_peer(b"0.101")
     assert slot is not None and pool.free
@@ -64,7 +65,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
 def test_an_offer_of_a_process_that_is_gone_is_forgotten() -> None:
     pool = Pool(0)
     pool.offer(0, b"0.100", 100)
-    assert pool.exit_process(100) == []
+    assert pool.exit_process(100) == NOTHING
     pool.expect(0, 100)
     assert not pool.free
 
@@ -108,6 +109,7 @@ def test_batches_go_to_who_has_been_free_for_longest() -> None:
     slot = pool.assign(execution(1))
     assert slot.peer == first
     pool.finish(slot, NOW)
+    slot.requests.clear()
     assert pool.assign(execution(2)).peer == second
     assert pool.assign(execution(3)).peer == first
     assert not pool.free and pool.executing == 2
@@ -118,16 +120,16 @@ def test_an_exit_returns_the_batch_and_frees_nothing() -> None:
     peer = ready(pool)
     batch = execution()
     pool.assign(batch)
-    assert pool.exit_process(999) == []
-    assert pool.exit_process(100) == [batch]
-    assert pool.exit(0) == []
+    assert pool.exit_process(999) == NOTHING
+    assert pool.exit_process(100) == Lost([batch], [])
+    assert pool.exit(0) == NOTHING
     assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"gone": 1}
 
 
 def test_an_idle_instance_that_exits_gets_nothing_more() -> None:
     pool = Pool(0)
     ready(pool)
-    assert pool.exit(0) == [] and not pool.free
+    assert pool.exit(0) == NOTHING and not pool.free
 
 
 def test_a_doomed_instance_keeps_its_batch_and_gets_no_other() -> None:
@@ -176,8 +178,9 @@ def test_requests_and_pids_are_found() -> None:
     ready(pool)
     batch = execution()
     slot = pool.assign(batch)
-    assert pool.running(batch.requests[0]) is slot
-    assert pool.running(execution(2).requests[0]) is None
+    (request,) = batch.requests
+    assert slot.requests == {request.key: request}
+    assert request.worker == (b"0.100", 100)
     assert pool.by_pid(100) is slot and pool.by_pid(0) is None
 
 
@@ -215,5 +218,15 @@ def test_an_exit_returns_everything_the_running_one_first() -> None:
     batches = [execution(1), execution(2), execution(3)]
     for batch in batches:
         pool.assign(batch)
-    assert pool.running(batches[2].requests[0]) is not None
-    assert pool.exit(0) == batches
+    assert pool.exit(0) == Lost(batches, [])
+
+
+def test_an_exit_returns_what_was_open_apart() -> None:
+    pool = Pool(0)
+    ready(pool)
+    first, second = execution(1), execution(2)
+    pool.finish(pool.assign(first), NOW)
+    pool.assign(second)
+    assert pool.executing == 2
+    assert pool.exit_process(100) == Lost([second], first.requests)
+    assert pool.executing == 0

@@ -39,7 +39,7 @@ def folder() -> Iterator[Path]:
 
 def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R15: three quarters are for one user, however many come; and again once one has left."""
-    monkeypatch.setattr(fd_limits, "for_guests", lambda: PLACES)
+    monkeypatch.setattr(fd_limits, "for_local_clients", lambda: PLACES)
     nobody: Any = None
 
     async def let_in() -> None:

@@ -28,7 +28,7 @@ from shmserve.workers.backends.python.sender import (
     StreamedResponses,
 )
 from shmserve.workers.backends.python.tensor import Tensor
-from shmserve.workers.bls.calls import CallRequest, Reply
+from shmserve.workers.bls.request import CallRequest, Reply
 
 
 class MemoryType(IntEnum):

@@ -15,7 +15,7 @@ from shmserve.workers.backends.python.errors import (
 )
 from shmserve.workers.backends.python.tensor import Tensor
 from shmserve.workers.batch.request import Response
-from shmserve.workers.bls.calls import Reply
+from shmserve.workers.bls.request import Reply
 
 _INT64 = 2**63
 

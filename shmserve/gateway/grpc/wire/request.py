@@ -56,7 +56,7 @@ _Parameters = Mapping[str, InferParameter]
 
 def wire_request(message: ModelInferRequest) -> WireRequest:
     """What the client asks for; raises InvalidArgument or Unsupported."""
-    request = WireRequest(message.id, [], [], binary=True)
+    request = WireRequest(message.id, [], [], binary=True, version=message.model_version)
     if message.parameters:
         _take_parameters(request, message.parameters)
     check_number(message.inputs, "inputs")
@@ -231,8 +231,9 @@ def _take_parameters(request: WireRequest, parameters: _Parameters) -> None:
                 _expect(key, kind, "int64_param")
                 request.timeout_us = max(value, 0)
             case _ if key == _EMPTY_FINAL:
-                # It asks for a closing response of decoupled models: of others there is one anyway.
+                # Decoupled models alone have more than one: of others the one is the last.
                 _expect(key, kind, "bool_param")
+                request.empty_final = value
             case _ if key.startswith("triton_"):
                 raise InvalidArgument(_RESERVED)
             case _:

@@ -90,22 +90,53 @@ def set_parameter(parameter: InferParameter, value: Any) -> None:
 
 _FINAL = "triton_final_response"
 FINAL = _parameters({_FINAL: True})
+_NOT_FINAL = _parameters({_FINAL: False})
 _NO_MESSAGE = "<EMPTY MESSAGE>"  # an error without a text would be none
 
 
-def streamed(response: bytes) -> bytes:
-    """A ModelInferResponse as the last one to its request in a stream."""
-    return b"".join((_INFER_RESPONSE, varint(len(response) + len(FINAL)), response, FINAL))
+def streamed(response: bytes, *, final: bool = True) -> bytes:
+    """A ModelInferResponse as it stands in a stream: the last one to its request, or not."""
+    end = FINAL if final else _NOT_FINAL
+    return b"".join((_INFER_RESPONSE, varint(len(response) + len(end)), response, end))
 
 
-def streamed_error(message: str, request_id: str, model_name: str = "") -> bytes:
+class StreamedTemplate:
+    """The responses to one request in a stream that differ only in their tensors' bytes; none of
+    them is the last."""
+
+    __slots__ = ("_fixed",)
+
+    def __init__(self, model: Model, request_id: str, answer: Inferred) -> None:
+        self._fixed = encode(model, request_id, answer, ()) + _NOT_FINAL
+
+    def fill(self, contents: Sequence[bytes]) -> bytes:
+        """The response with these bytes of its outputs, which are small."""
+        pieces = [self._fixed]
+        for content in contents:
+            pieces += (_RAW_OUTPUT, varint(len(content)), content)
+        size = sum(map(len, pieces))
+        return b"".join((_INFER_RESPONSE, varint(size), *pieces))
+
+
+def streamed_end(model_name: str, asked_version: str, request_id: str) -> bytes:
+    """What follows the last response to a request that asks for it: no outputs, only the end.
+
+    `asked_version` is the model's version as the request has it.
+    """
+    response = ModelInferResponse(model_name=model_name, model_version=asked_version, id=request_id)
+    return streamed(response.SerializeToString())
+
+
+def streamed_error(
+    message: str, request_id: str, model_name: str = "", *, final: bool = True
+) -> bytes:
     """What a stream says of a request that failed; `model_name` tells whose scheduler had it, and
-    that it is answered with this."""
+    `final` then that it is answered with this."""
     response = ModelStreamInferResponse(error_message=message or _NO_MESSAGE)
     response.infer_response.id = request_id
     if model_name:
         response.infer_response.model_name = model_name
-        response.infer_response.parameters[_FINAL].bool_param = True
+        response.infer_response.parameters[_FINAL].bool_param = final
     serialized: bytes = response.SerializeToString()
     return serialized
 

@@ -80,7 +80,11 @@ class WireOutput:
 
 @dataclass(slots=True)
 class WireRequest:
-    """A request. Outputs that are not listed are sent in the form that `binary` says."""
+    """A request. Outputs that are not listed are sent in the form that `binary` says.
+
+    `version` is the model's as a gRPC request has it, "" for the latest. `empty_final`: a last
+    response without outputs is to be sent where only the end is left to be said.
+    """
 
     id: str
     inputs: list[WireInput]
@@ -91,6 +95,8 @@ class WireRequest:
     flags: int = 0
     timeout_us: int = 0
     priority: int = 0
+    version: str = ""
+    empty_final: bool = False
 
 
 def request_id(header: Any) -> str:

@@ -21,7 +21,12 @@ class Asked(Submitted):
         self.request_id = name
         self._abandoned = abandoned
 
-    async def answer(self) -> bytes:
+    answered = True
+
+    def when_answered(self, action: Callable[[Submitted], None]) -> None:
+        action(self)
+
+    def response(self) -> bytes:
         return b""
 
     def abandon(self) -> None:
@@ -74,7 +79,7 @@ def test_who_does_not_read_is_cut_off() -> None:
     abandoned: list[str] = []
 
     class Inferences:
-        def submit(self, raw: bytes, caller: Any, remaining_s: Any) -> Submitted:
+        def stream(self, raw: bytes, caller: Any, remaining_s: Any, then: Any) -> Submitted:
             return Asked(abandoned, raw.decode())
 
     async def requests() -> AsyncIterator[bytes]:
@@ -114,7 +119,7 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
     asked = 0
 
     class Inferences:
-        def submit(self, raw: bytes, caller: Any, remaining_s: Any) -> Submitted:
+        def stream(self, raw: bytes, caller: Any, remaining_s: Any, then: Any) -> Submitted:
             nonlocal asked
             asked += 1
             return Asked(abandoned, str(asked))
@@ -135,7 +140,7 @@ def test_memory_is_given_back_when_the_call_is_over(monkeypatch: pytest.MonkeyPa
     pauses: list[int] = []
 
     class Inferences:
-        def submit(self, raw: bytes, caller: Any, remaining_s: Any) -> Submitted:
+        def stream(self, raw: bytes, caller: Any, remaining_s: Any, then: Any) -> Submitted:
             return Asked([], "")
 
     async def requests() -> AsyncIterator[bytes]:

@@ -1,0 +1,61 @@
+"""The responses to one request of a decoupled model as messages of a stream."""
+
+from __future__ import annotations
+
+from shmserve.errors import ShmserveError
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.infer import encoded
+from shmserve.gateway.grpc.wire.response import (
+    StreamedTemplate,
+    streamed,
+    streamed_end,
+    streamed_error,
+)
+from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.template_cache import TemplateCache
+
+_MOST_TEMPLATES = 8
+
+
+class StreamedRequest:
+    """Encodes what comes to `request`; `size` is what it occupies of the stream's room."""
+
+    __slots__ = ("_gateway", "_plain", "_templates", "request", "size")
+
+    def __init__(self, gateway: Gateway, request: OpenRequest, size: int) -> None:
+        self._gateway = gateway
+        self.request = request
+        self.size = size
+        self._templates: TemplateCache[StreamedTemplate] = TemplateCache(_MOST_TEMPLATES)
+        # Whether a response has all that a worker gave, as it gave it.
+        self._plain = not any(output.place for output in request.wire.outputs)
+
+    def encode(self, message: Message, *, strict: bool) -> tuple[bytes | None, Inferred | None]:
+        """The message for a response, None where there is none for it; and what it was made of,
+        whose memory is in use.
+
+        Raises the error that the response is, if the stream is `strict`.
+        """
+        final = is_last(message)
+        body = b"" if isinstance(message, m.Failed) or final else message.body
+        if (found := self._templates.find(body)) is not None:
+            template, contents = found
+            return template.fill(contents), None
+        request, wire = self.request, self.request.wire
+        answer: Inferred | None = None
+        try:
+            answer = request.outputs(message)
+            if answer is None:
+                end = streamed_end(request.model.name, wire.version, wire.id)
+                return end if wire.empty_final else None, None
+            response = encoded(self._gateway, request.model, wire, answer)
+        except ShmserveError as error:
+            if strict:
+                raise
+            return streamed_error(error.message, wire.id, request.model.name, final=final), answer
+        if body and self._plain and all(type(t.data) is bytes for t in answer.outputs):
+            template = StreamedTemplate(request.model, wire.id, answer)
+            self._templates.learn(body, answer, template)
+        return streamed(response, final=final), answer

@@ -1,0 +1,116 @@
+"""A request that gets any number of responses: flow control by credit, the end, cancellation.
+
+    opened ──> response* ──> the last one: a final `Responded`, or a `Failed`
+       └──> abandoned: cancelled at the scheduler, what comes after that is discarded
+
+A response may be sent to us only for credit; whoever has passed one on to the client says so, and
+the credit is granted again, for several small ones at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from shmserve.errors import Internal, ShmserveError, from_code
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.infer import failure, log_failure
+from shmserve.gateway.inference.builder import BuiltRequest
+from shmserve.gateway.links.scheduler import Pending
+from shmserve.gateway.model_table import Model
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
+from shmserve.ipc.transport.records import MalformedMessage
+
+logger = logging.getLogger(__name__)
+
+_GRANTED_TOGETHER = m.FIRST_CREDIT // 2
+
+Message = m.Responded | m.Failed
+
+
+class OpenRequest:
+    """`on_response(request, message)` hears of each response, in the event loop, the end included.
+
+    `passed_on` is to be told of each that the client has got; where the client is gone, `discard`
+    of the others that have come, and then `abandon`.
+    """
+
+    __slots__ = ("_dispatcher", "_owed", "_pending", "model", "over", "wire")
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        model: Model,
+        built: BuiltRequest,
+        submit: m.Submit,
+        on_response: Callable[[OpenRequest, Message], None],
+    ) -> None:
+        self._dispatcher = gateway.dispatcher
+        self._owed = 0  # responses that were passed on and are not granted again yet
+        self.model = model
+        self.wire = built.wire
+        self.over = False  # the last response is here, or nobody waits for one
+
+        def heard(message: Message) -> None:
+            if not self.over:
+                self.over = is_last(message)
+                on_response(self, message)
+
+        self._pending: Pending = self._dispatcher.open(
+            model.scheduler, submit, built.release, heard
+        )
+
+    def outputs(self, message: Message) -> Inferred | None:
+        """What a response has; None for one that only says that it was the last. Its memory is in
+        use until it is `passed_on`.
+
+        Raises the error that it is.
+        """
+        try:
+            if isinstance(message, m.Failed):
+                raise failure(message)
+            if message.code:
+                raise from_code(message.code, message.message)
+            if not message.body:
+                return None
+            return unpack_inferred(message.body)
+        except MalformedMessage as error:
+            logger.error("a worker's response is malformed: %s", error)
+            raise Internal("internal error") from None
+        except ShmserveError as error:
+            log_failure(self.model, self.wire.id, error)
+            raise
+
+    def passed_on(self, answer: Inferred | None) -> None:
+        """The client has this response: its memory is free, and another may come."""
+        if answer is not None:
+            self._pending.scheduler.release_outputs(answer)
+        if self.over:
+            return
+        self._owed += 1
+        if self._owed >= _GRANTED_TOGETHER or _is_elsewhere(answer):
+            self._dispatcher.grant(self._pending, self._owed)
+            self._owed = 0
+
+    def discard(self, message: Message) -> None:
+        """The client does not get this response."""
+        if isinstance(message, m.Responded):
+            self._pending.scheduler.discard(message)
+
+    def abandon(self) -> None:
+        """Nobody waits for more responses."""
+        if not self.over:
+            self.over = True
+            self._dispatcher.cancel(self._pending)
+
+
+def is_last(message: Message) -> bool:
+    """Whether nothing comes after it."""
+    return isinstance(message, m.Failed) or message.final
+
+
+def _is_elsewhere(answer: Inferred | None) -> bool:
+    """Whether a response has outputs in shared memory: credit counts bytes, too, and those of small
+    ones cannot keep a worker waiting."""
+    return answer is not None and any(type(t.data) is not bytes for t in answer.outputs)

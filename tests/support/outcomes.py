@@ -1,0 +1,94 @@
+"""What a pytest process came to, in lines of JSON: `-p tests.support.outcomes --outcomes FILE`.
+
+A line is written when a part of a test ends, so that a process that dies takes none of them with
+it; the last one says that the process came to its end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+_ENDED = "ended"
+
+
+@dataclass
+class Outcomes:
+    """What the tests of a process came to, each by a name that pytest takes as an argument."""
+
+    passed: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)
+    # Those that failed, in their set-up and their tear-down too, and files that were not imported;
+    # with what the first of their failures says.
+    failed: dict[str, str] = field(default_factory=dict)
+    # Whether the process ended by itself, having run them all.
+    complete: bool = False
+
+    @classmethod
+    def read(cls, file: Path) -> Outcomes:
+        """What was written to a file, which may end anywhere, and may be missing."""
+        outcomes = cls()
+        for test, outcome, text in _lines(file):
+            if outcome == _ENDED:
+                outcomes.complete = True
+            elif outcome == "failed":
+                outcomes.failed.setdefault(test, text)
+            else:
+                getattr(outcomes, outcome).add(test)
+        outcomes.passed -= outcomes.failed.keys()
+        outcomes.skipped -= outcomes.failed.keys()
+        return outcomes
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str, str]]:
+    if not file.exists():
+        return
+    for line in file.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            test, outcome, text = json.loads(line)
+            yield test, outcome, text
+
+
+class Writer:
+    """The plugin's hooks: one for each report of pytest's."""
+
+    def __init__(self, file: TextIO, root: Path) -> None:
+        self._file = file
+        self._root = root
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be imported has failed."""
+        if report.failed:
+            self._write(report.nodeid, report.outcome, report.longreprtext)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test has passed when its call has; it fails and is skipped in any of its parts."""
+        if report.when == "call" or not report.passed:
+            self._write(report.nodeid, report.outcome, report.longreprtext)
+
+    def pytest_sessionfinish(self) -> None:
+        """The process has come to its end; its exit status says to which."""
+        self._write("", _ENDED, "")
+
+    def pytest_unconfigure(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, nodeid: str, outcome: str, text: str) -> None:
+        print(json.dumps([f"{self._root}/{nodeid}", outcome, text]), file=self._file, flush=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option that names the file."""
+    parser.addoption("--outcomes", type=Path, help="file for the outcomes of tests, as JSON lines")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin to write where the option is given."""
+    if path := config.getoption("--outcomes"):
+        config.pluginmanager.register(Writer(path.open("w"), config.rootpath))

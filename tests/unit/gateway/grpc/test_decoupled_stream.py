@@ -1,0 +1,291 @@
+"""Responses of decoupled models in a stream: as they come, each in its form, for credit."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from shmserve.errors import NotFound
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
+from tests.support.waiting import until
+
+REPEAT = {
+    **identity_config("repeat", "INT32", [-1]),
+    "model_transaction_policy": {"decoupled": True},
+}
+EMPTY_FINAL = "triton_enable_empty_final_response"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with rig(tmp_path_factory.mktemp("run"), grpc=True) as made:
+        made.open()
+        yield made
+
+
+@pytest.fixture
+def repeat(gateway: Rig) -> Scheduler:
+    scheduler = gateway.scheduler(echo)
+    scheduler.held = True
+    gateway.publish(REPEAT, scheduler)
+    return scheduler
+
+
+class Stream:
+    """A call with requests as the test wants them."""
+
+    def __init__(self, gateway: Rig, metadata: Any = ()) -> None:
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{gateway.port}")
+        grpc.channel_ready_future(self._channel).result(20)
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self.call = stub.ModelStreamInfer(
+            iter(self._requests.get, None), timeout=30, metadata=metadata
+        )
+
+    def ask(self, request_id: str, **parameters: bool) -> None:
+        """Send a request."""
+        request = pb.ModelInferRequest(model_name="repeat", id=request_id)
+        request.inputs.add(name="IN", datatype="INT32", shape=[1])
+        request.raw_input_contents.append(bytes(4))
+        for key, value in parameters.items():
+            request.parameters[key].bool_param = value
+        self._requests.put(request)
+
+    def end(self) -> None:
+        """No more requests."""
+        self._requests.put(None)
+
+    def close(self) -> None:
+        """Leave."""
+        self.end()
+        self._channel.close()
+
+
+@pytest.fixture
+def stream(gateway: Rig, repeat: Scheduler) -> Iterator[Stream]:
+    made = Stream(gateway)
+    yield made
+    made.close()
+
+
+def asked(scheduler: Scheduler, number: int) -> list[tuple[bytes, int]]:
+    """The first requests, as the scheduler has them."""
+    until("they are here", lambda: len(scheduler.waiting) >= number)
+    return [(peer, submit.id) for peer, submit in scheduler.waiting]
+
+
+def response(number: int, value: int, *, final: bool = False) -> m.Responded:
+    data = np.full(1, value, np.int32).tobytes()
+    answer = Inferred((TensorRef("OUT", "INT32", (1,), data),))
+    return m.Responded(number, "", "", pack_inferred(answer), final)
+
+
+def error(number: int, text: str, *, final: bool = False) -> m.Responded:
+    return m.Responded(number, NotFound.code, text, b"", final)
+
+
+def end(number: int) -> m.Responded:
+    return m.Responded(number, "", "", b"", True)
+
+
+def values(responses: list[Any]) -> list[tuple[str, int, bool]]:
+    return [
+        (
+            r.infer_response.id,
+            int(np.frombuffer(r.infer_response.raw_output_contents[0], np.int32)[0]),
+            r.infer_response.parameters["triton_final_response"].bool_param,
+        )
+        for r in responses
+    ]
+
+
+def take(stream: Stream, number: int) -> list[Any]:
+    return [next(stream.call) for _ in range(number)]
+
+
+def test_responses_of_many_requests_come_between_each_other(
+    repeat: Scheduler, stream: Stream
+) -> None:
+    stream.ask("a")
+    stream.ask("b")
+    (peer, a), (_, b) = asked(repeat, 2)
+    repeat.say(peer, response(b, 1), response(a, 2), response(b, 3, final=True))
+    assert values(take(stream, 3)) == [("b", 1, False), ("a", 2, False), ("b", 3, True)]
+    repeat.say(peer, *(response(a, value) for value in range(10)), end(a))
+    stream.end()
+    assert values(list(stream.call)) == [("a", value, False) for value in range(10)]
+
+
+def test_a_response_has_the_models_name_and_version(repeat: Scheduler, stream: Stream) -> None:
+    stream.ask("a")
+    ((peer, a),) = asked(repeat, 1)
+    repeat.say(peer, response(a, 1))
+    said = take(stream, 1)[0].infer_response
+    assert (said.model_name, said.model_version) == ("repeat", "1")
+    assert (said.outputs[0].name, said.outputs[0].datatype) == ("OUT", "INT32")
+    assert list(said.outputs[0].shape) == [1]
+
+
+def test_the_end_alone_is_said_where_it_is_asked_for(repeat: Scheduler, stream: Stream) -> None:
+    stream.ask("silent")
+    stream.ask("said", **{EMPTY_FINAL: True})
+    (peer, silent), (_, said) = asked(repeat, 2)
+    repeat.say(peer, end(silent), end(said))
+    stream.end()
+    (only,) = stream.call
+    inferred = only.infer_response
+    assert (inferred.model_name, inferred.model_version, inferred.id) == ("repeat", "", "said")
+    assert inferred.parameters["triton_final_response"].bool_param
+    assert not inferred.outputs and not only.error_message
+
+
+def test_an_error_in_the_middle_ends_nothing(repeat: Scheduler, stream: Stream) -> None:
+    stream.ask("a")
+    ((peer, a),) = asked(repeat, 1)
+    repeat.say(peer, response(a, 1), error(a, "mid"), response(a, 2), error(a, "end", final=True))
+    stream.end()
+    first, mid, second, last = stream.call
+    assert values([first, second]) == [("a", 1, False), ("a", 2, False)]
+    for said, text, final in ((mid, "mid", False), (last, "end", True)):
+        assert said.error_message == text
+        inferred = said.infer_response
+        assert (inferred.model_name, inferred.model_version, inferred.id) == ("repeat", "", "a")
+        assert inferred.parameters["triton_final_response"].bool_param is final
+        assert "triton_final_response" in inferred.parameters
+
+
+def test_a_request_that_fails_as_a_whole(repeat: Scheduler, stream: Stream) -> None:
+    stream.ask("a")
+    ((peer, a),) = asked(repeat, 1)
+    repeat.say(peer, response(a, 1), m.Failed(a, "INTERNAL", "gone", 0, early=False))
+    stream.end()
+    _, failed = stream.call
+    assert failed.error_message == "gone"
+    assert failed.infer_response.parameters["triton_final_response"].bool_param
+
+
+def test_strict_mode_ends_with_an_error_in_the_middle(gateway: Rig, repeat: Scheduler) -> None:
+    stream = Stream(gateway, (("triton_grpc_error", "true"),))
+    stream.ask("a")
+    stream.ask("b")
+    (peer, a), (_, b) = asked(repeat, 2)
+    repeat.say(peer, response(a, 1), error(a, "mid"), response(a, 2))
+    assert values(take(stream, 1)) == [("a", 1, False)]
+    with pytest.raises(grpc.RpcError) as caught:
+        next(stream.call)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert caught.value.details() == "mid"
+    until("both are cancelled", lambda: {m.Cancel(a), m.Cancel(b)} <= set(map(_key, repeat.others)))
+    stream.close()
+
+
+def _key(message: Any) -> Any:
+    return m.Cancel(message.id) if isinstance(message, m.Cancel) else None
+
+
+def test_who_leaves_cancels_all_requests(gateway: Rig, repeat: Scheduler) -> None:
+    stream = Stream(gateway)
+    for number in range(3):
+        stream.ask(str(number))
+    waiting = asked(repeat, 3)
+    repeat.say(waiting[0][0], response(waiting[0][1], 1))
+    take(stream, 1)
+    stream.call.cancel()
+    until("all are cancelled", lambda: _cancelled(repeat) == {number for _, number in waiting})
+    stream.close()
+
+
+def _cancelled(scheduler: Scheduler) -> set[int]:
+    return {message.id for message in scheduler.others if isinstance(message, m.Cancel)}
+
+
+def granted(scheduler: Scheduler, number: int) -> int:
+    grants = [message for message in scheduler.others if isinstance(message, m.Grant)]
+    return sum(grant.responses for grant in grants if grant.id == number)
+
+
+def until_granted(scheduler: Scheduler, number: int, least: int) -> None:
+    until("there is credit", lambda: granted(scheduler, number) >= least)
+
+
+def test_credit_is_granted_for_what_is_read(repeat: Scheduler, stream: Stream) -> None:
+    """Each of 1,000 responses is sent within the credit that there is."""
+    stream.ask("a")
+    ((peer, a),) = asked(repeat, 1)
+    got: list[Any] = []
+
+    def read() -> None:
+        got.extend(stream.call)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    sent = 0
+    while sent < 1000:
+        credit = m.FIRST_CREDIT + granted(repeat, a) - sent
+        repeat.say(peer, *(response(a, sent + k) for k in range(min(credit, 1000 - sent))))
+        sent += min(credit, 1000 - sent)
+        until_granted(repeat, a, sent - m.FIRST_CREDIT + 1)
+    repeat.say(peer, end(a))
+    stream.end()
+    reader.join(20)
+    assert values(got) == [("a", value, False) for value in range(1000)]
+    grants = [message for message in repeat.others if isinstance(message, m.Grant)]
+    assert len(grants) <= 1000 // 16
+
+
+def test_who_does_not_read_gets_no_credit(gateway: Rig, repeat: Scheduler, tmp_path: Path) -> None:
+    """What gRPC takes from us before it waits for the client is bounded, and others go on."""
+    deaf, other = Stream(gateway), Stream(gateway)
+    deaf.ask("deaf")
+    ((peer, number),) = asked(repeat, 1)
+    big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
+    message = m.Responded(number, "", "", pack_inferred(big), False)
+    credit, sent, others = m.FIRST_CREDIT, 0, 0
+    while credit > sent and sent < 100_000:
+        repeat.say(peer, *[message] * (credit - sent))
+        sent = credit
+        others += 1
+        other.ask(f"other {others}")
+        peer, last = asked(repeat, 1 + others)[-1]
+        repeat.say(peer, response(last, sent, final=True))
+        assert values(take(other, 1)) == [(f"other {others}", sent, True)]
+        credit = m.FIRST_CREDIT + granted(repeat, number)
+    assert sent * 16000 < 64 << 20
+    deaf.call.cancel()
+    until("it is cancelled", lambda: number in _cancelled(repeat))
+    deaf.close()
+    other.close()
+
+
+def test_a_single_call_is_refused(gateway: Rig, repeat: Scheduler) -> None:
+    """Even where a stream has shown what its request comes to."""
+    stream = Stream(gateway)
+    for number in range(3):
+        stream.ask(str(number))
+    for peer, asked_for in asked(repeat, 3):
+        repeat.say(peer, end(asked_for))
+    request = pb.ModelInferRequest(model_name="repeat", id="0")
+    request.inputs.add(name="IN", datatype="INT32", shape=[1])
+    request.raw_input_contents.append(bytes(4))
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{gateway.port}") as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    text = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+    assert caught.value.details() == text
+    stream.close()

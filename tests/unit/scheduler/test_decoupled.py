@@ -1,0 +1,343 @@
+"""Many responses to one request: the slot of a worker and the end of a request are apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.ipc import messages as m
+from shmserve.scheduler.requests.request import NEVER
+from tests.rigs.scheduler_rig import MS, Rig, body_in_arena
+
+DIED = "the model's worker died before this request's last response"
+
+
+def started(**options: Any) -> tuple[Rig, bytes, int, int]:
+    """A decoupled model with one request at its worker: its number, and its key there."""
+    rig = Rig(decoupled=True, **options)
+    peer = rig.start()
+    (number,) = rig.submit()
+    _, batch = rig.execute()
+    return rig, peer, number, batch.requests[0].key
+
+
+def part(number: int, body: bytes = b"part", final: bool = False) -> m.Responded:
+    """A response to a client."""
+    return m.Responded(number, "", "", body, final)
+
+
+def to_worker(rig: Rig) -> list[Any]:
+    """What workers were told since the last time."""
+    return [message for _, message in rig.workers.take()]
+
+
+# --- responses ------------------------------------------------------------------------------------
+
+
+def test_responses_go_to_the_client_as_they_come_and_the_last_one_ends_the_request() -> None:
+    rig, peer, number, key = started()
+    for text in (b"a", b"b"):
+        rig.respond(peer, key, text)
+        assert rig.answers() == [part(number, text)]
+    rig.respond(peer, key, b"c", final=True)
+    assert rig.answers() == [part(number, b"c", final=True)]
+    rig.respond(peer, key, b"late")
+    assert rig.answers() == []
+    assert rig.report()["shmserve"]["malformed"] == 1
+
+
+def test_an_end_may_come_alone_and_without_any_response() -> None:
+    rig, peer, number, key = started()
+    rig.respond(peer, key, b"", final=True)
+    assert rig.answers() == [part(number, b"", final=True)]
+
+
+def test_an_error_may_be_in_the_middle() -> None:
+    rig, peer, number, key = started()
+    rig.respond(peer, key, b"", code="NOT_FOUND", message="not this one")
+    rig.respond(peer, key, final=True)
+    assert rig.answers() == [
+        m.Responded(number, "NOT_FOUND", "not this one", b"", False),
+        part(number, final=True),
+    ]
+    stats = rig.report()["inference_stats"]
+    assert (stats["success"]["count"], stats["fail"]["count"]) == (1, 0)
+
+
+def test_a_request_that_ends_with_an_error_has_failed() -> None:
+    rig, peer, number, key = started()
+    rig.respond(peer, key)
+    rig.respond(peer, key, b"", code="INTERNAL", message="no more", final=True)
+    assert rig.answers()[-1] == m.Responded(number, "INTERNAL", "no more", b"", True)
+    assert rig.report()["shmserve"]["failures"]["BACKEND"] == 1
+
+
+def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
+    rig, peer, first, key = started()
+    (second,) = rig.submit()
+    assert rig.executes() == []
+    rig.returned(peer, m.Execute(1, []))
+    _, batch = rig.execute()
+    assert rig.report()["shmserve"]["executing"] == 2
+    rig.respond(peer, key, b"of the first")
+    rig.respond(peer, batch.requests[0].key, b"of the second")
+    rig.respond(peer, key, b"", final=True)
+    assert rig.answers() == [
+        part(first, b"of the first"),
+        part(second, b"of the second"),
+        part(first, b"", final=True),
+    ]
+    assert rig.report()["shmserve"]["executing"] == 1
+
+
+def test_responses_may_all_come_before_execute_returns() -> None:
+    rig, peer, number, key = started()
+    rig.respond(peer, key)
+    rig.respond(peer, key, final=True)
+    rig.returned(peer, m.Execute(1, []))
+    assert rig.answers() == [part(number), part(number, final=True)]
+    rig.submit()
+    assert len(rig.execute()[1].requests) == 1
+
+
+def test_a_reply_ends_a_request_too() -> None:
+    rig, peer, number, key = started()
+    rig.returned(peer, m.Execute(1, []), m.Reply(key, "INVALID_ARG", "cannot be read", b""))
+    assert rig.answers() == [m.Responded(number, "INVALID_ARG", "cannot be read", b"", True)]
+    assert rig.scheduler.live == 0
+
+
+def test_a_batch_of_requests_ends_one_by_one() -> None:
+    rig = Rig({}, decoupled=True)
+    peer = rig.start()
+    numbers = rig.submit(3)
+    _, batch = rig.execute()
+    keys = [each.key for each in batch.requests]
+    rig.returned(peer, batch, m.Reply(keys[1], "INTERNAL", "no", b""))
+    rig.respond(peer, keys[2], final=True)
+    rig.respond(peer, keys[0], final=True)
+    assert [answer.id for answer in rig.answers()] == [numbers[1], numbers[2], numbers[0]]
+
+
+def test_the_order_of_requests_is_not_preserved() -> None:
+    rig = Rig({"preserve_ordering": True}, decoupled=True)
+    peer = rig.start()
+    first, second = rig.submit(2)
+    _, batch = rig.execute()
+    keys = [each.key for each in batch.requests]
+    rig.respond(peer, keys[1], final=True)
+    rig.respond(peer, keys[0], final=True)
+    assert [answer.id for answer in rig.answers()] == [second, first]
+
+
+def test_an_ordinary_model_has_one_response() -> None:
+    rig = Rig()
+    peer = rig.start()
+    rig.submit()
+    _, batch = rig.execute()
+    rig.respond(peer, batch.requests[0].key)
+    assert rig.answers() == []
+    assert rig.report()["shmserve"]["malformed"] == 1
+
+
+def test_responses_of_strangers_and_of_others_requests_are_dropped() -> None:
+    rig, _, number, key = started()
+    other = rig.start(1, 101)
+    rig.respond(b"0.77", key)
+    rig.respond(other, key)
+    rig.respond(other, 999)
+    assert rig.answers() == []
+    assert rig.report()["shmserve"]["malformed"] == 3
+    assert number == 1
+
+
+# --- credit ---------------------------------------------------------------------------------------
+
+
+def test_what_a_client_has_read_is_granted_to_the_worker() -> None:
+    rig, peer, number, key = started()
+    for _ in range(3):
+        rig.respond(peer, key)
+    rig.client(m.Grant(number, 2))
+    rig.client(m.Grant(number, 1))
+    assert to_worker(rig) == [m.GrantExecution(key, 2), m.GrantExecution(key, 1)]
+
+
+@pytest.mark.parametrize("absurd", [1 << 62, (1 << 64) - 1])
+def test_nobody_has_read_more_than_was_sent(absurd: int) -> None:
+    rig, peer, number, key = started()
+    rig.client(m.Grant(number, 5))
+    rig.respond(peer, key)
+    for responses in (-3, 0, absurd, absurd):
+        rig.client(m.Grant(number, responses))
+    rig.client(m.Grant(77, 1))
+    rig.client(m.Grant(number, 1), b"7001.cd")
+    assert to_worker(rig) == [m.GrantExecution(key, 1)]
+
+
+# --- who does not wait any more -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("responses", [0, 2])
+def test_a_cancelled_request_ends_when_the_model_ends_it(returned: bool, responses: int) -> None:
+    rig, peer, number, key = started()
+    for _ in range(responses):
+        rig.respond(peer, key)
+    if returned:
+        rig.returned(peer, m.Execute(1, []))
+    rig.answers()
+    rig.client(m.Cancel(number))
+    assert to_worker(rig) == [m.CancelExecution(key)]
+    rig.respond(peer, key, body_in_arena(100, 4096))
+    assert to_worker(rig) == [m.ReleaseOutputs(7000, [4096])]
+    assert rig.answers() == []
+    rig.respond(peer, key, body_in_arena(100, 8192), final=True)
+    assert to_worker(rig) == [m.ReleaseOutputs(7000, [8192])]
+    assert rig.answers() == [m.Failed(number, "CANCELLED", "request cancelled", 0, False)]
+    assert rig.report()["shmserve"]["failures"]["CANCELED"] == 1
+
+
+def test_a_client_that_is_gone_costs_its_requests_only() -> None:
+    rig, peer, _, key = started()
+    rig.respond(peer, key)
+    rig.returned(peer, m.Execute(1, []))
+    rig.answers()
+    rig.supervisor(m.ProcessExited(7000))
+    assert to_worker(rig) == [m.CancelExecution(key)]
+    rig.respond(peer, key)
+    assert rig.scheduler.live == 1
+    rig.respond(peer, key, b"", final=True)
+    assert rig.answers() == [] and rig.scheduler.live == 0
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
+    rig = Rig(decoupled=True)
+    peer = rig.start()
+    (number,) = rig.submit(timeout_ns=5 * MS)
+    _, batch = rig.execute()
+    key = batch.requests[0].key
+    rig.respond(peer, key)
+    if returned:
+        rig.returned(peer, batch)
+    assert rig.wake_ns < NEVER
+    rig.pass_time(6 * MS)
+    assert rig.answers() == [
+        part(number),
+        m.Failed(number, "UNAVAILABLE", "Request timeout expired", 0, True),
+    ]
+    assert to_worker(rig) == [m.CancelExecution(key)]
+    rig.respond(peer, key)
+    assert rig.answers() == []
+    rig.respond(peer, key, b"", final=True)
+    assert rig.answers() == [m.Settled(number)]
+
+
+# --- ends of workers ------------------------------------------------------------------------------
+
+
+def test_what_has_had_a_response_never_runs_again() -> None:
+    rig, peer, number, key = started()
+    rig.respond(peer, key)
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert rig.answers() == [
+        part(number),
+        m.Failed(number, "INTERNAL", f"{DIED} (signal 9)", 0, False),
+    ]
+    rig.start(0, 101)
+    assert rig.executes() == []
+
+
+def test_what_was_open_never_runs_again() -> None:
+    rig, peer, number, _ = started()
+    rig.returned(peer, m.Execute(1, []))
+    rig.supervisor(m.ProcessExited(100), m.InstanceExited(0, "signal 9"))
+    assert rig.answers() == [m.Failed(number, "INTERNAL", DIED, 0, False)]
+    assert rig.report()["shmserve"]["workers_lost"] == 1
+
+
+def test_what_has_had_none_runs_again_alone_while_others_of_its_batch_end() -> None:
+    rig = Rig({}, decoupled=True)
+    peer = rig.start()
+    ended, begun, silent = rig.submit(3)
+    _, batch = rig.execute()
+    keys = [each.key for each in batch.requests]
+    rig.respond(peer, keys[0], final=True)
+    rig.respond(peer, keys[1])
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert rig.answers() == [
+        part(ended, final=True),
+        part(begun),
+        m.Failed(begun, "INTERNAL", f"{DIED} (signal 9)", 0, False),
+    ]
+    peer = rig.start(0, 101)
+    _, again = rig.execute()
+    rig.respond(peer, again.requests[0].key, final=True)
+    assert rig.answers() == [part(silent, final=True)]
+
+
+def test_the_limit_is_execute_s_alone() -> None:
+    rig, peer, number, key = started(execution_timeout_s=1)
+    rig.pass_time(500 * MS)
+    rig.returned(peer, m.Execute(1, []))
+    rig.pass_time(60_000 * MS)
+    assert rig.control.take() == []
+    rig.respond(peer, key, final=True)
+    assert rig.answers() == [part(number, final=True)]
+
+
+def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
+    rig, peer, number, key = started(execution_timeout_s=1)
+    rig.respond(peer, key)
+    rig.pass_time(1000 * MS)
+    ((_, kill),) = rig.control.take()
+    assert isinstance(kill, m.KillInstance)
+    text = "execution of the request exceeded the limit of 1 seconds"
+    assert rig.answers()[1:] == [m.Failed(number, "INTERNAL", text, 0, True)]
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert rig.answers() == [m.Settled(number)]
+
+
+# --- ends of the scheduler ------------------------------------------------------------------------
+
+
+def test_draining_waits_for_what_is_open() -> None:
+    rig, peer, _, key = started()
+    rig.returned(peer, m.Execute(1, []))
+    rig.supervisor(m.Drain())
+    assert not [each for _, each in rig.control.take() if isinstance(each, m.Drained)]
+    rig.respond(peer, key, final=True)
+    assert [each for _, each in rig.control.take() if isinstance(each, m.Drained)]
+
+
+def test_stopping_fails_what_is_open() -> None:
+    rig, peer, number, key = started()
+    rig.respond(peer, key)
+    rig.supervisor(m.Stop())
+    _, failed = rig.answers()
+    assert (failed.id, failed.code) == (number, "UNAVAILABLE")
+    assert rig.scheduler.live == 0
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["the end", "the return"])
+def test_a_request_is_counted_once_in_either_order(first: str) -> None:
+    rig, peer, _, key = started()
+    rig.pass_time(MS)
+    if first == "the return":
+        rig.returned(peer, m.Execute(1, []))
+    rig.respond(peer, key)
+    rig.respond(peer, key, final=True)
+    if first == "the end":
+        rig.returned(peer, m.Execute(1, []))
+    report = rig.report()
+    assert (report["inference_count"], report["execution_count"]) == (1, 1)
+    stats = report["inference_stats"]
+    assert stats["success"] == {"count": 1, "ns": MS}
+    assert stats["queue"] == {"count": 1, "ns": MS - 4}
+    assert stats["compute_infer"] == {"count": 1, "ns": 2}
+    assert report["shmserve"]["histograms"]["queue_seconds"]["count"] == 1
