@@ -72,8 +72,6 @@ def unsupported(config: ModelConfig) -> str | None:
         what = "sequence_batching is"
     elif config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE:
         what = "ensemble_scheduling is"
-    elif config.model_transaction_policy.decoupled:
-        what = "the 'decoupled' transaction policy is"
     return f"{what} not supported, required by model '{config.name}'" if what else None
 
 
