@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from shmserve.common import cumulative_counters, model_metrics
 from shmserve.gateway.api import statistics
+from shmserve.gateway.api.latency_families import first_responses, summaries
 from shmserve.gateway.api.process_stats import cpu_utilization, memory_bytes, processes
 from shmserve.gateway.context import Gateway
 
@@ -134,7 +135,10 @@ class _Families(Collector):
         yield from self._hosts()
 
     def _tritons(self) -> Iterator[Metric]:
+        settings = self._gateway.settings
         for name, text, path in _COUNTERS:
+            if name.endswith("_us") and not settings.counter_latencies:
+                continue
             family = Metric(f"nv_inference_{name}", text, "counter")
             for labels, report in self._tagged:
                 value: Any = report
@@ -157,6 +161,10 @@ class _Families(Collector):
         for labels, report in self._tagged:
             pending.add_sample(pending.name, labels, report["pending"])
         yield pending
+        if settings.histogram_latencies:
+            yield from first_responses(self._tagged)
+        if settings.summary_latencies:
+            yield from summaries(self._tagged)
         loading = Metric("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
         for model in self._gateway.models.all():
             labels = {"model": model.name, "version": model.version, **model.tags}
