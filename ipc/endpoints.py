@@ -22,6 +22,11 @@ def control(run_dir: Path) -> str:
     return f"ipc://{run_dir}/control"
 
 
+def events(run_dir: Path) -> str:
+    """The socket (ZeroMQ XPUB) where the supervisor tells what happens."""
+    return f"ipc://{run_dir}/events"
+
+
 def scheduler(run_dir: Path, number: int) -> str:
     """The socket of scheduler `number` for whoever submits requests."""
     return f"ipc://{run_dir}/s{number}"

@@ -9,12 +9,24 @@ tense.
     supervisor    <-> scheduler     SupervisorToScheduler, SchedulerToSupervisor
     supervisor    <-> worker        SupervisorToWorker, WorkerToSupervisor
     supervisor    <-> local client  SupervisorToLocalClient, LocalClientToSupervisor
+    supervisor     -> who listens   ServerEvent
 
 transport/frames.py packs them.
 """
 
 from __future__ import annotations
 
+from shmserve.ipc.messages.events import (
+    EventHeader,
+    LoadRefused,
+    ModelChanged,
+    ModelCounted,
+    ProcessEnded,
+    ProcessStarted,
+    RegionBlamed,
+    RegionRegistered,
+    RegionUnregistered,
+)
 from shmserve.ipc.messages.inference import (
     FIRST_CREDIT,
     MOST_UNREAD_BYTES,
@@ -75,6 +87,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceExited,
     InstanceExpected,
     InstanceLoaded,
+    KeepStatistics,
     KillInstance,
     LoadFailed,
     LoadInstance,
@@ -110,6 +123,7 @@ __all__ = [
     "CountsInherited",
     "Drain",
     "Drained",
+    "EventHeader",
     "Execute",
     "ExecutionResponded",
     "Failed",
@@ -128,21 +142,30 @@ __all__ = [
     "InstanceExpected",
     "InstanceLoaded",
     "InstanceReady",
+    "KeepStatistics",
     "KillInstance",
     "LoadFailed",
     "LoadInstance",
     "LoadModel",
+    "LoadRefused",
     "MemoryChecked",
     "MemoryDropped",
     "MetricsReported",
+    "ModelChanged",
+    "ModelCounted",
     "ModelPublished",
     "ModelWithdrawn",
     "PoolFailed",
+    "ProcessEnded",
     "ProcessExited",
+    "ProcessStarted",
     "Refused",
     "RegionAbandoned",
+    "RegionBlamed",
     "RegionPublished",
+    "RegionRegistered",
     "RegionReleased",
+    "RegionUnregistered",
     "RegionWithdrawn",
     "RegisterCudaRegion",
     "RegisterRegion",
@@ -156,6 +179,7 @@ __all__ = [
     "SchedulerToClient",
     "SchedulerToSupervisor",
     "SchedulerToWorker",
+    "ServerEvent",
     "SetLogging",
     "Settled",
     "ShareDeviceMemory",
@@ -216,6 +240,7 @@ SupervisorToScheduler = (
     | PoolFailed
     | ProcessExited
     | CountsInherited
+    | KeepStatistics
     | SetLogging
     | Drain
     | Stop
@@ -257,3 +282,14 @@ SupervisorToLocalClient = (
 )
 LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
 LocalClientToScheduler = Submit | Cancel | Grant | Release
+ServerEvent = (
+    ModelChanged
+    | LoadRefused
+    | ProcessStarted
+    | ProcessEnded
+    | RegionRegistered
+    | RegionUnregistered
+    | RegionBlamed
+    | HealthChanged
+    | ModelCounted
+)

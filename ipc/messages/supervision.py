@@ -207,6 +207,11 @@ class StatisticsKept:
 
 
 @message
+class KeepStatistics:
+    """Say `StatisticsKept` now."""
+
+
+@message
 class CountsInherited:
     """What was counted by the one that this version replaces, of its StatisticsKept: the latest
     holds. See shmserve/counters.py."""

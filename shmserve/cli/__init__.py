@@ -18,6 +18,7 @@ usage: shmserve VERB ...
   serve          run a server
   check          load every model of a repository once, run one batch each, report
   client infer   send one request to a server
+  events         what is in a server, and what happens there
 
 shmserve VERB --help tells more; shmserve --version prints the version.
 """
@@ -57,6 +58,8 @@ def _run(arguments: list[str]) -> int:
             return _check(arguments)
         case "client":
             return _client(arguments)
+        case "events":
+            return _events(arguments)
         case "--version":
             print(f"shmserve {__version__}")
             return 0
@@ -99,6 +102,17 @@ def _client(arguments: list[str]) -> int:
     )
     client.add_arguments(parser)
     return client.run(parser.parse_args(arguments))
+
+
+def _events(arguments: list[str]) -> int:
+    from shmserve.cli import events
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve events",
+        description="Print what is in a server: models, processes, regions; and what happens.",
+    )
+    events.add_arguments(parser)
+    return events.run(parser.parse_args(arguments))
 
 
 def _asks_for_help(arguments: list[str]) -> bool:

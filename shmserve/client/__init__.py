@@ -9,10 +9,10 @@ tensors through shared memory.
     sync.py, aio.py              what programs call
     session.py, discovery.py     which server, and again when it was started anew
     connection.py, models.py     its listener: models, losses, shared memory
-    requests.py                  a program's tensors -> a request (arrays.py, options.py, plans.py)
-    exchange.py                  requests on their way, one answer each
-    results.py, errors.py        an answer -> tensors for the program, or what went wrong
-    memory.py, region.py, views.py      shared memory; device.py, dlpack.py: on a device
+    inflight.py, links.py        requests in flight, and the sockets that they go by
+    errors.py                    what went wrong here
+    request/                     a program's tensors -> a request; a response -> its tensors
+    memory/                      shared memory, of the host or a device, and arrays over it
 """
 
 from __future__ import annotations

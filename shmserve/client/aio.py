@@ -14,7 +14,7 @@ from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight import FULL, LATE, InflightTable, Pending
+from shmserve.client.inflight import FULL, LATE, Pending, RequestChannel
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
@@ -23,17 +23,17 @@ from shmserve.errors import InvalidArgument, Unavailable
 
 
 class _Turns:
-    """An exchange in an event loop: what is submitted in one turn of it leaves as one."""
+    """A channel in an event loop: what is submitted in one turn of it leaves as one."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self._flushing = False
         self._closed = False
-        self.exchange = InflightTable(connection, self._watch, self._unwatch)
+        self.channel = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
-        self.loop.add_reader(fd, lambda: self.exchange.take((fd,)))
+        self.loop.add_reader(fd, lambda: self.channel.take((fd,)))
 
     def _unwatch(self, fd: int) -> None:
         if not self.loop.is_closed():
@@ -48,12 +48,12 @@ class _Turns:
     def _flush(self) -> None:
         self._flushing = False
         if not self._closed:
-            self.exchange.flush()
+            self.channel.flush()
 
     def close(self) -> None:
         """Watch nothing any more, and close it."""
         self._closed = True
-        self.exchange.close()
+        self.channel.close()
 
     def close_soon(self) -> None:
         """`close`, in the loop, from any thread."""
@@ -94,7 +94,7 @@ class Server:
             if not future.done():
                 future.set_result(None)
 
-        pending = turns.exchange.submit(prepared, answered)
+        pending = turns.channel.submit(prepared, answered)
         turns.flush_soon()
         try:
             if options.deadline_ns:
@@ -112,7 +112,7 @@ class Server:
 
     @staticmethod
     def _cancel(turns: _Turns, pending: Pending) -> None:
-        turns.exchange.cancel(pending)
+        turns.channel.cancel(pending)
         turns.flush_soon()
 
     async def stream(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight import LATE, InflightTable, Pending
+from shmserve.client.inflight import LATE, Pending, RequestChannel
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.prepare import Prepared
@@ -44,7 +44,7 @@ class _Way(Protocol):
 
 
 class _Waiter:
-    """A thread's exchange, and how it waits."""
+    """A thread's channel, and how it waits."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -52,7 +52,7 @@ class _Waiter:
         self._left: deque[Pending] = deque()  # to be cancelled
         self.leaving = False  # to be closed by its thread, as soon as that is out of it
         self._poll = select.epoll()
-        self.exchange = InflightTable(connection, self._watch, self._poll.unregister)
+        self.channel = RequestChannel(connection, self._watch, self._poll.unregister)
 
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
@@ -60,15 +60,15 @@ class _Waiter:
     def submit(self, prepared: Prepared) -> Pending:
         try:
             with self.lock:
-                return self.exchange.submit(prepared)
+                return self.channel.submit(prepared)
         finally:
             if self.leaving:
                 self.close()
 
     def send(self, at_least: int) -> None:
-        if self.exchange.unsent >= at_least:
+        if self.channel.unsent >= at_least:
             with self.lock:
-                self.exchange.flush()
+                self.channel.flush()
 
     def wait(self, pending: Pending) -> Result:
         try:
@@ -76,8 +76,8 @@ class _Waiter:
                 try:
                     self.until(pending)
                 except BaseException:
-                    self.exchange.cancel(pending)
-                    self.exchange.flush()
+                    self.channel.cancel(pending)
+                    self.channel.flush()
                     raise
         finally:
             if self.leaving:
@@ -93,19 +93,19 @@ class _Waiter:
             finally:
                 self.lock.release()
         else:
-            self.connection.wake(self.exchange)
+            self.connection.wake(self.channel)
 
     def _cancel_left(self) -> None:
         while self._left:
-            self.exchange.cancel(self._left.popleft())
-        self.exchange.flush()
+            self.channel.cancel(self._left.popleft())
+        self.channel.flush()
 
     def until(self, pending: Pending) -> None:
         """Return when it is answered; raises TimedOut when its deadline passes first."""
-        exchange = self.exchange
+        channel = self.channel
         if pending.outcome is not None:
             return
-        exchange.flush()
+        channel.flush()
         deadline_ns = pending.prepared.options.deadline_ns
         while pending.outcome is None:
             timeout_s: float | None = None
@@ -113,19 +113,19 @@ class _Waiter:
                 timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
                 if timeout_s <= 0:
                     raise TimedOut(LATE)
-            exchange.take([fd for fd, _ in self._poll.poll(timeout_s)])
+            channel.take([fd for fd, _ in self._poll.poll(timeout_s)])
             if self._left:
                 self._cancel_left()
 
     def close(self) -> None:
         """Close all of it."""
         with self.lock:
-            self.exchange.close()
+            self.channel.close()
             self._poll.close()
 
 
 class _Borrower:
-    """A thread that has no exchange, since others have all that there may be, or it waits in its
+    """A thread that has no channel, since others have all that there may be, or it waits in its
     own: the connection's own thread sends, and waits, for it."""
 
     def __init__(self, connection: Connection) -> None:
@@ -134,7 +134,7 @@ class _Borrower:
     def submit(self, prepared: Prepared) -> Future[Result]:
         future: Future[Result] = Future()
         future.add_done_callback(_notified)
-        self.connection.call(lambda exchange: _submit(exchange, prepared, future))
+        self.connection.call(lambda channel: _submit(channel, prepared, future))
         return future
 
     def send(self, at_least: int) -> None:
@@ -325,12 +325,12 @@ def _notified(future: Future[Result]) -> None:
         future.set_running_or_notify_cancel()
 
 
-def _submit(exchange: InflightTable, prepared: Prepared, future: Future[Result]) -> None:
+def _submit(channel: RequestChannel, prepared: Prepared, future: Future[Result]) -> None:
     if future.cancelled():
         prepared.end()
         return
     try:
-        pending = exchange.submit(prepared, lambda done: _resolve(future, done))
+        pending = channel.submit(prepared, lambda done: _resolve(future, done))
     except ShmserveError as error:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
@@ -338,11 +338,11 @@ def _submit(exchange: InflightTable, prepared: Prepared, future: Future[Result])
 
     deadline_ns = prepared.options.deadline_ns
     if deadline_ns:
-        exchange.connection.expire_at(deadline_ns, pending.submit.id)
+        channel.connection.expire_at(deadline_ns, pending.submit.id)
 
     def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
         if ended.cancelled() and pending.outcome is None:
-            exchange.connection.call(lambda own: own.cancel(pending))
+            channel.connection.call(lambda own: own.cancel(pending))
 
     future.add_done_callback(over)
 

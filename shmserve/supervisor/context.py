@@ -16,6 +16,7 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.logs import LogSettings
+from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
 from shmserve.supervisor.processes.control_socket import Control
@@ -42,6 +43,7 @@ class SupervisorContext:
     local_clients: LocalClientServer | None = None
     acknowledgements: Acknowledgements = field(default_factory=Acknowledgements)
     _handlers: dict[int, tuple[str, Callable[[Any], None]]] = field(default_factory=dict)
+    events: EventPublisher = field(default_factory=EventPublisher)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

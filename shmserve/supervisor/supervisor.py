@@ -34,6 +34,8 @@ from shmserve.ipc.memory.large_copies import past_the_caches
 from shmserve.ipc.processes import marked, name_process
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.events.feed import EventFeed
+from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.host.listeners import close, hold, listen, listen_unix
 from shmserve.supervisor.host.log_file import written_to
@@ -146,6 +148,7 @@ class Supervisor:
         self._metrics = metrics
         self._grpc = grpc
         self._held = signals
+        self._events = EventPublisher()
         self._signals: asyncio.Queue[int] = asyncio.Queue()
         self._health = m.HealthChanged(live=True, ready=False, exiting=False)
         self._started = False
@@ -193,7 +196,11 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if self.config.without_effect:
             logger.warning("without effect here: %s", ", ".join(self.config.without_effect))
-        children = ProcessTable(self._process_exited)
+        events = self._events
+        children = ProcessTable(
+            self._process_exited,
+            lambda child: events.publish(m.ProcessStarted(child.pid, child.title)),
+        )
         control = Control(
             endpoints.control(self._run_dir.path),
             lambda pid: self.host.knows(pid),
@@ -208,7 +215,7 @@ class Supervisor:
         capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
         folder, log = self._run_dir.path, self.config.log
         self.host = SupervisorContext(
-            self.config, folder, children, control, front, workers, capabilities, log
+            self.config, folder, children, control, front, workers, capabilities, log, events=events
         )
         workers.start()  # first: torch takes longest
         front.start()
@@ -227,6 +234,7 @@ class Supervisor:
             lambda msg: self.host.broadcast(msg, "worker"),
             replace(self.config.shm, max_regions=most),
             self.handles if found.kind == "cuda" else None,
+            events.publish,
         )
         self.host.local_clients = LocalClientServer(
             self._run_dir.path,
@@ -238,10 +246,25 @@ class Supervisor:
         )
         planner = LoadPlanner(self.config, folder, found)
         self.registry = ModelRegistry(planner.metadata)
+        self._feed = EventFeed(
+            events,
+            self.registry.states,
+            children.all,
+            self.regions.active,
+            lambda: self._health,
+            self.registry.publish_counters,
+        )
         self.models = Models(
-            self.host, self.gateways, planner, self.registry, self._asked, self._update_health
+            self.host,
+            self.gateways,
+            planner,
+            self.registry,
+            self._asked,
+            self._update_health,
+            self._feed.models_changed,
         )
         self._poller = Poller(self.host, planner, self.registry, self.models)
+        events.open(endpoints.events(folder), self._feed.subscribed)
 
     def _preloads(self) -> tuple[str, ...]:
         # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
@@ -290,6 +313,7 @@ class Supervisor:
     def _process_exited(self, child: Child) -> None:
         self.host.dismiss(child.pid)
         self.host.acknowledgements.exited(child.pid)
+        self._events.publish(m.ProcessEnded(child.pid, child.title, child.reason))
         self.regions.gateway_exited(child.pid)
         self.host.background(self.regions.abandoned(child.pid))
         self.gateways.process_exited(child)
@@ -314,6 +338,7 @@ class Supervisor:
         if health != self._health:
             self._health = health
             self.gateways.tell(health)
+            self._events.publish(health)
 
     def _models_ready(self) -> bool:
         return not self.config.strict_readiness or self.registry.all_ready()
@@ -400,6 +425,7 @@ class Supervisor:
         if self.host.local_clients is not None:
             self.host.local_clients.close()
         self.regions.close()
+        self._events.close()
         self.host.control.close()
         self.host.children.close()
         logger.info("the server has ended")

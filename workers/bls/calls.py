@@ -3,9 +3,10 @@
 FindModel ──> supervisor: where?  ──> Submit ──> scheduler ──> Finished | Failed ──> Reply
 
 A call keeps what it submitted until it is answered: when the scheduler is lost, it is submitted
-again to the successor, or to whoever serves the model now. Inputs that lie in memory of the
-caller's own request travel as they are; outputs are copied out, so that a model may keep them.
-Calls come from the model's thread, from its event loop (many at once), from threads it starts.
+again to the successor, or to whoever serves the model now. `shmserve.ipc.inflight` has the life of
+a request. Inputs that lie in memory of the caller's own request travel as they are; outputs are
+copied out, so that a model may keep them. Calls come from the model's thread, from its event loop
+(many at once), from threads it starts.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
-from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import (
     Cancel,
@@ -31,107 +30,110 @@ from shmserve.ipc.messages import (
     ModelWithdrawn,
     ProcessExited,
     Release,
+    Responded,
     SchedulerLost,
     Settled,
-    Submit,
 )
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import (
-    INLINE_LIMIT,
-    Inference,
-    RequestedOutput,
-    pack_inference,
-    unpack_inferred,
-)
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.batch.request import Input
 from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
+from shmserve.workers.bls.request import CallMemory, CallRequest, PlacedInputs, Reply
 from shmserve.workers.bls.shared_wait import SharedWait
 from shmserve.workers.control import Control, News
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class CallInput:
-    """A tensor to send; `data` is its wire form, or where that already lies."""
+class Call(InflightRequest):
+    """An inference that was begun. `outcome`: None until it has ended; `future` has it too, where a
+    coroutine began it."""
 
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: bytes | memoryview | Place
+    __slots__ = ("arrived_ns", "client", "future", "inputs", "number", "outcome", "request")
 
-
-@dataclass(frozen=True, slots=True)
-class CallRequest:
-    """One inference of another model; `version` "" is the latest, no `outputs` all of them.
-
-    `timeout_us` is the call's own limit, `deadline_ns` (monotonic) when its caller's ends; 0: none.
-    """
-
-    model: str
-    version: str
-    inputs: Sequence[CallInput]
-    outputs: Sequence[str] = ()
-    request_id: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)
-    correlation_id: int | str = 0
-    flags: int = 0
-    timeout_us: int = 0
-    deadline_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What the other model answered; the outputs are this process's own."""
-
-    outputs: list[Input]
-    parameters: dict[str, Any]
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """An inference that was begun."""
-
-    id: int
-    request: CallRequest
-    future: asyncio.Future[Reply] | None
-    arrived_ns: int
-    inputs: tuple[TensorRef, ...] = ()
-    taken: list[int] = field(default_factory=list)  # offsets of its blocks in the arena
-    endpoint: str = ""
-    outcome: Reply | ShmserveError | None = None
+    def __init__(
+        self,
+        client: BlsClient,
+        number: int,
+        request: CallRequest,
+        future: asyncio.Future[Reply] | None,
+    ) -> None:
+        self.client = client
+        self.number = number
+        self.request = request
+        self.future = future
+        self.arrived_ns = time.monotonic_ns()
+        self.inputs = PlacedInputs((), [])
+        self.outcome: Reply | ShmserveError | None = None
+        self.endpoint = ""
+        self.responses = 0
 
     @property
     def key(self) -> Key:
+        """The model and the version that it is for."""
         return self.request.model, self.request.version
+
+    def awaited(self) -> bool:
+        return self.future is None or not self.future.done()
+
+    def respond(self, message: Response) -> None:
+        if isinstance(message, Finished):
+            self.end(self.client.read(self, message.body))
+        elif isinstance(message, Failed):
+            self.end(from_code(message.code, message.message))
+
+    def goes_elsewhere(self, message: Failed) -> bool:
+        # Perhaps it was the old scheduler of a model that has been loaded again.
+        self.client.doubt(self, from_code(message.code, message.message))
+        return True
+
+    def free(self) -> None:
+        self.client.memory.free(self.inputs.taken)
+
+    def end(self, outcome: Reply | ShmserveError) -> None:
+        """That is how it ended."""
+        self.outcome = outcome
+        future = self.future
+        if future is None:
+            self.client.wake()
+            return
+        # The loop is gone when the model did not wait for the call.
+        with contextlib.suppress(RuntimeError):
+            future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
+
+
+def _resolve(future: asyncio.Future[Reply], outcome: Reply | ShmserveError) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Reply):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
 
 
 class _Doubt(NamedTuple):
     """A call whose scheduler may not be the one that serves its model now; else it failed so."""
 
     call: Call
-    endpoint: str
     error: ShmserveError
 
 
 class BlsClient:
-    """The calls of one worker. Its arena, of `arena_byte_size`, is made when it is needed."""
+    """The calls of one worker, whose arena for large inputs is of `arena_byte_size`."""
 
     def __init__(self, control: Control, arena_byte_size: int) -> None:
         self._control = control
         self._directory = ModelDirectory(control)
-        self._arena_byte_size = arena_byte_size
-        self._arena: Arena | None = None
+        self.memory = CallMemory(arena_byte_size)
         self._mappings = Mappings()
         self._identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._ids = count(1)
         self._waiting = SharedWait(self._take)
         self._lock = self._waiting.lock
         self._links: dict[str, Dealer] = {}
-        self._open: dict[int, Call] = {}
-        self._unsettled: dict[int, Call] = {}  # failed early: a worker still reads their inputs
+        self._table: InflightTable[Call] = InflightTable()
         self._doubtful: list[_Doubt] = []
         self._doubts_arose = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waiting.add(self._doubts_arose)
@@ -191,81 +193,37 @@ class BlsClient:
     # --- out
 
     def _begin(self, request: CallRequest, future: asyncio.Future[Reply] | None) -> Call:
-        call = Call(next(self._ids), request, future, time.monotonic_ns())
+        call = Call(self, next(self._ids), request, future)
         while True:
             target = self._directory.find(call.key)
             with self._lock:
                 if not self._directory.knows(call.key, target):
                     continue  # lost while this thread waited for its turn
-                call.inputs, call.taken = self._placed(request.inputs)
+                call.inputs = self.memory.place(request.inputs)
                 try:
                     self._submit(call, target)
                 except BaseException:
-                    self._open.pop(call.id, None)
-                    self._free(call)
+                    self._table.pending.pop(call.number, None)
+                    call.free()
                     raise
             return call
-
-    def _placed(self, inputs: Sequence[CallInput]) -> tuple[tuple[TensorRef, ...], list[int]]:
-        """The inputs as they travel, and the blocks of the arena they take."""
-        loose = sum(len(item.data) for item in inputs if not isinstance(item.data, Place))
-        refs: list[TensorRef] = []
-        taken: list[int] = []
-        for item in inputs:
-            data = item.data
-            if not isinstance(data, Place):
-                data = bytes(data) if loose <= INLINE_LIMIT else self._written(data, taken)
-            refs.append(TensorRef(item.name, item.datatype, item.shape, data))
-        return tuple(refs), taken
-
-    def _written(self, data: bytes | memoryview, taken: list[int]) -> Place:
-        if self._arena is None:
-            self._arena = Arena(self._arena_byte_size)
-        try:
-            place = self._arena.allocate(len(data))
-        except ShmserveError:
-            for offset in taken:
-                self._arena.free(offset)
-            raise
-        taken.append(place.offset)
-        self._arena.view(place)[:] = data
-        return place
 
     def _submit(self, call: Call, target: Target) -> None:
         """Raises InvalidArgument when the request does not fit the model."""
         request = call.request
-        outputs = tuple(map(RequestedOutput, dict.fromkeys(request.outputs)))
-        admission = target.signature.admit(request.request_id, call.inputs, outputs)
-        deadline_ns = request.deadline_ns
-        if request.timeout_us:
-            own_ns = call.arrived_ns + request.timeout_us * 1000
-            deadline_ns = min(deadline_ns or own_ns, own_ns)
-        work = pack_inference(
-            Inference(
-                request.request_id,
-                call.inputs,
-                outputs,
-                request.parameters,
-                request.correlation_id,
-                request.flags,
-                request.timeout_us,
-                deadline_ns=deadline_ns,
-            )
-        )
-        submit = Submit(
-            call.id,
-            admission.batch_size,
-            admission.shape_key,
+        admission, pack = request.admit(target.signature, call.inputs.refs)
+        call.submit = make_submit(
+            call.number,
+            admission,
             call.arrived_ns,
-            deadline_ns,
-            request.timeout_us,
-            0,
-            work,
-            request.request_id,
+            pack,
+            request_id=request.request_id,
+            timeout_us=request.timeout_us,
+            ends_ns=request.deadline_ns,
         )
-        self._open[call.id] = call
         call.endpoint = target.endpoint
-        self._link(target.endpoint).post(submit)
+        self._table.add(call)
+        self._link(target.endpoint).post(call.submit)
 
     def _link(self, endpoint: str) -> Dealer:
         link = self._links.get(endpoint)
@@ -282,8 +240,8 @@ class BlsClient:
     def _cancel(self, call: Call) -> None:
         with self._lock:
             link = self._links.get(call.endpoint)
-            if call.id in self._open and link is not None:
-                link.post(Cancel(call.id))
+            if call.number in self._table.pending and link is not None:
+                link.post(Cancel(call.number))
         self._flush()
 
     # --- in
@@ -293,7 +251,7 @@ class BlsClient:
         self._control.pump()
         with self._lock:
             for link in self._links.values():
-                self._drain(link, link)
+                self._drain(link)
             doubtful, self._doubtful = self._doubtful, []
             if doubtful:
                 os.eventfd_read(self._doubts_arose)
@@ -301,63 +259,47 @@ class BlsClient:
             self._look_again(doubt)
         self._flush()
 
-    def _drain(self, link: Dealer, heir: Dealer) -> None:
-        """Handle what is at a link; `successor` is told what was read."""
+    def _drain(self, link: Dealer) -> None:
         for message in link.receive():
-            match message:
-                case Finished(id=number, body=body):
-                    call = self._open.pop(number, None)
-                    if call is not None:
-                        self._free(call)
-                        self._end(call, self._read(call, heir, body))
-                case Failed():
-                    self._failed(message)
-                case Settled(id=number):
-                    call = self._unsettled.pop(number, None)
-                    if call is not None:
-                        self._free(call)
-                case _:
-                    logger.warning("unexpected %s", type(message).__name__)
+            if not isinstance(message, Finished | Responded | Failed | Settled):
+                logger.warning("unexpected %s", type(message).__name__)
+            elif not self._table.take(message):
+                self._discard(message, link)
 
-    def _read(self, call: Call, link: Dealer, body: bytes) -> Reply | ShmserveError:
+    def _discard(self, message: Response | Settled, link: Dealer) -> None:
+        """Nobody reads this response, and its outputs take up a worker's memory."""
+        if isinstance(message, Finished | Responded) and message.body:
+            with contextlib.suppress(MalformedMessage):
+                _release(unpack_inferred(message.body), link)
+
+    def read(self, call: Call, body: bytes) -> Reply | ShmserveError:
+        """What a call was answered, copied; with the lock."""
         try:
             answer = unpack_inferred(body)
         except MalformedMessage as error:
             logger.error("a worker's answer is malformed: %s", error)
             return Internal("internal error")
-        held: dict[int, list[int]] = {}
         outputs: list[Input] = []
         outcome: Reply | ShmserveError = Reply(outputs, answer.parameters)
         model = call.request.model
         for ref in answer.outputs:
             data = ref.data
-            if isinstance(data, Place):
-                held.setdefault(data.memory.pid, []).append(data.offset)
             try:
                 own = bytearray(data if isinstance(data, bytes) else self._mappings.view(data))
             except ShmserveError as error:
                 outcome = error
                 continue
             outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(own), model=model))
-        for pid, offsets in held.items():
-            link.post(Release(pid, offsets))
+        link = self._links.get(call.endpoint)
+        if link is not None:
+            _release(answer, link)
         return outcome
 
-    def _failed(self, message: Failed) -> None:
-        call = self._open.get(message.id)
-        if call is None:
-            return
-        error = from_code(message.code, message.message)
-        if message.early:
-            self._unsettled[message.id] = call
-        elif message.code == Unavailable.code:
-            # Perhaps it was the old scheduler of a model that has been loaded again.
-            self._doubt(call, error)
-            return
-        else:
-            self._free(call)
-        del self._open[message.id]
-        self._end(call, error)
+    def wake(self) -> None:
+        """Have every thread that waits look whether its call has ended; with the lock."""
+        self._waiting.wake()
+
+    # --- losses
 
     def _hear(self, news: News) -> None:
         # Called by whoever reads the supervisor's socket, with its lock held: not to be asked here.
@@ -374,26 +316,24 @@ class BlsClient:
         self._directory.lose(endpoint)
         link = self._links.pop(endpoint, None)
         if link is not None:
-            heir = self._link(successor) if successor else link
-            self._drain(link, heir)
-            heir.flush()
+            if successor:  # who is told that its last words have been read
+                self._links[endpoint] = self._link(successor)
+            self._drain(link)
+            self._links.pop(endpoint, link).flush()
             self._waiting.remove(link.fd)
             link.close()
-        for call in [call for call in self._unsettled.values() if call.endpoint == endpoint]:
-            del self._unsettled[call.id]
-            self._free(call)
-        for call in self._open.values():
-            if call.endpoint == endpoint:
-                self._doubt(call, Unavailable("the scheduler of the model was lost"))
+        for call in self._table.lose(endpoint):
+            self.doubt(call, Unavailable("the scheduler of the model was lost"))
 
-    def _doubt(self, call: Call, error: ShmserveError) -> None:
-        self._doubtful.append(_Doubt(call, call.endpoint, error))
-        os.eventfd_write(self._doubts_arose, 1)  # someone must look again, without the lock
+    def doubt(self, call: Call, error: ShmserveError) -> None:
+        """Have somebody look, without the lock, who serves the model of a call that nobody has."""
+        self._doubtful.append(_Doubt(call, error))
+        os.eventfd_write(self._doubts_arose, 1)
 
     def _look_again(self, doubt: _Doubt) -> None:
         """Submit a call to whoever serves its model now, unless that is who failed it."""
-        call, endpoint, outcome = doubt
-        self._directory.doubt(call.key, endpoint)
+        call, outcome = doubt
+        self._directory.doubt(call.key, call.endpoint)
         target: Target | None = None
         while True:
             try:
@@ -401,43 +341,24 @@ class BlsClient:
             except ShmserveError as error:
                 target, outcome = None, error
             with self._lock:
-                if call.id not in self._open or call.endpoint != endpoint:
-                    return  # dealt with already
                 if target is not None and not self._directory.knows(call.key, target):
                     continue
-                abandoned = call.future is not None and call.future.done()
                 try:
-                    if target is not None and target.endpoint != endpoint and not abandoned:
+                    if target is not None and target.endpoint != call.endpoint and call.awaited():
                         self._submit(call, target)
                         return
                 except ShmserveError as error:
                     outcome = error
-                del self._open[call.id]
-                self._free(call)
-                self._end(call, outcome)
+                call.free()
+                call.end(outcome)
                 return
 
-    def _free(self, call: Call) -> None:
-        for offset in call.taken:
-            assert self._arena is not None
-            self._arena.free(offset)
-        call.taken = []
 
-    def _end(self, call: Call, outcome: Reply | ShmserveError) -> None:
-        call.outcome = outcome
-        future = call.future
-        if future is None:
-            self._waiting.wake()
-            return
-        # The loop is gone when the model did not wait for the call.
-        with contextlib.suppress(RuntimeError):
-            future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
-
-
-def _resolve(future: asyncio.Future[Reply], outcome: Reply | ShmserveError) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Reply):
-        future.set_result(outcome)
-    else:
-        future.set_exception(outcome)
+def _release(answer: Inferred, link: Dealer) -> None:
+    """Tell the workers that their outputs have been read."""
+    held: dict[int, list[int]] = {}
+    for ref in answer.outputs:
+        if isinstance(ref.data, Place):
+            held.setdefault(ref.data.memory.pid, []).append(ref.data.offset)
+    for pid, offsets in held.items():
+        link.post(Release(pid, offsets))

@@ -130,6 +130,7 @@ class InstanceProcesses:
         # It may have ended by itself meanwhile, and another process be on its way to its place.
         if instance is not None and child is not None and child.pid == pid:
             logger.error("instance '%s' is killed: %s", instance.name, reason)
+            child.cause = reason
             child.dump_stacks()
             # The dump is written by the dying process itself; give it a moment, not more.
             asyncio.get_running_loop().call_later(0.1, child.kill)

@@ -34,7 +34,7 @@ _UNLOADED_MEANWHILE = "the model is unloaded"
 
 class Models:
     """Loads and unloads. `on_call` takes what models ask of the server, `on_change` hears of
-    readiness."""
+    readiness, `on_states` of every state."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class Models:
         registry: ModelRegistry,
         on_call: Callable[[int, Any], None],
         on_change: Callable[[], None],
+        on_states: Callable[[], None],
     ) -> None:
         self._context = context
         self._gateways = gateways
@@ -51,7 +52,12 @@ class Models:
         self._registry = registry
         self._on_call = on_call
         self._on_change = on_change
-        self._rollout = Rollout(context, gateways, registry, planner, on_change)
+        self._on_states = on_states
+        self._rollout = Rollout(context, gateways, registry, planner, self._states_changed)
+
+    def _states_changed(self) -> None:
+        self._on_states()
+        self._on_change()
 
     # --- what is asked
 
@@ -110,9 +116,16 @@ class Models:
 
         Raises ShmserveError with Triton's texts; what served goes on serving then.
         """
+        try:
+            await self._load_in_turn(name, config, files or {})
+        except ShmserveError as error:
+            self._context.events.publish(m.LoadRefused(name, error.message))
+            raise
+
+    async def _load_in_turn(self, name: str, config: str, files: dict[str, bytes]) -> None:
         unloads = self._registry.model(name).unloads
         async with self._registry.turn(name) as model:
-            specs = await self._plan(model, config, files or {})
+            specs = await self._plan(model, config, files)
             if model.unloads != unloads:
                 for spec in specs:
                     self._planner.discard(spec)
@@ -127,6 +140,7 @@ class Models:
             for version in new:
                 if version.spec.version not in model.serving:
                     model.status[version.spec.version] = Status(ModelState.LOADING)
+            self._on_states()
             try:
                 await self._start_all(model, new)
                 await self._rollout.switch(model, {v.spec.version: v for v in new})
@@ -143,7 +157,7 @@ class Models:
             # Of a name that no repository has, nothing is kept: anybody may have mistyped it.
             if not model.serving and (model.status or self._planner.has(name)):
                 model.status = {"": Status(ModelState.UNAVAILABLE, error.message)}
-                self._on_change()
+                self._states_changed()
             raise
 
     async def _start_all(self, model: Model, new: list[ModelVersion]) -> None:
@@ -167,7 +181,7 @@ class Models:
             for number, status in model.status.items():
                 if status.state is ModelState.LOADING:
                     model.status[number] = Status(ModelState.UNAVAILABLE, "another version failed")
-            self._on_change()
+            self._states_changed()
             raise load_failed(model, failures)
 
     async def unload(self, name: str) -> None:

@@ -34,7 +34,7 @@ def load_failed(model: Model, reasons: Mapping[str, str]) -> InvalidArgument:
 
 
 class Rollout:
-    """Puts versions in service and out of it. `on_change` hears of readiness."""
+    """Puts versions in service and out of it. `on_change` hears of states."""
 
     def __init__(
         self,

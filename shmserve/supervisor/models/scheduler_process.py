@@ -15,6 +15,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.events.counters import counted
 from shmserve.supervisor.models.carry_over import CarryOver
 from shmserve.supervisor.models.states import Lifetime
 from shmserve.supervisor.models.version_spec import VersionSpec
@@ -44,6 +45,7 @@ class SchedulerProcess:
         self._ready: asyncio.Future[None] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
         self.counts = CarryOver(self.tell)
+        self._publish_counters = False
 
     @property
     def number(self) -> int:
@@ -116,6 +118,7 @@ class SchedulerProcess:
                     "request_timeout_us": server.request_timeout_us,
                     "max_queue_size": server.max_queue_size,
                     "delay_scheduler": server.delay_scheduler,
+                    "quantiles": server.metrics.kept_quantiles,
                 },
             },
         )
@@ -130,6 +133,9 @@ class SchedulerProcess:
                     self._drained.set_result(None)
             case m.StatisticsKept(statistics, metrics):
                 self.counts.keep(statistics, metrics)
+                if self._publish_counters:
+                    self._publish_counters = False
+                    self._context.events.publish(counted(statistics))
             case _:
                 self._on_message(message)
 
@@ -137,6 +143,11 @@ class SchedulerProcess:
         """Send a message to the one that was started last."""
         if self._child is not None:
             self._context.control.send(self._child.pid, message)
+
+    def publish_counters(self) -> None:
+        """Have its counters published as an event."""
+        self._publish_counters = True
+        self.tell(m.KeepStatistics())
 
     async def drain(self) -> None:
         """Have it finish what it has; returns when it did, or is gone."""

@@ -164,6 +164,20 @@ class ModelRegistry:
             ]
         return rows
 
+    def states(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """The state of each version, and the reason for it, by name and version."""
+        return {
+            (model.name, version): (str(status.state), status.reason)
+            for model in self._models.values()
+            for version, status in model.states().items()
+        }
+
+    def publish_counters(self) -> None:
+        """Have the counters of what serves published as events."""
+        for model in self._models.values():
+            for version in model.serving.values():
+                version.publish_counters()
+
     def all_ready(self) -> bool:
         """Whether every model that should serve does."""
         return all(

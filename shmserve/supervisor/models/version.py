@@ -125,6 +125,10 @@ class ModelVersion:
         `successor`'s."""
         self._scheduler.counts.hand_to(None if successor is None else successor._scheduler.counts)
 
+    def publish_counters(self) -> None:
+        """Have its counters published as an event."""
+        self._scheduler.publish_counters()
+
     # --- events
 
     def _scheduler_said(self, message: Any) -> None:

@@ -32,11 +32,18 @@ class Child:
     title: str
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
+    cause: str = ""  # why it is killed, where the server does that
 
     @property
     def alive(self) -> bool:
         """Whether it has not been seen to end."""
         return not self.exited.done()
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, once it has: its exit status or signal, and the cause."""
+        reason = self.exited.result()
+        return f"{reason}: {self.cause}" if self.cause else reason
 
     async def gone(self) -> str:
         """Wait for its end; why it ended."""
@@ -55,10 +62,15 @@ class Child:
 
 class ProcessTable:
     """All processes of this server. `on_exit(child)` is called for each that ends, before its
-    `exited` waiters run."""
+    `exited` waiters run, `on_start(child)` for each that is entered."""
 
-    def __init__(self, on_exit: Callable[[Child], None]) -> None:
+    def __init__(
+        self,
+        on_exit: Callable[[Child], None],
+        on_start: Callable[[Child], None] = lambda child: None,
+    ) -> None:
         self._on_exit = on_exit
+        self._on_start = on_start
         self._known: dict[int, Child] = {}
         self._early: dict[int, str] = {}
         self._spawning = 0
@@ -74,6 +86,7 @@ class ProcessTable:
         """Enter a process that was just started."""
         child = Child(pid, title, self._loop.create_future())
         self._known[pid] = child
+        self._on_start(child)
         if pid in self._early:
             # Whoever started it enters it first, and hears of its end then.
             self._loop.call_soon(self._ended, pid, self._early.pop(pid))
@@ -138,6 +151,7 @@ class ProcessTable:
         timer = child.stop_timer
         self._reap()  # this loop may have been the one that stood still
         if child.stop_timer is timer:
+            child.cause = f"it was stopped for {STOPPED_LIMIT_S} s"
             child.kill()
 
     def _kill_strays(self) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor's end of a zygote: requests to fork a process; and its restart when it dies."""
+"""The supervisor's end of a zygote: asks it to fork, and replaces one that dies."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shmserve.common.cuda_errors import not_supported
 from shmserve.common.shm_access import (
     EVERYONE,
     NO_GROUP,
@@ -40,10 +41,17 @@ from shmserve.common.shm_access import (
 from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument, Unsupported
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
+from shmserve.ipc.messages import (
+    MemoryDropped,
+    RegionBlamed,
+    RegionPublished,
+    RegionRegistered,
+    RegionUnregistered,
+    RegionWithdrawn,
+)
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
-from shmserve.supervisor.regions.cuda_handles import Exporter, HandleCheck, not_supported
+from shmserve.supervisor.regions.cuda_handles import Exporter, HandleCheck
 from shmserve.supervisor.regions.pinned_quota import PinnedQuota
 from shmserve.supervisor.regions.quota import RegionQuota
 
@@ -106,6 +114,13 @@ class Region:
         size = min(shared.size, end)
         return replace(told, pid=os.getpid(), fd=shared.fd, inode=shared.inode, object_size=size)
 
+    def registered(self) -> RegionRegistered:
+        """What who listens to events is told."""
+        device = -1 if self.cuda is None else self.cuda.device
+        return RegionRegistered(
+            self.name, self.key, self.offset, self.byte_size, self.owner.uid, device
+        )
+
     @property
     def orphaned(self) -> bool:
         """Whether the owner of the object removed it: a name for it can be taken over."""
@@ -126,7 +141,8 @@ Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
 
 class RegionRegistry:
     """Registers and unregisters; `publish` reaches every gateway (pids: `gateways`),
-    `tell_workers` every worker. Without a `handles` check there is no CUDA memory."""
+    `tell_workers` every worker, `tell` who listens to events. Without a `handles` check there is
+    no CUDA memory."""
 
     def __init__(
         self,
@@ -135,8 +151,10 @@ class RegionRegistry:
         tell_workers: Callable[[Any], None],
         policy: ShmPolicy,
         handles: HandleCheck | None = None,
+        tell: Callable[[Any], None] = lambda event: None,
     ) -> None:
         self._publish = publish
+        self._tell = tell
         self._gateways = gateways
         self._tell_workers = tell_workers
         self._policy = policy
@@ -199,8 +217,9 @@ class RegionRegistry:
             region.lessor = lessor
             if known is not None:
                 logger.info("region replaced: the object behind its name was removed")
-                await self._withdraw(known)
+                await self._withdraw(known, "the object behind its name was removed")
             self._active[name] = region
+            self._tell(region.registered())
             await self._publish(region.published)
             return {"memory_id": region.memory_id}
 
@@ -240,8 +259,9 @@ class RegionRegistry:
                 self._close(region)
                 raise
             if known is not None:
-                await self._withdraw(known)
+                await self._withdraw(known, "the object behind its name was removed")
             self._active[name] = region
+            self._tell(region.registered())
             await self._publish(region.published)
 
     def _has_cuda(
@@ -261,7 +281,7 @@ class RegionRegistry:
             async with self._turn:
                 if self._active.get(region.name) is region:
                     logger.warning("region '%s' ends with the process that owned it", region.name)
-                    await self._withdraw(region)
+                    await self._withdraw(region, "the process that owned it has ended")
 
         in_background(end(), self._endings)
 
@@ -410,10 +430,13 @@ class RegionRegistry:
                         "worker died: it is unregistered",
                         region.name,
                     )
-                    await self._withdraw(region)
+                    reason = "it was truncated while a worker used it, and the worker died"
+                    self._tell(RegionBlamed(region.name, reason))
+                    await self._withdraw(region, reason)
 
-    async def _withdraw(self, region: Region) -> None:
+    async def _withdraw(self, region: Region, reason: str = "") -> None:
         self._active.pop(region.name, None)
+        self._tell(RegionUnregistered(region.name, reason))
         self._draining[region.memory_id] = region
         region.users = set(self._gateways())
         await self._publish(lambda number: RegionWithdrawn(region.name, region.memory_id, number))

@@ -12,7 +12,8 @@ from shmserve.ipc.messages import FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import BlsClient, CallRequest, Reply
+from shmserve.workers.bls.calls import BlsClient
+from shmserve.workers.bls.request import CallRequest, Reply
 
 logger = logging.getLogger(__name__)
 

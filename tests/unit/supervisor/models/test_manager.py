@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -75,9 +76,8 @@ def server(processes: Processes, repository: Repository) -> tuple[Models, Poller
     gateways: Any = Gateways()
     planner: Any = repository
     registry = ModelRegistry(repository.metadata)
-    made = Models(
-        processes.host, gateways, planner, registry, lambda pid, message: None, lambda: None
-    )
+    nobody = MagicMock()
+    made = Models(processes.host, gateways, planner, registry, nobody, nobody, nobody)
     processes.on_end = registry.process_exited
     return made, Poller(processes.host, planner, registry, made)
 

@@ -1,0 +1,98 @@
+"""`shmserve events`: what is in a server, and what happens there, a line an event."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from shmserve.client.events import TOPICS, EventReader, Told
+from shmserve.ipc import messages as m
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags to its parser."""
+    parser.add_argument("--follow", action="store_true", help="then tell what happens, as it does")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line")
+    parser.add_argument("--run-dir", metavar="DIR", help="the server's [this user's server's]")
+    parser.add_argument(
+        "--topic",
+        action="append",
+        choices=TOPICS,
+        metavar="TOPIC",
+        help=f"of these alone (repeatable): {', '.join(TOPICS)} (once a second) [all]",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is, and with `--follow` what happens until the server has ended.
+
+    Returns 0. Raises Disconnected when there is no server, or not any more.
+    """
+    show = _as_json if args.json else _as_text
+    topics = tuple(args.topic or TOPICS)
+    with EventReader(args.run_dir, topics if args.follow else ()) as reader:
+        for told in reader.snapshot():
+            if m.events.TOPICS[type(told.event)] in topics:
+                print(show(told), flush=True)
+        if args.follow:
+            for told in reader.follow():
+                if told.lost:
+                    print(_lost(told, args.json))
+                print(show(told), flush=True)
+    return 0
+
+
+def _time(told: Told) -> str:
+    when = datetime.fromtimestamp(told.time_ns / 1e9, UTC)
+    return f"{when:%Y-%m-%dT%H:%M:%S}.{told.time_ns // 1_000_000 % 1000:03d}Z"
+
+
+def _as_json(told: Told) -> str:
+    event = told.event
+    kind = type(event)
+    shown = {"time": _time(told), "topic": m.events.TOPICS[kind], "event": kind.__name__}
+    return json.dumps(shown | asdict(event))
+
+
+def _lost(told: Told, as_json: bool) -> str:
+    if as_json:
+        shown = {"time": _time(told), "topic": told.topic, "event": "EventsLost"}
+        return json.dumps(shown | {"count": told.lost})
+    return f"{_time(told)} {told.lost} events of {told.topic} lost: they were not read in time"
+
+
+def _as_text(told: Told) -> str:
+    return "".join(c if c.isprintable() else "?" for c in f"{_time(told)} {_text(told.event)}")
+
+
+def _text(event: Any) -> str:
+    match event:
+        case m.ModelChanged(name, version, state, reason):
+            shown = f"model {name}{f' version {version}' if version else ''}"
+            return f"{shown}: {state or 'gone'}{_because(reason)}"
+        case m.LoadRefused(name, reason):
+            return f"model {name}: not loaded{_because(reason)}"
+        case m.ProcessStarted(pid, title):
+            return f"process {pid} {title}: runs"
+        case m.ProcessEnded(pid, title, reason):
+            return f"process {pid} {title}: ended ({reason})"
+        case m.RegionRegistered(name, key, offset, byte_size, uid, device):
+            where = f"{key} from {offset}" if device < 0 else f"on device {device}"
+            return f"region {name}: {byte_size} bytes, {where}, of uid {uid}"
+        case m.RegionUnregistered(name, reason):
+            return f"region {name}: unregistered{_because(reason)}"
+        case m.RegionBlamed(name, reason):
+            return f"region {name}: to blame{_because(reason)}"
+        case m.HealthChanged(_, ready, exiting):
+            return f"server: {'stopping' if exiting else 'ready' if ready else 'not ready'}"
+        case m.ModelCounted(name, version, counters):
+            shown = " ".join(f"{key}={value}" for key, value in counters.items())
+            return f"counters of {name} version {version}: {shown}"
+    return str(event)
+
+
+def _because(reason: str) -> str:
+    return f" ({reason.strip()})" if reason.strip() else ""

@@ -1,0 +1,135 @@
+"""A server's events, for a program of its user on this host: what is, and what happens then."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from shmserve.client import discovery
+from shmserve.client.errors import Disconnected
+from shmserve.ipc import endpoints
+from shmserve.ipc.messages.events import (
+    COUNTERS,
+    HEALTH,
+    MODELS,
+    PROCESSES,
+    REGIONS,
+    SNAPSHOT,
+    EventHeader,
+)
+from shmserve.ipc.transport.frames import unpack
+from shmserve.ipc.transport.records import MalformedMessage
+
+TOPICS = (HEALTH, MODELS, PROCESSES, REGIONS, COUNTERS)
+
+_ANSWER_WITHIN_MS = 10_000
+_ENDINGS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something that the server told: an event of shmserve.ipc.messages.events, when (ns since the
+    epoch), and how many of its topic were lost just before it."""
+
+    topic: str
+    event: Any
+    time_ns: int
+    lost: int
+
+
+class Gaps:
+    """How many events of each topic did not arrive, by their numbers (pure)."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, int] = {}
+
+    def before(self, topic: str, sequence: int) -> int:
+        """How many were lost between this one and the one that came before it."""
+        latest = self._latest.get(topic, sequence - 1)
+        self._latest[topic] = sequence
+        return max(sequence - latest - 1, 0)
+
+
+class EventReader:
+    """Listens to a server's events, of these topics.
+
+    run_dir: as `shmserve.client.connect` has it. Raises Disconnected where there is no server.
+    """
+
+    def __init__(
+        self, run_dir: str | os.PathLike[str] | None = None, topics: Iterable[str] = TOPICS
+    ) -> None:
+        endpoint = endpoints.events(discovery.find(run_dir))
+        if not Path(endpoint.removeprefix("ipc://")).is_socket():
+            raise Disconnected(f"no server tells its events at {endpoint}")
+        self._gaps = Gaps()
+        self._context = zmq.Context(io_threads=1)
+        try:
+            self._socket = self._context.socket(zmq.SUB)
+            self._socket.set(zmq.LINGER, 0)
+            self._monitor = self._socket.get_monitor_socket(_ENDINGS)
+            self._socket.connect(endpoint)
+            for topic in topics:
+                self._socket.subscribe(topic)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+
+    def snapshot(self) -> list[Told]:
+        """What is; events that came before it are in it. Raises Disconnected."""
+        mine = SNAPSHOT + secrets.token_hex(8)
+        self._socket.subscribe(mine)
+        try:
+            while True:
+                topic, header, events = self._next(_ANSWER_WITHIN_MS)
+                if topic == mine:
+                    return [Told(topic, event, header.time_ns, 0) for event in events]
+                self._gaps.before(topic, header.sequence)
+        finally:
+            self._socket.unsubscribe(mine)
+
+    def follow(self) -> Iterator[Told]:
+        """What happens, as it does. Raises Disconnected when the server has ended."""
+        while True:
+            topic, header, events = self._next(None)
+            lost = self._gaps.before(topic, header.sequence)
+            for event in events:
+                yield Told(topic, event, header.time_ns, lost)
+                lost = 0
+
+    def _next(self, timeout_ms: int | None) -> tuple[str, EventHeader, list[Any]]:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(timeout_ms))
+            if self._socket in ready:
+                topic, frame = self._socket.recv_multipart()
+                try:
+                    header, *events = unpack(frame)
+                except MalformedMessage as error:
+                    raise Disconnected(f"what tells events is no server: {error}") from None
+                return topic.decode(), header, events
+            if self._monitor in ready:
+                recv_monitor_message(self._monitor)
+                raise Disconnected("the server has ended")
+            raise Disconnected("the server does not say what is")
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> EventReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""The server's events, for whoever listens."""

@@ -1,0 +1,91 @@
+"""Events that somebody has to look for: the models' states, their counters once a second, and what
+there is when somebody begins to listen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from shmserve.ipc.messages.events import (
+    COUNTERS,
+    MODELS,
+    SNAPSHOT,
+    ModelChanged,
+    ProcessStarted,
+)
+from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.regions.registry import Region
+
+_COUNTERS_EVERY_S = 1.0
+
+# (state, reason) of (name, version)
+States = Mapping[tuple[str, str], tuple[str, str]]
+
+
+class EventFeed:
+    """Follows the models for who listens to them.
+
+    models(): the state of each version; processes(), regions(), health(): what there is;
+    count(): have the counters of every model published.
+    """
+
+    def __init__(
+        self,
+        publisher: EventPublisher,
+        models: Callable[[], States],
+        processes: Callable[[], list[Child]],
+        regions: Callable[[], list[Region]],
+        health: Callable[[], Any],
+        count: Callable[[], None],
+    ) -> None:
+        self._publisher = publisher
+        self._models = models
+        self._processes = processes
+        self._regions = regions
+        self._health = health
+        self._count = count
+        self._known: States = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def subscribed(self, prefix: str, wanted: bool) -> None:
+        """Somebody listens to topics that begin with this, or nobody does any more."""
+        if wanted and prefix.startswith(SNAPSHOT):
+            self._publisher.answer(prefix, self.snapshot())
+        if wanted and MODELS.startswith(prefix):
+            self._known = self._models()
+        if self._timer is None:
+            self._tick()
+
+    def models_changed(self) -> None:
+        """A model may be in another state."""
+        if self._publisher.wants(MODELS):
+            before, self._known = self._known, self._models()
+            for event in changes(before, self._known):
+                self._publisher.publish(event)
+
+    def snapshot(self) -> Iterator[Any]:
+        """What there is."""
+        yield self._health()
+        yield from changes({}, self._models())
+        for child in self._processes():
+            yield ProcessStarted(child.pid, child.title)
+        for region in self._regions():
+            yield region.registered()
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._publisher.wants(COUNTERS):
+            self._count()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_COUNTERS_EVERY_S, self._tick)
+
+
+def changes(before: States, after: States) -> Iterator[ModelChanged]:
+    """What happened to the models between two looks at them."""
+    for name, version in before.keys() - after.keys():
+        yield ModelChanged(name, version, "", "")
+    for (name, version), state in after.items():
+        if before.get((name, version)) != state:
+            yield ModelChanged(name, version, *state)
