@@ -7,10 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from shmserve.common import first_response
 
-FIRST_RESPONSE_FAMILY = "nv_inference_first_response_histogram_ms"
-FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
+logger = logging.getLogger(__name__)
 
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
@@ -58,7 +57,7 @@ class Settings:
     hold_until: int
     decoupled: bool = False  # any number of responses to a request
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
-    first_response_buckets_ms: tuple[float, ...] = FIRST_RESPONSE_BUCKETS_MS
+    first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
 
     @classmethod
     def read(cls, config: dict[str, Any], version: str, server: dict[str, Any]) -> Settings:
@@ -103,9 +102,9 @@ def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
     for control in (config.get("model_metrics") or {}).get("metric_control") or ():
         identifier = control.get("metric_identifier") or {}
         buckets = (control.get("histogram_options") or {}).get("buckets")
-        if identifier.get("family") == FIRST_RESPONSE_FAMILY and buckets:
+        if identifier.get("family") == first_response.FAMILY and buckets:
             return tuple(map(float, buckets))
-    return FIRST_RESPONSE_BUCKETS_MS
+    return first_response.BUCKETS_MS
 
 
 def _policy(policy: dict[str, Any], default_bound: int) -> QueuePolicy:

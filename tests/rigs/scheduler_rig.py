@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.common import first_response
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -16,7 +17,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.transport import frames
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.requests.request import NEVER
-from shmserve.scheduler.settings import FIRST_RESPONSE_FAMILY, Settings
+from shmserve.scheduler.settings import Settings
 
 MS = 1_000_000
 GATEWAY = b"7000.ab"
@@ -67,7 +68,7 @@ class Rig:
         if decoupled:
             config["model_transaction_policy"] = {"decoupled": True}
         if buckets_ms is not None:
-            family = {"metric_identifier": {"family": FIRST_RESPONSE_FAMILY}}
+            family = {"metric_identifier": {"family": first_response.FAMILY}}
             control = {**family, "histogram_options": {"buckets": buckets_ms}}
             config["model_metrics"] = {"metric_control": [control]}
         if dynamic is not None:

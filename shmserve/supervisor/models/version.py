@@ -267,6 +267,7 @@ class ModelVersion:
                     "request_timeout_us": config.request_timeout_us,
                     "max_queue_size": config.max_queue_size,
                     "delay_scheduler": config.delay_scheduler,
+                    "quantiles": config.metrics.kept_quantiles,
                 },
             },
         )

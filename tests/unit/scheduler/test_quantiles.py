@@ -17,10 +17,10 @@ def test_a_quantile_is_near_the_value_of_its_rank(values: list[int]) -> None:
     for value in values:
         sketch.observe(value, 5)
     ranked = sorted(max(0, value) for value in values)
-    for quantile, value in sketch.report(ALL, 6):
-        assert quantile is not None and value is not None
+    for quantile, found in sketch.report(ALL, 6):
+        assert quantile is not None and found is not None
         exact = ranked[int(quantile * (len(ranked) - 1))]
-        assert abs(value - exact) <= ACCURACY * exact * 1.000001
+        assert abs(found - exact) <= ACCURACY * exact * 1.000001
 
 
 def test_nothing_observed_is_no_value() -> None:
@@ -35,7 +35,7 @@ def test_what_is_older_than_a_minute_is_forgotten() -> None:
 
     def median(now_ns: int) -> int:
         ((_, value),) = sketch.report((1.0,), now_ns)
-        return 0 if value is None else round(value, -2)
+        return 0 if value is None else int(round(value, -2))
 
     assert median(at + 47 * SECOND) == 7_000
     ((_, least),) = sketch.report((0.0,), at + 47 * SECOND)

@@ -11,20 +11,23 @@ from enum import IntEnum
 from typing import Any
 
 from shmserve.errors import ShmserveError
+from shmserve.workers.backends import Request, ResponseStream
 from shmserve.workers.backends.python import server
 from shmserve.workers.backends.python.errors import TritonModelException, text, whole
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.response import (
     InferenceResponse,
-    InferenceResponseSender,
-    Outbox,
     ResponseIterator,
     checked_parameters,
     from_error,
     from_reply,
 )
+from shmserve.workers.backends.python.sender import (
+    InferenceResponseSender,
+    SingleResponse,
+    StreamedResponses,
+)
 from shmserve.workers.backends.python.tensor import Tensor
-from shmserve.workers.batch.request import Request
 from shmserve.workers.bls.request import CallRequest, Reply
 
 
@@ -230,7 +233,7 @@ class ReceivedRequest(InferenceRequest):
 
     __slots__ = ("_origin", "_sender", "outbox", "tensors")
 
-    def __init__(self, origin: Request, lender: Lender) -> None:
+    def __init__(self, origin: Request, lender: Lender | None) -> None:
         inference = origin.inference
         self._origin = origin
         self._request_id = inference.request_id
@@ -244,7 +247,7 @@ class ReceivedRequest(InferenceRequest):
         self._release_flags = 0
         self._trace = _NO_TRACE
         self.tensors = {name: Tensor.of_input(item, lender) for name, item in origin.inputs.items()}
-        self.outbox: Outbox | None = None
+        self.outbox: SingleResponse | None = None
         self._sender: weakref.ref[InferenceResponseSender] | None = None
 
     @property
@@ -269,11 +272,26 @@ class ReceivedRequest(InferenceRequest):
         sender = self._sender() if self._sender is not None else None
         if sender is None:
             if self.outbox is None:
-                self.outbox = Outbox()
+                self.outbox = SingleResponse(self._origin.is_cancelled)
             # The outbox learns when the model has let go of its sender, so nobody else may hold it.
-            sender = InferenceResponseSender(self.outbox, self._origin.is_cancelled)
+            sender = InferenceResponseSender(self.outbox)
             self._sender = weakref.ref(sender)
         return sender
+
+
+class DecoupledRequest(ReceivedRequest):
+    """A request as `execute` of a decoupled model gets it. Once neither it nor its sender is left,
+    nobody can send any more, and it ends."""
+
+    __slots__ = ("_kept_sender",)
+
+    def __init__(self, stream: ResponseStream) -> None:
+        super().__init__(stream.request, None)
+        self._kept_sender = InferenceResponseSender(StreamedResponses(stream))
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        """What sends its responses, the same on every call."""
+        return self._kept_sender
 
 
 _NO_TRACE = InferenceTrace()
