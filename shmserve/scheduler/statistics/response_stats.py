@@ -45,21 +45,16 @@ class ResponseStats:
             written_ns = min(max(response.written_ns, began_ns), now_ns)
             given_ns = min(max(response.given_ns, began_ns), written_ns)
         request.responded_ns = written_ns
-        infer_ns, output_ns, total_ns = given_ns - began_ns, written_ns - given_ns, 0
-        total_ns = infer_ns + output_ns
-        row[_INFER] += 1
-        row[_INFER + 1] += infer_ns
-        if response.code:
-            ended = _FAIL
-        elif response.body:
-            ended = _SUCCESS
-        else:
-            ended = _EMPTY
         if response.body:
             row[_OUTPUT] += 1
-            row[_OUTPUT + 1] += output_ns
-        row[ended] += 1
-        row[ended + 1] += total_ns
+            row[_OUTPUT + 1] += written_ns - given_ns
+        else:
+            given_ns = written_ns
+        row[_INFER] += 1
+        row[_INFER + 1] += given_ns - began_ns
+        kind = _FAIL if response.code else _SUCCESS if response.body else _EMPTY
+        row[kind] += 1
+        row[kind + 1] += written_ns - began_ns
 
     def cancelled(self, request: Request, now_ns: int) -> None:
         """A request ended that nobody waited for any more."""
