@@ -41,9 +41,11 @@ class ResponseStats:
         row = self._row(request.responses)
         began_ns = request.responded_ns
         given_ns = written_ns = now_ns
-        if isinstance(response, ExecutionResponded):
-            written_ns = min(max(response.written_ns, began_ns), now_ns)
-            given_ns = min(max(response.given_ns, began_ns), written_ns)
+        if type(response) is ExecutionResponded:
+            given_ns, written_ns = response.given_ns, response.written_ns
+            if not began_ns <= given_ns <= written_ns <= now_ns:
+                written_ns = min(max(written_ns, began_ns), now_ns)
+                given_ns = min(max(given_ns, began_ns), written_ns)
         request.responded_ns = written_ns
         if response.body:
             row[_OUTPUT] += 1
@@ -63,10 +65,12 @@ class ResponseStats:
         row[_CANCEL + 1] += max(now_ns - request.responded_ns, 0)
 
     def _row(self, index: int) -> list[int]:
-        index = min(index, LAST_INDEX)
-        while len(self._rows) <= index:
-            self._rows.append([0] * 12)
-        return self._rows[index]
+        rows = self._rows
+        if index >= len(rows):
+            index = min(index, LAST_INDEX)
+            while len(rows) <= index:
+                rows.append([0] * 12)
+        return rows[index]
 
     def restore(self, report: dict[str, Any]) -> None:
         """Go on from there; raises KeyError, TypeError or ValueError for what is no report."""
