@@ -9,20 +9,17 @@ the credit is granted again, for several small ones at a time.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
-from shmserve.errors import Internal, ShmserveError, from_code
+from shmserve.errors import ShmserveError, from_code
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.infer import failure, log_failure
-from shmserve.gateway.inference.builder import BuiltRequest
+from shmserve.gateway.inference.pipeline import failure, log_failure
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model
 from shmserve.ipc import messages as m
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
-
-logger = logging.getLogger(__name__)
+from shmserve.ipc.tensors.inference import Inferred
 
 _GRANTED_TOGETHER = m.FIRST_CREDIT // 2
 
@@ -74,10 +71,7 @@ class OpenRequest:
                 raise from_code(message.code, message.message)
             if not message.body:
                 return None
-            return unpack_inferred(message.body)
-        except MalformedMessage as error:
-            logger.error("a worker's response is malformed: %s", error)
-            raise Internal("internal error") from None
+            return unpack(message.body)
         except ShmserveError as error:
             log_failure(self.model, self.wire.id, error)
             raise
