@@ -23,11 +23,12 @@ from __future__ import annotations
 
 class ShmserveError(Exception):
     """Base of all errors that cross a process or reach a client; `message` is shown to the
-    client."""
+    client. `server_fault`: the server or a model is to blame, which is worth a line in the log."""
 
     code = "INTERNAL"
     status = 500
     title = "Internal"
+    server_fault = False
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -116,6 +117,8 @@ class QueueFull(Unavailable):
 
 class Internal(ShmserveError):
     """The server or the model failed; the message was written for the client."""
+
+    server_fault = True
 
 
 _BY_CODE: dict[str, type[ShmserveError]] = {

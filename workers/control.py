@@ -53,9 +53,9 @@ class Control:
         with self._lock:
             self.dealer.send(message)
 
-    def wake(self) -> None:
-        """Let the loop look around, if another thread calls this."""
-        if threading.get_ident() != self._loop_thread:
+    def wake(self, always: bool = False) -> None:
+        """Let the loop look around, if another thread calls this, or `always`."""
+        if always or threading.get_ident() != self._loop_thread:
             os.eventfd_write(self._wake, 1)
 
     def watch(self, fd: int) -> None:
@@ -68,7 +68,7 @@ class Control:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there is something to do, or the time is over: in `inbox`, or (True) at a
-        watched descriptor.
+        watched descriptor, or wherever another thread has left it that wakes this one.
 
         Only for the loop's thread.
         """
@@ -78,10 +78,10 @@ class Control:
         for fd, _ in self._poll.poll(timeout_s):
             if fd == self.dealer.fd:
                 self.pump()
-            elif fd == self._wake:
-                os.eventfd_read(fd)
             else:
                 others = True
+                if fd == self._wake:
+                    os.eventfd_read(fd)
         return others
 
     def close(self, linger_s: float) -> None:

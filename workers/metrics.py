@@ -1,7 +1,7 @@
 """When an instance reports its model's own metrics.
 
-Before the answers of the batch in which they changed: who has an answer sees what it counted. And
-between batches, because a model may have threads of its own, but not for each change.
+Before the response in which they changed: who has a response sees what it counted. And between
+batches, because a model may have threads of its own, but not for each change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.ipc.messages import MetricsReported
-from shmserve.ipc.transport.dealer import Dealer
+from shmserve.workers.scheduler_link import SchedulerLink
 
 _PAUSE_S = 0.1
 
@@ -24,27 +24,28 @@ class MetricsReports:
         self._last: MetricsReported | None = None
         self._again_s = 0.0
 
-    def attach(self, scheduler: Dealer) -> None:
+    def attach(self, scheduler: SchedulerLink) -> None:
         """A scheduler that knows nothing yet: queue all that there is."""
-        self.before_answers(scheduler)
-        if self._last is not None:
-            scheduler.post(self._last)
+        with scheduler.lock:
+            if not self.before_responses(scheduler) and self._last is not None:
+                scheduler.post(self._last)
 
-    def before_answers(self, scheduler: Dealer) -> bool:
-        """Queue what changed, if anything did."""
+    def before_responses(self, scheduler: SchedulerLink) -> bool:
+        """Queue what changed, if anything did; with the link's lock held where others may send."""
         families = self._changes()
         if families is not None:
             self._last = MetricsReported(families)
             scheduler.post(self._last)
         return families is not None
 
-    def between_batches(self, scheduler: Dealer) -> float | None:
+    def between_batches(self, scheduler: SchedulerLink) -> float | None:
         """Send what changed, unless that was done just now; how long to wait for it then."""
         now = time.monotonic()
         if now < self._again_s:
             return self._again_s - now
-        if not self.before_answers(scheduler):
-            return None
-        scheduler.flush()
+        with scheduler.lock:
+            if not self.before_responses(scheduler):
+                return None
+            scheduler.flush()
         self._again_s = now + _PAUSE_S
         return _PAUSE_S

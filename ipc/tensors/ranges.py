@@ -5,6 +5,7 @@ from __future__ import annotations
 from shmserve.errors import InvalidArgument
 
 LARGEST = 2**63 - 1
+LARGEST_UNSIGNED = 2**64 - 1
 
 
 def whole(value: object, field: str) -> int:

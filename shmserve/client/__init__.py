@@ -9,10 +9,11 @@ tensors through shared memory.
     sync.py, aio.py              what programs call
     session.py, discovery.py     which server, and again when it was started anew
     connection.py, models.py     its listener: models, losses, shared memory
-    requests.py                  a program's tensors -> a request (arrays.py, options.py, plans.py)
-    exchange.py                  requests on their way, one answer each
-    results.py, errors.py        an answer -> tensors for the program, or what went wrong
-    memory.py, region.py, views.py      shared memory; device.py, dlpack.py: on a device
+    inflight.py, links.py        requests in flight, and the sockets that they go by
+    streaming.py                 those with any number of responses
+    errors.py                    what went wrong here
+    request/                     a program's tensors -> a request; a response -> its tensors
+    memory/                      shared memory, of the host or a device, and arrays over it
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shmserve.client.errors import Disconnected, Released, TimedOut
 from shmserve.client.memory.region import Region
 from shmserve.client.request.results import Result
 from shmserve.client.session import Session
+from shmserve.client.streaming import ResponseStream
 from shmserve.client.sync import Server
 from shmserve.errors import (
     AlreadyExists,
@@ -49,6 +51,7 @@ __all__ = [
     "QueueFull",
     "Region",
     "Released",
+    "ResponseStream",
     "Result",
     "Server",
     "ShmserveError",

@@ -1,7 +1,7 @@
 """A connection to one server, from its welcome to its end.
 
 A thread of its own reads the control connection: which models there are, which schedulers were
-lost. It has an exchange too, for requests whose answers nobody waits for in a loop (`infer_async`).
+lost. It has a channel too, for requests whose answers nobody waits for in a loop (`infer_async`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import InflightTable
+from shmserve.client.inflight import RequestChannel
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import nothing
 from shmserve.client.models import Models
@@ -59,7 +59,7 @@ class Connection:
         self._names = itertools.count(1)
         self._numbers = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
-        self._exchanges: set[InflightTable] = set()
+        self._channels: set[RequestChannel] = set()
         # Of its sending end, and of the two above; again in one thread, because `nudge`
         # may come from where an object is collected.
         self._lock = threading.RLock()
@@ -79,7 +79,7 @@ class Connection:
         self._control.settimeout(None)
         self._poll = select.epoll()
         self._poll.register(self._control, select.EPOLLIN)
-        self._own = InflightTable(self, self._watch, self._poll.unregister)
+        self._own = RequestChannel(self, self._watch, self._poll.unregister)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
 
@@ -193,40 +193,40 @@ class Connection:
         # which may be about to copy, too.
         return bytes(self._mappings.view(place))
 
-    # --- exchanges
+    # --- channels
 
     def next_link_name(self) -> int:
         """What tells the links of this connection apart."""
         return next(self._names)
 
-    def join(self, exchange: InflightTable) -> None:
-        """Have an exchange woken when something is lost."""
+    def join(self, channel: RequestChannel) -> None:
+        """Have a channel woken when something is lost."""
         with self._lock:
-            self._exchanges.add(exchange)
+            self._channels.add(channel)
             if not self.alive:
-                exchange.wake()
+                channel.wake()
 
-    def part(self, exchange: InflightTable) -> None:
-        """Forget an exchange, whose owner has closed it; with the last one goes the rest."""
+    def part(self, channel: RequestChannel) -> None:
+        """Forget a channel, whose owner has closed it; with the last one goes the rest."""
         with self._lock:
-            self._exchanges.discard(exchange)
-            last = not self._exchanges and not self.alive
+            self._channels.discard(channel)
+            last = not self._channels and not self.alive
         if last:
             self._mappings.drop_all()
 
-    def wake(self, exchange: InflightTable) -> None:
-        """Have whoever waits for an exchange look around, if it is not closed; in any thread."""
+    def wake(self, channel: RequestChannel) -> None:
+        """Have whoever waits for a channel look around, if it is not closed; in any thread."""
         with self._lock:
-            if exchange in self._exchanges:
-                exchange.wake()
+            if channel in self._channels:
+                channel.wake()
 
     def _wake_all(self) -> None:
         with self._lock:
-            for exchange in self._exchanges:
-                exchange.wake()
+            for channel in self._channels:
+                channel.wake()
 
-    def call(self, task: Callable[[InflightTable], None]) -> None:
-        """Run something in the connection's own thread, with its exchange. Raises Disconnected."""
+    def call(self, task: Callable[[RequestChannel], None]) -> None:
+        """Run something in the connection's own thread, with its channel. Raises Disconnected."""
         with self._lock:
             if not self.alive:
                 raise Disconnected(_GONE)
@@ -234,7 +234,7 @@ class Connection:
             self._own.wake()
 
     def expire_at(self, time_ns: int, number: int) -> None:
-        """Have a request of its own exchange expire at a (monotonic) time; only in its thread."""
+        """Have a request of its own channel expire at a (monotonic) time; only in its thread."""
         waiting = self._own.waiting
         if len(self._timed) > 2 * len(waiting) + _MOST_ANSWERED:
             # Most are answered long before that, and are not to be kept until then.
@@ -295,7 +295,7 @@ class Connection:
         self._control.close()
 
     def close(self) -> None:
-        """End it: the server forgets this client. Owners of exchanges are woken, to close them."""
+        """End it: the server forgets this client. Owners of channels are woken, to close them."""
         if self.pid != os.getpid():
             return  # a forked child: all of it is its parent's
         self.alive = False  # first: the schedulers cut off who is gone, and that is seen at once

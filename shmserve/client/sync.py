@@ -9,16 +9,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from typing import Any, Protocol
 
 from shmserve.client.connection import Connection
-from shmserve.client.errors import TimedOut
-from shmserve.client.inflight import LATE, InflightTable, Pending
+from shmserve.client.errors import Disconnected, TimedOut
+from shmserve.client.inflight import LATE, Pending, RequestChannel
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.prepare import Prepared
 from shmserve.client.request.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
+from shmserve.client.streaming import ResponseStream, StreamPending
 from shmserve.errors import ShmserveError
 from shmserve.ipc.capabilities import MOST_LINKS
 
@@ -39,12 +41,21 @@ class _Way(Protocol):
     def wait(self, submitted: Any) -> Result:
         """The result; raises the error that it ended with, or TimedOut."""
 
+    def open(self, prepared: Prepared) -> StreamPending:
+        """Send a request that may have any number of responses."""
+
+    def attend(self, pending: Any) -> None:
+        """Wait until there is something for who waits; raises TimedOut."""
+
+    def grant(self, pending: Any, responses: int) -> None:
+        """So many responses have been read."""
+
     def cancel(self, left: Iterable[Any]) -> None:
         """Nobody waits for these any more."""
 
 
 class _Waiter:
-    """A thread's exchange, and how it waits."""
+    """A thread's channel, and how it waits."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -52,7 +63,7 @@ class _Waiter:
         self._left: deque[Pending] = deque()  # to be cancelled
         self.leaving = False  # to be closed by its thread, as soon as that is out of it
         self._poll = select.epoll()
-        self.exchange = InflightTable(connection, self._watch, self._poll.unregister)
+        self.channel = RequestChannel(connection, self._watch, self._poll.unregister)
 
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
@@ -60,29 +71,47 @@ class _Waiter:
     def submit(self, prepared: Prepared) -> Pending:
         try:
             with self.lock:
-                return self.exchange.submit(prepared)
+                return self.channel.submit(prepared)
         finally:
             if self.leaving:
                 self.close()
 
     def send(self, at_least: int) -> None:
-        if self.exchange.unsent >= at_least:
+        if self.channel.unsent >= at_least:
             with self.lock:
-                self.exchange.flush()
+                self.channel.flush()
+
+    def open(self, prepared: Prepared) -> StreamPending:
+        try:
+            with self.lock:
+                pending = self.channel.start(StreamPending(self.channel, prepared))
+                self.channel.flush()
+                return pending
+        finally:
+            if self.leaving:
+                self.close()
+
+    def grant(self, pending: StreamPending, responses: int) -> None:
+        with self.lock:
+            self.channel.grant(pending, responses)
+            self.channel.flush()
 
     def wait(self, pending: Pending) -> Result:
+        self.attend(pending)
+        return pending.result()
+
+    def attend(self, pending: Pending) -> None:
         try:
             with self.lock:
                 try:
                     self.until(pending)
                 except BaseException:
-                    self.exchange.cancel(pending)
-                    self.exchange.flush()
+                    self.channel.cancel(pending)
+                    self.channel.flush()
                     raise
         finally:
             if self.leaving:
                 self.close()
-        return pending.result()
 
     def cancel(self, left: Iterable[Pending]) -> None:
         self._left.extend(left)
@@ -93,48 +122,51 @@ class _Waiter:
             finally:
                 self.lock.release()
         else:
-            self.connection.wake(self.exchange)
+            self.connection.wake(self.channel)
 
     def _cancel_left(self) -> None:
         while self._left:
-            self.exchange.cancel(self._left.popleft())
-        self.exchange.flush()
+            self.channel.cancel(self._left.popleft())
+        self.channel.flush()
 
     def until(self, pending: Pending) -> None:
-        """Return when it is answered; raises TimedOut when its deadline passes first."""
-        exchange = self.exchange
-        if pending.outcome is not None:
+        """Return when it is `ready`; raises TimedOut when its deadline passes first."""
+        channel = self.channel
+        if pending.ready():
             return
-        exchange.flush()
+        channel.flush()
         deadline_ns = pending.prepared.options.deadline_ns
-        while pending.outcome is None:
+        while not pending.ready():
             timeout_s: float | None = None
             if deadline_ns:
                 timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
                 if timeout_s <= 0:
                     raise TimedOut(LATE)
-            exchange.take([fd for fd, _ in self._poll.poll(timeout_s)])
+            channel.take([fd for fd, _ in self._poll.poll(timeout_s)])
             if self._left:
                 self._cancel_left()
 
     def close(self) -> None:
         """Close all of it."""
         with self.lock:
-            self.exchange.close()
+            self.channel.close()
             self._poll.close()
 
 
 class _Borrower:
-    """A thread that has no exchange, since others have all that there may be, or it waits in its
+    """A thread that has no channel, since others have all that there may be, or it waits in its
     own: the connection's own thread sends, and waits, for it."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        # Locked until something has come for the stream that this was opened for: see `_Answer` of
+        # the connection for why it is no Event.
+        self._arrived = threading.Lock()
 
     def submit(self, prepared: Prepared) -> Future[Result]:
         future: Future[Result] = Future()
         future.add_done_callback(_notified)
-        self.connection.call(lambda exchange: _submit(exchange, prepared, future))
+        self.connection.call(lambda channel: _submit(channel, prepared, future))
         return future
 
     def send(self, at_least: int) -> None:
@@ -147,9 +179,45 @@ class _Borrower:
             future.cancel()
             del future  # no cycle of it and its error's traceback
 
-    def cancel(self, left: Iterable[Future[Result]]) -> None:
-        for future in left:
-            future.cancel()
+    def open(self, prepared: Prepared) -> StreamPending:
+        future: Future[StreamPending] = Future()
+        arrived = self._arrived
+        arrived.acquire()
+
+        def on_item() -> None:
+            with contextlib.suppress(RuntimeError):  # released already
+                arrived.release()
+
+        def start(channel: RequestChannel) -> None:
+            try:
+                future.set_result(channel.start(StreamPending(channel, prepared, on_item)))
+            except ShmserveError as error:
+                future.set_exception(error)
+
+        self.connection.call(start)
+        return future.result()
+
+    def attend(self, pending: StreamPending) -> None:
+        deadline_ns = pending.prepared.options.deadline_ns
+        while not pending.ready():
+            timeout_s = -1.0
+            if deadline_ns:
+                timeout_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+            if not self._arrived.acquire(timeout=timeout_s) and not pending.ready():
+                self.cancel((pending,))
+                raise TimedOut(LATE)
+
+    def grant(self, pending: StreamPending, responses: int) -> None:
+        with contextlib.suppress(Disconnected):
+            self.connection.call(lambda channel: channel.grant(pending, responses))
+
+    def cancel(self, left: Iterable[Future[Result] | StreamPending]) -> None:
+        for each in left:
+            if isinstance(each, Future):
+                each.cancel()
+            else:
+                with contextlib.suppress(Disconnected):
+                    self.connection.call(partial(RequestChannel.cancel, pending=each))
 
 
 class Server:
@@ -219,10 +287,35 @@ class Server:
             waiter.cancel(waiting)
 
     def stream(
-        self, model: str, inputs: Tensors | None = None, /, **options: Any
-    ) -> Iterator[Result]:
-        """The responses to one request as they come; today a model gives exactly one."""
-        yield self.infer(model, inputs, **options)
+        self,
+        model: str,
+        inputs: Tensors | None = None,
+        /,
+        *,
+        outputs: Outputs | None = None,
+        version: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        request_id: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        **tensors: Any,
+    ) -> ResponseStream:
+        """Run a model that gives any number of responses, and iterate over them as they come.
+
+        What it takes is what `infer` takes. Who does not read stops the model, and nobody else.
+        Outputs that go to a region are written there once for each response: it holds one until the
+        next is asked for. `timeout` is for all of the responses. Leaving the iterator cancels:
+
+        >>> with server.stream("words", TEXT=[b"..."]) as responses:  # doctest: +SKIP
+        ...     for response in responses:
+        ...         print(response["WORD"])
+        """
+        options = options_of(request_id, parameters, priority, timeout)
+        way = self._waiter()
+        prepared = self._session.prepared(
+            model, inputs, outputs, version, options, tensors, stream=True
+        )
+        return ResponseStream(way, way.open(prepared), self)
 
     def infer_async(
         self,
@@ -325,12 +418,12 @@ def _notified(future: Future[Result]) -> None:
         future.set_running_or_notify_cancel()
 
 
-def _submit(exchange: InflightTable, prepared: Prepared, future: Future[Result]) -> None:
+def _submit(channel: RequestChannel, prepared: Prepared, future: Future[Result]) -> None:
     if future.cancelled():
         prepared.end()
         return
     try:
-        pending = exchange.submit(prepared, lambda done: _resolve(future, done))
+        pending = channel.submit(prepared, lambda done: _resolve(future, done))
     except ShmserveError as error:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
@@ -338,11 +431,11 @@ def _submit(exchange: InflightTable, prepared: Prepared, future: Future[Result])
 
     deadline_ns = prepared.options.deadline_ns
     if deadline_ns:
-        exchange.connection.expire_at(deadline_ns, pending.submit.id)
+        channel.connection.expire_at(deadline_ns, pending.submit.id)
 
     def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
         if ended.cancelled() and pending.outcome is None:
-            exchange.connection.call(lambda own: own.cancel(pending))
+            channel.connection.call(lambda own: own.cancel(pending))
 
     future.add_done_callback(over)
 

@@ -18,7 +18,7 @@ _OURS = (
 
 def lasting(report: dict[str, Any]) -> dict[str, Any]:
     """All counters of a scheduler's report, and of what was before it, in one dictionary under the
-    keys that shmserve/scheduler/statistics.py gives them.
+    keys that shmserve/scheduler/statistics gives them.
 
     Raises KeyError or TypeError for what is no report.
     """
@@ -38,6 +38,8 @@ def following(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 def _added(one: Any, other: Any) -> Any:
     if isinstance(one, dict):
+        if one.get("buckets") != other.get("buckets"):
+            return one  # a histogram whose bounds have changed starts anew
         return {
             # The bounds of a histogram are no counts.
             key: value if key == "buckets" or key not in other else _added(value, other[key])

@@ -154,6 +154,13 @@ ACTED_ON: tuple[Flag, ...] = (
         group="Doors",
     ),
     Flag(
+        "metrics-config",
+        help="SETTING=VALUE: counter_latencies (true), histogram_latencies or summary_latencies "
+        "(false), summary_quantiles (QUANTILE:ERROR,...)",
+        group="Doors",
+        repeat=True,
+    ),
+    Flag(
         "allow-grpc",
         kind=bool,
         default=True,
@@ -369,7 +376,7 @@ reuse-grpc-port:bool grpc-header-forward-pattern grpc-infer-allocation-pool-size
 grpc-max-response-pool-size grpc-infer-thread-count grpc-infer-max-completion-queue-thread-count
 allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
 allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model
-allow-gpu-metrics:bool allow-cpu-metrics:bool metrics-interval-ms metrics-config trace-config
+allow-gpu-metrics:bool allow-cpu-metrics:bool metrics-interval-ms trace-config
 backend-directory repoagent-directory cache-config cache-directory rate-limit rate-limit-resource
 pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size
 min-supported-compute-capability buffer-manager-thread-count host-policy model-load-gpu-limit

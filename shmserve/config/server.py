@@ -18,14 +18,15 @@ from shmserve.common.auth_tokens import (
     parse_restrictions,
     read_tokens,
 )
+from shmserve.common.model_names import is_inline
 from shmserve.common.shm_access import NO_GROUP, ShmPolicy
 from shmserve.config import grpc
 from shmserve.config.grpc import GrpcConfig
+from shmserve.config.metrics import MetricsConfig, parse_metrics_config
 from shmserve.config.options import Parsed
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
-from shmserve.supervisor.models.repository import is_inline
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class ServerConfig:
     allow_metrics: bool
     metrics_address: str
     metrics_port: int
+    metrics: MetricsConfig
     tokens: Tokens
     insecure: bool
     http_restricted: Restrictions
@@ -96,6 +98,7 @@ class ServerConfig:
             "allow_client_shm": self.shm.allow,
             "shm_overlap": self.shm.overlap,
             "cuda_devices": cuda_devices(self.visible_devices),
+            **self.metrics.shown(),
         }
 
     @property
@@ -142,6 +145,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         allow_metrics=value["allow-metrics"],
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics_port=value["metrics-port"],
+        metrics=parse_metrics_config(parsed.repeated["metrics-config"]),
         tokens=_tokens(value["auth-token-file"]),
         insecure=value["insecure"],
         http_restricted=parse_restrictions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shmserve.gateway.inference.body_budget import BodyBudget
 from shmserve.gateway.links.dispatcher import Dispatcher
 from shmserve.gateway.links.supervisor import Supervisor
 from shmserve.gateway.model_table import ModelTable
@@ -16,7 +17,8 @@ from shmserve.ipc.messages import HealthChanged
 
 @dataclass(slots=True, eq=False)
 class Gateway:
-    """`arena` holds request bodies; `mappings` are of workers' arenas, never of clients' regions.
+    """`arena` holds request bodies, of which `body_budget` accounts for those that are arriving;
+    `mappings` are of workers' arenas, never of clients' regions.
 
     `health` is the supervisor's word. `draining`: inferences are refused, connections end with
     their next response.
@@ -28,6 +30,7 @@ class Gateway:
     regions: RegionTable
     supervisor: Supervisor
     arena: Arena
+    body_budget: BodyBudget
     mappings: Mappings
     health: HealthChanged
     draining: bool = False

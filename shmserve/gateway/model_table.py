@@ -9,14 +9,16 @@ from typing import Any, Never
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.http.json.fingerprint import Plans
-from shmserve.gateway.links.dispatcher import Dispatcher, Scheduler
+from shmserve.gateway.inference.prepared import PreparedCache
+from shmserve.gateway.links.dispatcher import Dispatcher
+from shmserve.gateway.links.scheduler import Scheduler
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
 
 logger = logging.getLogger(__name__)
 
+_MOST_PREPARED = 256
 _NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -33,7 +35,7 @@ class Model:
         "load_seconds",
         "metadata",
         "name",
-        "plans",
+        "prepared",
         "ready",
         "scheduler",
         "signature",
@@ -49,7 +51,7 @@ class Model:
         self.ready = published.ready
         self.load_seconds = published.load_seconds
         self.scheduler = scheduler
-        self.plans = Plans()
+        self.prepared: PreparedCache[Any, Any] = PreparedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
         self.tags = _tags(published.config)
         policy = published.config.get("model_transaction_policy") or {}

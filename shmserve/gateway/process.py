@@ -17,6 +17,7 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.inference.body_budget import BodyBudget
 from shmserve.gateway.links.dispatcher import Dispatcher
 from shmserve.gateway.links.supervisor import Supervisor
 from shmserve.gateway.model_table import ModelTable
@@ -92,6 +93,7 @@ class _Process:
             ),
             supervisor=supervisor,
             arena=Arena(settings.arena_byte_size),
+            body_budget=BodyBudget(max(settings.arena_byte_size, settings.max_input_size)),
             mappings=Mappings(),
             health=m.HealthChanged(live=True, ready=False, exiting=False),
         )

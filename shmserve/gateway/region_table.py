@@ -13,11 +13,10 @@ from typing import Any
 
 from shmserve.common.shm_access import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
-from shmserve.gateway.http.json.infer_request import RegionRange
-from shmserve.gateway.http.json.parser import LARGEST_UNSIGNED
+from shmserve.gateway.inference.request import RegionRange
 from shmserve.ipc.messages import RegionPublished
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
-from shmserve.ipc.tensors.ranges import fits
+from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ class Settings:
     client may stall while it sends a body or reads a response. `tokens` and `..._restricted` are as
     gateway/authorisation.py has them, `allow_client_shm` and `shm_overlap` as shmserve/trust.py.
     `cuda_devices` is how many CUDA devices the server has; without one there is no CUDA shared
-    memory.
+    memory. The `..._latencies` are which of them metrics show.
     """
 
     id: str = "triton"
@@ -33,3 +33,6 @@ class Settings:
     allow_client_shm: bool | None = None
     shm_overlap: str = "warn"
     cuda_devices: int = 0
+    counter_latencies: bool = True
+    histogram_latencies: bool = False
+    summary_latencies: bool = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
+from math import inf
 from pathlib import Path, PurePath
 
 from shmserve.errors import InvalidArgument
@@ -65,6 +67,7 @@ def _file_problems(config: ModelConfig) -> Iterator[Problem]:
     if _is_ensemble(config):
         yield from ensemble_problems(config)
     yield from _cache_problems(config)
+    yield from _metric_problems(config)
     yield from _name_problems(config)
 
 
@@ -205,6 +208,17 @@ def _cache_problems(config: ModelConfig) -> Iterator[Problem]:
                 "Please disable the response cache."
             )
             yield Problem(("response_cache", "enable"), text)
+
+
+def _metric_problems(config: ModelConfig) -> Iterator[Problem]:
+    for index, control in enumerate(config.model_metrics.metric_control):
+        buckets = list(control.histogram_options.buckets)
+        at: Key = ("model_metrics", "metric_control", index, "histogram_options", "buckets")
+        for place, (low, high) in enumerate(pairwise([-inf, *buckets, inf])):
+            if not low < high:
+                text = f"histogram buckets must be finite and in ascending order for {config.name}"
+                yield Problem((*at, min(place, len(buckets) - 1)), text)
+                break
 
 
 def _name_problems(config: ModelConfig) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from shmserve.common import first_response
 from shmserve.model_config.json_format import message_to_dict
 from shmserve.model_config.normalise import ENSEMBLE
 from shmserve.proto.model_config_pb2 import (
@@ -32,7 +33,6 @@ _TOP_FIELDS = (
     "model_warmup",
     "model_operations",
     "model_repository_agents",
-    "model_metrics",
 )
 
 
@@ -72,8 +72,6 @@ def unsupported(config: ModelConfig) -> str | None:
         what = "sequence_batching is"
     elif config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE:
         what = "ensemble_scheduling is"
-    elif config.model_transaction_policy.decoupled:
-        what = "the 'decoupled' transaction policy is"
     return f"{what} not supported, required by model '{config.name}'" if what else None
 
 
@@ -88,6 +86,9 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
             yield name
     if config.response_cache.enable:
         yield "response_cache"
+    for index, control in enumerate(config.model_metrics.metric_control):
+        if control.metric_identifier.family != first_response.FAMILY:
+            yield f"model_metrics.metric_control[{index}]"
     yield from _ignored_optimization(config.optimization)
     for index, group in enumerate(config.instance_group):
         for name in _GROUP_FIELDS:

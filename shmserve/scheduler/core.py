@@ -49,7 +49,7 @@ from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue, believable
 from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
 from shmserve.scheduler.requests.responses import Peers, Responses
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics import Reason, Statistics
+from shmserve.scheduler.statistics.counters import Reason, Statistics
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Scheduler:
         self._wall_clock = wall_clock
         self._batching = settings.batching
         self._ordered = settings.preserve_ordering
-        self._statistics = Statistics(settings.name, settings.version)
+        self._statistics = Statistics(settings)
         self._answers = Responses(clients, workers, self._statistics, self._ordered)
         self._queue = RequestQueue(settings)
         self._executions = Executions(

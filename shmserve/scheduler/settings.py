@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from shmserve.common import first_response
+
 logger = logging.getLogger(__name__)
 
 _NS_PER_US = 1_000
@@ -54,6 +56,8 @@ class Settings:
     execution_limit_ns: int
     hold_until: int
     decoupled: bool = False  # any number of responses to a request
+    quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
+    first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
 
     @classmethod
     def read(cls, config: dict[str, Any], version: str, server: dict[str, Any]) -> Settings:
@@ -79,6 +83,8 @@ class Settings:
             # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
             hold_until=0 if dynamic is None else int(server.get("delay_scheduler") or 0),
             decoupled=decoupled,
+            quantiles=tuple(server.get("quantiles") or ()),
+            first_response_buckets_ms=_buckets(config),
         )
 
 
@@ -90,6 +96,15 @@ def _batching(dynamic: dict[str, Any], max_batch_size: int) -> Batching:
         preferred=preferred or frozenset({largest}),
         delay_ns=int(dynamic.get("max_queue_delay_microseconds") or 0) * _NS_PER_US,
     )
+
+
+def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
+    for control in (config.get("model_metrics") or {}).get("metric_control") or ():
+        identifier = control.get("metric_identifier") or {}
+        buckets = (control.get("histogram_options") or {}).get("buckets")
+        if identifier.get("family") == first_response.FAMILY and buckets:
+            return tuple(map(float, buckets))
+    return first_response.BUCKETS_MS
 
 
 def _policy(policy: dict[str, Any], default_bound: int) -> QueuePolicy:

@@ -15,16 +15,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.api import shared_memory
+from shmserve.gateway.api.shared_memory import check_name
 from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding
+from shmserve.gateway.http.handlers import shared_memory
 from shmserve.gateway.http.intake import header_size
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.fingerprint import Plans, split
-from shmserve.gateway.http.json.infer_request import RegionRange, WireRequest, parse_request
+from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
+from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.large_arrays import Numbers, loads_large
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.routes import find_route
-from shmserve.gateway.inference.builder import from_json, raw_request
+from shmserve.gateway.inference.builder import raw_request
+from shmserve.gateway.inference.prepared import PreparedCache
+from shmserve.gateway.inference.request import RegionRange, WireRequest
 from shmserve.gateway.region_table import Region, Spans
 from shmserve.ipc import messages
 from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Capabilities
@@ -125,7 +128,7 @@ def _tensor(tensor: Any) -> TensorRef:
     if tensor.binary_size >= 0:
         data = bytes(tensor.binary_size)
     elif tensor.place is None:
-        data = from_json(tensor)
+        data = tensor_bytes(tensor)
         item = ITEM_SIZE[tensor.datatype]
         if item:
             assert len(data) == tensor.count * item
@@ -142,32 +145,32 @@ def _same_in_steps(body: bytes, tail_size: int, wire: WireRequest) -> None:
         if isinstance(other.data, Numbers) and other.count:
             arguments = (other.datatype, other.count, other.name)
             pieces = tensors.decode_parts(other.data.parts(), *arguments)
-            assert b"".join(pieces) == from_json(one)
+            assert b"".join(pieces) == tensor_bytes(one)
 
 
 def _same_with_other_numbers(body: bytes) -> None:
     """A JSON like one that is known is read another way, to the same end or none."""
-    plans = Plans()
+    cache: Any = PreparedCache(1)
     key, texts = split(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
-    if not plans.notice(key) and plans.notice(key):
-        plans.remember(key, wire, _Inline(), len(texts))  # type: ignore[arg-type]
+    if not worth_preparing(cache, key) and worth_preparing(cache, key):
+        remember(cache, key, wire, _Inline(), len(texts))  # type: ignore[arg-type]
     other = body.translate(_OTHER_DIGITS)
     key, texts = split(other, 0)
-    found: Any = plans.follow(key, other, len(other), texts)
+    found: Any = repeat(cache, key, other, len(other), texts)
     if found is not None:
         wire = parse_request(loads(other), 0, "m", _LIMIT)
         inline = [tensor for tensor in wire.inputs if tensor.data is not None]
-        assert found == b"".join(map(from_json, inline))
+        assert found == b"".join(map(tensor_bytes, inline))
 
 
 _OTHER_DIGITS = bytes.maketrans(b"123456789", b"219876543")
 
 
 class _Inline:
-    """A plan that gives the inline tensors' bytes."""
+    """A prepared request that gives the inline tensors' bytes."""
 
-    def follow(self, body: bytes, at: int) -> bytes:
+    def fill(self, body: bytes, at: int) -> bytes:
         return body[at:]
 
 
@@ -191,7 +194,7 @@ def register(data: bytes) -> None:
     with _refused(data):
         found = find_route(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
         if found is not None and found[1][0]:
-            shared_memory.check_name(found[1][0])
+            check_name(found[1][0])
         raw = loads(body)
         key, offset, size, *flags = shared_memory.registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.common import first_response
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -59,12 +60,17 @@ class Rig:
         max_batch_size: int = 8,
         parameters: dict[str, str] | None = None,
         decoupled: bool = False,
+        buckets_ms: list[float] | None = None,
         **server: Any,
     ) -> None:
         config: dict[str, Any] = {"name": "m", "max_batch_size": max_batch_size}
         config["parameters"] = {k: {"string_value": v} for k, v in (parameters or {}).items()}
         if decoupled:
             config["model_transaction_policy"] = {"decoupled": True}
+        if buckets_ms is not None:
+            family = {"metric_identifier": {"family": first_response.FAMILY}}
+            control = {**family, "histogram_options": {"buckets": buckets_ms}}
+            config["model_metrics"] = {"metric_control": [control]}
         if dynamic is not None:
             config["dynamic_batching"] = dynamic
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()

@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import CancelExecution, Execute, ReleaseOutputs, Work
+from shmserve.ipc.messages import CancelExecution, Execute, GrantExecution, ReleaseOutputs, Work
 from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -27,7 +27,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from shmserve.workers.backends import Answer, Backend, ModelContext, Request
+from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.control import Control
 from shmserve.workers.instance import Instance
 from tests.rigs.arrivals import arrived
@@ -153,15 +153,20 @@ class Rig:
         """Load a model into the instance."""
         backend.load(config)
         self.instance = Instance(self.context, backend, config, 0, os.getpid())
+        return self.attach()
+
+    def attach(self) -> Rig:
+        """Give the instance a scheduler, the first one or a successor."""
         self._served += 1
         endpoint = f"ipc://{self.context.run_dir}/w{self._served}"
         self.scheduler = Router(endpoint)
         self._schedulers.append(self.scheduler)
-        dealer = self.instance.attach(endpoint)
+        self.instance.attach(endpoint)
         ((self._peer, _),) = arrived(self.scheduler)
-        self._dealer = dealer
+        self._dealer = self.instance.link._dealer
+        assert self._dealer is not None
         # Kept: a socket that is collected unclosed is a warning, at any later moment.
-        self._dealers.append(dealer)
+        self._dealers.append(self._dealer)
         return self
 
     def batch(self, *requests: Inference, pid: int = CLIENT_PID) -> list[Reply]:
@@ -170,16 +175,24 @@ class Rig:
 
     def raw_batch(self, works: Sequence[bytes], pid: int = CLIENT_PID) -> list[Reply]:
         """Run a batch of packed requests, whose keys are 1, 2, ..."""
-        self._batches += 1
-        batch = [Work(key, pid, work) for key, work in enumerate(works, 1)]
-        self.finished = self.instance.finish(Execute(self._batches, batch))
-        assert self.finished.batch == self._batches
+        self.execute([Work(key, pid, work) for key, work in enumerate(works, 1)])
         replies = {each.key: (each.code, each.message, each.body) for each in self.finished.replies}
         assert sorted(replies) == list(range(1, len(works) + 1))
         return [
             Reply(code, message, unpack_inferred(body) if code == "" else None)
             for _, (code, message, body) in sorted(replies.items())
         ]
+
+    def execute(self, works: Sequence[Work]) -> None:
+        """Run a batch of these; it is `finished` then, and nobody has been told."""
+        self._batches += 1
+        batch = self.instance.link.opened(Execute(self._batches, list(works)))
+        self.finished = self.instance._executor.finish(batch)
+        assert self.finished.batch == self._batches
+
+    def said(self, timeout_s: float = 5.0) -> list[Any]:
+        """What the worker has told its scheduler; waits for a first message."""
+        return [message for _, message in arrived(self.scheduler, timeout_s)]
 
     def cancel(self, key: int) -> None:
         """Have the scheduler cancel a request, and wait until the worker could know."""
@@ -189,10 +202,14 @@ class Rig:
         """Have the scheduler pass on a release."""
         self._tell(ReleaseOutputs(pid, offsets))
 
+    def grant(self, key: int, responses: int) -> None:
+        """Have the client of a request take more responses."""
+        self._tell(GrantExecution(key, responses))
+
     def _tell(self, message: Any) -> None:
         self.scheduler.post(self._peer, message)
         self.scheduler.flush()
-        assert self._dealer.wait(5.0)
+        assert self._dealer is not None and self._dealer.wait(5.0)
 
     def close(self) -> None:
         """Close all sockets."""
@@ -228,9 +245,9 @@ class BlsClient(Backend):
     def load(self, config: dict[str, Any]) -> None:
         """Nothing to load."""
 
-    def execute(self, requests: list[Request]) -> list[Answer]:
+    def execute(self, requests: list[Request]) -> list[Response]:
         """What the test says."""
-        result: list[Answer] = self._call(requests)
+        result: list[Response] = self._call(requests)
         return result
 
 

@@ -111,3 +111,25 @@ def test_importing_loads_neither_torch_nor_aiohttp(module: str) -> None:
         [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
     )
     assert not {"torch", "aiohttp"} & set(done.stdout.split())
+
+
+def test_the_grpc_gateway_does_without_aiohttp() -> None:
+    program = "import sys, shmserve.gateway.grpc.main; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    loaded = done.stdout.split()
+    assert [name for name in loaded if within(name, {"aiohttp", "shmserve.gateway.http"})] == []
+
+
+@pytest.mark.parametrize("room", ["api", "inference", "links"])
+def test_what_listeners_share_knows_none_of_them(room: str) -> None:
+    """No type of HTTP or gRPC is in it."""
+    protocols = {"aiohttp", "grpc", "shmserve.gateway.http", "shmserve.gateway.grpc"}
+    wrong = [
+        (str(path.relative_to(ROOT)), name)
+        for path in sources(f"shmserve/gateway/{room}")
+        for name in imports(path)
+        if within(name, protocols)
+    ]
+    assert wrong == []

@@ -9,25 +9,28 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.workers.batch.request import Answer, Copied, Input, Output, Request
+from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
+from shmserve.workers.batch.response_stream import ResponseStream
 from shmserve.workers.control import Control
 
 if TYPE_CHECKING:
     from shmserve.workers.memory.device import DeviceMemory
 
 __all__ = [
-    "Answer",
     "Backend",
     "Input",
     "ModelContext",
     "Output",
     "Request",
+    "Response",
+    "ResponseStream",
     "Stopwatch",
     "find",
     "has_scheduler",
+    "is_decoupled",
     "parameters",
 ]
 
@@ -120,14 +123,23 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def execute(self, requests: list[Request]) -> list[Answer]:
-        """Run one batch: one answer a request, in order. An error of one goes into its answer.
+    def execute(self, requests: list[Request]) -> list[Response]:
+        """Run one batch: one response for each request, in order; the error of one is its response.
 
         Let through what the model raises: the batch is then run again one by one, so that the
         requests it is not about are answered, or with inputs that may be written, if that was it.
         Outputs may be views of inputs or of the backend's own buffers: they are copied before the
         next call.
         """
+
+    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+        """Run one batch of a decoupled model: the responses to each `stream.request`, any number of
+        them, are sent by its stream, from any thread, also after this has returned.
+
+        Every stream needs an end: the last `send`, `fail`, or `abandon`. What is raised ends those
+        that have none yet; nothing is run again.
+        """
+        raise NotImplementedError
 
     def metrics(self) -> list[list[Any]] | None:
         """All families of the model's own metrics if they changed since the last call, else None.
@@ -158,11 +170,27 @@ def has_scheduler(config: dict[str, Any]) -> bool:
     return any(config.get(kind) is not None for kind in kinds)
 
 
+def is_decoupled(config: dict[str, Any]) -> bool:
+    """Whether a configuration says that requests may have any number of responses."""
+    return bool((config.get("model_transaction_policy") or {}).get("decoupled"))
+
+
 def find(config: dict[str, Any]) -> type[Backend]:
     """The backend class for a model's configuration.
 
-    Raises InvalidArgument when there is none of that name, or what provides it cannot be imported.
+    Raises InvalidArgument when there is none of that name, or what provides it cannot be imported,
+    Unsupported for a decoupled model where it runs none.
     """
+    found = _named(config)
+    if is_decoupled(config) and found.execute_decoupled is Backend.execute_decoupled:
+        raise Unsupported(
+            f"backend '{backend_name(config)}' does not support the 'decoupled' transaction "
+            f"policy, required by model '{config.get('name', '')}'"
+        )
+    return found
+
+
+def _named(config: dict[str, Any]) -> type[Backend]:
     name = backend_name(config)
     target = _BUILT_IN.get(name)
     if target is not None:

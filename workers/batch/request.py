@@ -1,8 +1,8 @@
-"""What a backend is given and gives back: requests with their inputs as views, answers with arrays.
+"""What a backend is given and gives back: requests with inputs as views, responses with arrays.
 
 Request   key, client_pid, inference, batch_size
   └─ inputs: {name: Input}     name, datatype, shape and bytes; an array when asked for
-Answer    outputs: [Output(name, datatype, data)] and parameters, or an error
+Response    outputs: [Output(name, datatype, data)] and parameters, or an error
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Output(NamedTuple):
 
 
 @dataclass(slots=True)
-class Answer:
-    """The answer to one request: outputs and parameters, or an error that is for the client."""
+class Response:
+    """The response to one request: outputs and parameters, or an error that is for the client."""
 
     outputs: list[Output] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -143,8 +143,9 @@ class Request:
     """One request of a batch. `batch_size`: rows in each input; 0 when the model does not batch.
 
     `requested` maps the name of each output that is wanted to where it goes; every output of the
-    model when the client named none. `probe` asks whether the client has cancelled meanwhile.
-    `bodies` keeps packed answers by the form of their outputs, where these all have their places:
+    model when the client named none. `is_cancelled`, from any
+    thread: whether nobody waits for it any more (looks at what has arrived until now).
+    `bodies` keeps packed responses by the form of their outputs, where these all have their places:
     requests that are packed alike share it. `overlaid`: an output goes where an input is.
     `byte_size`: of all inputs together.
     """
@@ -155,11 +156,7 @@ class Request:
     batch_size: int
     inputs: dict[str, Input]
     requested: dict[str, RequestedOutput]
-    probe: Callable[[int], bool] = lambda key: False
+    is_cancelled: Callable[[], bool] = lambda: False
     bodies: dict[Any, bytes] = field(default_factory=dict)
     aliased: bool = False
     byte_size: int = 0
-
-    def is_cancelled(self) -> bool:
-        """Whether nobody waits for this request any more (looks at what has arrived until now)."""
-        return self.probe(self.key)

@@ -1,4 +1,4 @@
-"""A request's answer -> the bytes that travel: outputs written once, where they are wanted.
+"""A request's response -> the bytes that travel: outputs written once, where they are wanted.
 
 the client's region    when the request names one for that output
 inside the message     when all the others together are small
@@ -21,7 +21,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, TO_CONFIG, encode_b
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred, InferredTemplate, pack_inferred
 from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
-from shmserve.workers.batch.request import Answer, Array, Copied, Output, Request
+from shmserve.workers.batch.request import Array, Copied, Output, Request, Response
 from shmserve.workers.batch.unpack import reshape
 from shmserve.workers.memory.copying import Copier
 from shmserve.workers.memory.outputs import OutputMemory
@@ -47,7 +47,7 @@ class _Ready(NamedTuple):
 
 
 class Scatterer:
-    """Writes answers of one model. `strict`: outputs must agree with the model's configuration;
+    """Writes responses of one model. `strict`: outputs must agree with the model's configuration;
     `threads`: how many may copy a large one."""
 
     def __init__(
@@ -70,8 +70,8 @@ class Scatterer:
         self._copier = Copier(threads)
         self._templates: dict[Any, InferredTemplate | None] = {}  # None: a form seen once
 
-    def write(self, request: Request, answer: Answer) -> bytes:
-        """The packed `Inferred` of a successful answer, after its outputs have been written.
+    def write(self, request: Request, response: Response) -> bytes:
+        """The packed `Inferred` of a successful response, after its outputs have been written.
 
         Outputs that nobody asked for, or that the configuration does not have, are left out. Raises
         a ShmserveError when an output does not fit the model or its place, or memory is full; then
@@ -79,7 +79,7 @@ class Scatterer:
         """
         ready = [
             self._prepare(output, self._signature.outputs[output.name], request)
-            for output in answer.outputs
+            for output in response.outputs
             if output.name in request.requested and output.name in self._signature.outputs
         ]
         if request.aliased and len(ready) > 1:
@@ -96,24 +96,24 @@ class Scatterer:
         except BaseException:
             self._memory.release(request.client_pid, taken)
             raise
-        return self._packed(ready, data, request, answer)
+        return self._packed(ready, data, request, response)
 
     def _packed(
-        self, ready: list[_Ready], data: list[bytes | Place], request: Request, answer: Answer
+        self, ready: list[_Ready], data: list[bytes | Place], request: Request, response: Response
     ) -> bytes:
-        """The answer, packed; put together from what it was before where it is of the same form."""
+        """The response, packed; put together from one before where that was of the same form."""
         form = tuple([(*item[:3], item.byte_size) for item in ready])
-        if not answer.parameters:
+        if not response.parameters:
             inline = [where for where in data if isinstance(where, bytes)]
             if len(inline) == len(data):
                 return self._filled(form, inline, ready)
             known = request.bodies.get(form)
             if known is not None:
                 return known
-        packed = pack_inferred(Inferred(_refs(ready, data), answer.parameters))
+        packed = pack_inferred(Inferred(_refs(ready, data), response.parameters))
         wanted = request.requested
         if (
-            not answer.parameters
+            not response.parameters
             and len(request.bodies) < _MOST_BODIES
             and all(wanted[item.name].place is not None for item in ready)
         ):
@@ -125,14 +125,14 @@ class Scatterer:
         template = self._templates.get(form)
         if template is not None:
             return template.fill(inline)
-        answer = Inferred(_refs(ready, inline))
+        response = Inferred(_refs(ready, inline))
         if form in self._templates:  # the second time: it was worth remembering
-            self._templates[form] = InferredTemplate(answer)
+            self._templates[form] = InferredTemplate(response)
         else:
             if len(self._templates) >= _MOST_TEMPLATES:
                 self._templates.clear()
             self._templates[form] = None
-        return pack_inferred(answer)
+        return pack_inferred(response)
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> _Ready:
         place = request.requested[output.name].place
@@ -243,7 +243,7 @@ class Scatterer:
         return size
 
     def settle(self) -> None:
-        """Wait until what was written to devices is there; before an answer says that it is.
+        """Wait until what was written to devices is there; before a response says that it is.
 
         Raises DeviceLost when that fails.
         """

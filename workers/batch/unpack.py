@@ -43,7 +43,7 @@ def reshape(
 
 class _Form(NamedTuple):
     """A packed request that was read: its inputs with the shapes that the model sees, and what
-    answers to such requests were packed to (see `Request.bodies`)."""
+    responses to such requests were packed to (see `Request.bodies`)."""
 
     inference: Inference
     tensors: list[tuple[TensorRef, tuple[int, ...]]]
@@ -64,21 +64,25 @@ class Unpacker:
         self,
         signature: Signature,
         mappings: Mappings,
-        probe: Callable[[int], bool],
         copied: Copied | None = None,
         device_inputs: bool = False,
     ) -> None:
         self._signature = signature
         self._batched = signature.max_batch_size > 0
         self._mappings = mappings
-        self._probe = probe
         self._copied = copied or Copied()
         self._device_inputs = device_inputs
         self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
         self._templates: TemplateCache[_Form] = TemplateCache()
         self._in_memory: dict[bytes, _Form] = {}
 
-    def request(self, key: int, client_pid: int, work: bytes) -> Request:
+    def request(
+        self,
+        key: int,
+        client_pid: int,
+        work: bytes,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Request:
         """One request of a batch.
 
         Raises MalformedMessage for work that is none, InvalidArgument or Unavailable when a
@@ -107,7 +111,7 @@ class Unpacker:
             form.batch_size,
             inputs,
             form.requested,
-            self._probe,
+            is_cancelled,
             form.bodies,
             form.aliased,
             form.byte_size,

@@ -3,9 +3,10 @@
 FindModel ──> supervisor: where?  ──> Submit ──> scheduler ──> Finished | Failed ──> Reply
 
 A call keeps what it submitted until it is answered: when the scheduler is lost, it is submitted
-again to the successor, or to whoever serves the model now. Inputs that lie in memory of the
-caller's own request travel as they are; outputs are copied out, so that a model may keep them.
-Calls come from the model's thread, from its event loop (many at once), from threads it starts.
+again to the successor, or to whoever serves the model now. `shmserve.ipc.inflight` has the life of
+a request. Inputs that lie in memory of the caller's own request travel as they are; outputs are
+copied out, so that a model may keep them. Calls come from the model's thread, from its event loop
+(many at once), from threads it starts.
 """
 
 from __future__ import annotations
@@ -16,143 +17,169 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
-from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import (
     Cancel,
     Failed,
     Finished,
+    Grant,
     ModelWithdrawn,
     ProcessExited,
     Release,
+    Responded,
     SchedulerLost,
     Settled,
-    Submit,
 )
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import (
-    INLINE_LIMIT,
-    Inference,
-    RequestedOutput,
-    pack_inference,
-    unpack_inferred,
-)
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.batch.request import Input
 from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
+from shmserve.workers.bls.request import CallMemory, CallRequest, PlacedInputs, Reply
 from shmserve.workers.bls.shared_wait import SharedWait
 from shmserve.workers.control import Control, News
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class CallInput:
-    """A tensor to send; `data` is its wire form, or where that already lies."""
+class Call(InflightRequest):
+    """An inference that was begun. `outcome`: None until it has ended; `future` has it too, where a
+    coroutine began it. `takes_many`: its model may give any number of responses."""
 
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: bytes | memoryview | Place
+    __slots__ = ("arrived_ns", "client", "future", "inputs", "number", "outcome", "request")
 
+    takes_many = False
 
-@dataclass(frozen=True, slots=True)
-class CallRequest:
-    """One inference of another model; `version` "" is the latest, no `outputs` all of them.
-
-    `timeout_us` is the call's own limit, `deadline_ns` (monotonic) when its caller's ends; 0: none.
-    """
-
-    model: str
-    version: str
-    inputs: Sequence[CallInput]
-    outputs: Sequence[str] = ()
-    request_id: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)
-    correlation_id: int | str = 0
-    flags: int = 0
-    timeout_us: int = 0
-    deadline_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What the other model answered; the outputs are this process's own."""
-
-    outputs: list[Input]
-    parameters: dict[str, Any]
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """An inference that was begun."""
-
-    id: int
-    request: CallRequest
-    future: asyncio.Future[Reply] | None
-    arrived_ns: int
-    inputs: tuple[TensorRef, ...] = ()
-    taken: list[int] = field(default_factory=list)  # offsets of its blocks in the arena
-    endpoint: str = ""
-    outcome: Reply | ShmserveError | None = None
+    def __init__(
+        self,
+        client: BlsClient,
+        request: CallRequest,
+        future: asyncio.Future[Reply] | None = None,
+    ) -> None:
+        self.client = client
+        self.number = client.next_number()
+        self.request = request
+        self.future = future
+        self.arrived_ns = time.monotonic_ns()
+        self.inputs = PlacedInputs((), [])
+        self.outcome: Reply | ShmserveError | None = None
+        self.endpoint = ""
+        self.responses = 0
 
     @property
     def key(self) -> Key:
+        """The model and the version that it is for."""
         return self.request.model, self.request.version
+
+    def awaited(self) -> bool:
+        return self.future is None or not self.future.done()
+
+    def respond(self, message: Response) -> None:
+        if isinstance(message, Finished):
+            self.end(self.client.read(self, message.body))
+        elif isinstance(message, Failed):
+            self.end(from_code(message.code, message.message))
+        else:  # its model was loaded again, and is another one
+            self.client.discard(self, message.body)
+            if message.final:
+                self.end(_decoupled(self.request.model))
+
+    def goes_elsewhere(self, message: Failed) -> bool:
+        # Perhaps it was the old scheduler of a model that has been loaded again.
+        self.client.doubt(self, from_code(message.code, message.message))
+        return True
+
+    def free(self) -> None:
+        self.client.memory.free(self.inputs.taken)
+
+    def end(self, outcome: Reply | ShmserveError) -> None:
+        """That is how it ended."""
+        self.outcome = outcome
+        future = self.future
+        if future is None:
+            self.client.wake()
+            return
+        # The loop is gone when the model did not wait for the call.
+        with contextlib.suppress(RuntimeError):
+            future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
+
+
+def _resolve(future: asyncio.Future[Reply], outcome: Reply | ShmserveError) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Reply):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
+
+
+def _decoupled(model: str) -> Internal:
+    return Internal(
+        f"Model {model} is using the decoupled. The current BLS request call doesn't support "
+        "models using the decoupled transaction policy. Please use 'decoupled=True' argument to "
+        "the 'exec' or 'async_exec' calls for decoupled models.'"
+    )
+
+
+C = TypeVar("C", bound=Call)
 
 
 class _Doubt(NamedTuple):
     """A call whose scheduler may not be the one that serves its model now; else it failed so."""
 
     call: Call
-    endpoint: str
     error: ShmserveError
 
 
 class BlsClient:
-    """The calls of one worker. Its arena, of `arena_byte_size`, is made when it is needed."""
+    """The calls of one worker, whose arena for large inputs is of `arena_byte_size`."""
 
     def __init__(self, control: Control, arena_byte_size: int) -> None:
         self._control = control
         self._directory = ModelDirectory(control)
-        self._arena_byte_size = arena_byte_size
-        self._arena: Arena | None = None
+        self.memory = CallMemory(arena_byte_size)
         self._mappings = Mappings()
         self._identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._ids = count(1)
         self._waiting = SharedWait(self._take)
         self._lock = self._waiting.lock
         self._links: dict[str, Dealer] = {}
-        self._open: dict[int, Call] = {}
-        self._unsettled: dict[int, Call] = {}  # failed early: a worker still reads their inputs
+        self._table: InflightTable[Call] = InflightTable()
+        self._left: deque[Call] = deque()  # to be cancelled
         self._doubtful: list[_Doubt] = []
-        self._doubts_arose = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waiting.add(self._doubts_arose)
+        self._rouser = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._roused = False
+        self._waiting.add(self._rouser)
         self._waiting.add(control.dealer.fd)
         control.on_models_changed = self._hear
 
     # --- what a model asks for
 
-    def begin(self, request: CallRequest) -> Call:
-        """Submit an inference. Raises the ShmserveError that it cannot be submitted for."""
-        call = self._begin(request, None)
+    def begin(self, call: C) -> C:
+        """Submit a call. Raises the ShmserveError that it cannot be submitted for."""
+        self.submit(call)
         self._flush()
         return call
 
     def wait(self, call: Call) -> Reply:
         """Wait for what was begun. Raises the ShmserveError that it ended with."""
-        self._waiting.until(lambda: call.outcome is not None)
+        self.wait_until(lambda: call.outcome is not None)
         if isinstance(call.outcome, Reply):
             return call.outcome
         assert call.outcome is not None
         raise call.outcome
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Block this thread, and take what comes, until `done()`."""
+        self._waiting.until(done)
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[Reply]:
         """`begin`; the future, of the running event loop, gets what `wait` returns or raises.
@@ -162,17 +189,23 @@ class BlsClient:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Reply] = loop.create_future()
-        call = self._begin(request, future)
+        self.submit_soon(Call(self, request, future), future)
+        return future
+
+    def submit_soon(self, call: Call, future: asyncio.Future[Any]) -> None:
+        """Submit it at the end of this turn of the running loop, which takes what comes until the
+        future is done; where that is cancelled, so is the call."""
+        loop = asyncio.get_running_loop()
+        self.submit(call)
         loop.call_soon(self._flush)
         self._waiting.watch(loop)
 
-        def over(_: asyncio.Future[Reply]) -> None:
+        def over(ended: asyncio.Future[Any]) -> None:
             self._waiting.unwatch(loop)
-            if future.cancelled():
-                self._cancel(call)
+            if ended.cancelled():
+                self.cancel_soon(call)
 
         future.add_done_callback(over)
-        return future
 
     def forget(self, model: str) -> None:
         """Have the next call of `model` ask anew where it is."""
@@ -183,89 +216,51 @@ class BlsClient:
         self._control.on_models_changed = lambda news: None
         with self._lock:
             self._waiting.close()
-            os.close(self._doubts_arose)
+            os.close(self._rouser)
             for link in self._links.values():
                 link.close()
             self._links.clear()
 
     # --- out
 
-    def _begin(self, request: CallRequest, future: asyncio.Future[Reply] | None) -> Call:
-        call = Call(next(self._ids), request, future, time.monotonic_ns())
+    def next_number(self) -> int:
+        """A number for a call."""
+        return next(self._ids)
+
+    def submit(self, call: C) -> C:
+        """Have a call leave with the next flush. Raises the ShmserveError that it cannot."""
         while True:
             target = self._directory.find(call.key)
             with self._lock:
                 if not self._directory.knows(call.key, target):
                     continue  # lost while this thread waited for its turn
-                call.inputs, call.taken = self._placed(request.inputs)
+                call.inputs = self.memory.place(call.request.inputs)
                 try:
                     self._submit(call, target)
                 except BaseException:
-                    self._open.pop(call.id, None)
-                    self._free(call)
+                    self._table.pending.pop(call.number, None)
+                    call.free()
                     raise
             return call
-
-    def _placed(self, inputs: Sequence[CallInput]) -> tuple[tuple[TensorRef, ...], list[int]]:
-        """The inputs as they travel, and the blocks of the arena they take."""
-        loose = sum(len(item.data) for item in inputs if not isinstance(item.data, Place))
-        refs: list[TensorRef] = []
-        taken: list[int] = []
-        for item in inputs:
-            data = item.data
-            if not isinstance(data, Place):
-                data = bytes(data) if loose <= INLINE_LIMIT else self._written(data, taken)
-            refs.append(TensorRef(item.name, item.datatype, item.shape, data))
-        return tuple(refs), taken
-
-    def _written(self, data: bytes | memoryview, taken: list[int]) -> Place:
-        if self._arena is None:
-            self._arena = Arena(self._arena_byte_size)
-        try:
-            place = self._arena.allocate(len(data))
-        except ShmserveError:
-            for offset in taken:
-                self._arena.free(offset)
-            raise
-        taken.append(place.offset)
-        self._arena.view(place)[:] = data
-        return place
 
     def _submit(self, call: Call, target: Target) -> None:
         """Raises InvalidArgument when the request does not fit the model."""
         request = call.request
-        outputs = tuple(map(RequestedOutput, dict.fromkeys(request.outputs)))
-        admission = target.signature.admit(request.request_id, call.inputs, outputs)
-        deadline_ns = request.deadline_ns
-        if request.timeout_us:
-            own_ns = call.arrived_ns + request.timeout_us * 1000
-            deadline_ns = min(deadline_ns or own_ns, own_ns)
-        work = pack_inference(
-            Inference(
-                request.request_id,
-                call.inputs,
-                outputs,
-                request.parameters,
-                request.correlation_id,
-                request.flags,
-                request.timeout_us,
-                deadline_ns=deadline_ns,
-            )
-        )
-        submit = Submit(
-            call.id,
-            admission.batch_size,
-            admission.shape_key,
+        if target.decoupled and not call.takes_many:
+            raise _decoupled(request.model)
+        admission, pack = request.admit(target.signature, call.inputs.refs)
+        call.submit = make_submit(
+            call.number,
+            admission,
             call.arrived_ns,
-            deadline_ns,
-            request.timeout_us,
-            0,
-            work,
-            request.request_id,
+            pack,
+            request_id=request.request_id,
+            timeout_us=request.timeout_us,
+            ends_ns=request.deadline_ns,
         )
-        self._open[call.id] = call
         call.endpoint = target.endpoint
-        self._link(target.endpoint).post(submit)
+        self._table.add(call)
+        self._link(target.endpoint).post(call.submit)
 
     def _link(self, endpoint: str) -> Dealer:
         link = self._links.get(endpoint)
@@ -276,15 +271,32 @@ class BlsClient:
 
     def _flush(self) -> None:
         with self._lock:
+            while self._left:
+                call = self._left.popleft()
+                self._tell(call, Cancel(call.number))
             for link in self._links.values():
                 link.flush()
 
-    def _cancel(self, call: Call) -> None:
+    def _tell(self, call: Call, message: Cancel | Grant) -> None:
+        link = self._links.get(call.endpoint)
+        if call.number in self._table.pending and link is not None:
+            link.post(message)
+
+    def grant(self, call: Call, responses: int) -> None:
+        """So many responses of a call were taken: as many more may come."""
         with self._lock:
-            link = self._links.get(call.endpoint)
-            if call.id in self._open and link is not None:
-                link.post(Cancel(call.id))
+            self._tell(call, Grant(call.number, responses))
         self._flush()
+
+    def cancel_soon(self, call: Call) -> None:
+        """Nobody waits for a call any more. At any moment, in any thread: an object may be
+        collected in the middle of what needs the lock."""
+        self._left.append(call)
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            self._flush()
+        else:
+            self._rouse()
 
     # --- in
 
@@ -293,71 +305,57 @@ class BlsClient:
         self._control.pump()
         with self._lock:
             for link in self._links.values():
-                self._drain(link, link)
+                self._drain(link)
             doubtful, self._doubtful = self._doubtful, []
-            if doubtful:
-                os.eventfd_read(self._doubts_arose)
+            if self._roused:
+                self._roused = False
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._rouser)
         for doubt in doubtful:
             self._look_again(doubt)
         self._flush()
 
-    def _drain(self, link: Dealer, heir: Dealer) -> None:
-        """Handle what is at a link; `successor` is told what was read."""
+    def _drain(self, link: Dealer) -> None:
         for message in link.receive():
-            match message:
-                case Finished(id=number, body=body):
-                    call = self._open.pop(number, None)
-                    if call is not None:
-                        self._free(call)
-                        self._end(call, self._read(call, heir, body))
-                case Failed():
-                    self._failed(message)
-                case Settled(id=number):
-                    call = self._unsettled.pop(number, None)
-                    if call is not None:
-                        self._free(call)
-                case _:
-                    logger.warning("unexpected %s", type(message).__name__)
+            if not isinstance(message, Finished | Responded | Failed | Settled):
+                logger.warning("unexpected %s", type(message).__name__)
+            elif not self._table.take(message) and isinstance(message, Finished | Responded):
+                _discard(message.body, link)
 
-    def _read(self, call: Call, link: Dealer, body: bytes) -> Reply | ShmserveError:
+    def discard(self, call: Call, body: bytes) -> None:
+        """Nobody reads this response to a call; with the lock."""
+        link = self._links.get(call.endpoint)
+        if link is not None:
+            _discard(body, link)
+
+    def read(self, call: Call, body: bytes) -> Reply | ShmserveError:
+        """What a call was answered, copied; with the lock."""
         try:
             answer = unpack_inferred(body)
         except MalformedMessage as error:
             logger.error("a worker's answer is malformed: %s", error)
             return Internal("internal error")
-        held: dict[int, list[int]] = {}
         outputs: list[Input] = []
         outcome: Reply | ShmserveError = Reply(outputs, answer.parameters)
         model = call.request.model
         for ref in answer.outputs:
             data = ref.data
-            if isinstance(data, Place):
-                held.setdefault(data.memory.pid, []).append(data.offset)
             try:
                 own = bytearray(data if isinstance(data, bytes) else self._mappings.view(data))
             except ShmserveError as error:
                 outcome = error
                 continue
             outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(own), model=model))
-        for pid, offsets in held.items():
-            link.post(Release(pid, offsets))
+        link = self._links.get(call.endpoint)
+        if link is not None:
+            _release(answer, link)
         return outcome
 
-    def _failed(self, message: Failed) -> None:
-        call = self._open.get(message.id)
-        if call is None:
-            return
-        error = from_code(message.code, message.message)
-        if message.early:
-            self._unsettled[message.id] = call
-        elif message.code == Unavailable.code:
-            # Perhaps it was the old scheduler of a model that has been loaded again.
-            self._doubt(call, error)
-            return
-        else:
-            self._free(call)
-        del self._open[message.id]
-        self._end(call, error)
+    def wake(self) -> None:
+        """Have every thread that waits look whether its call has ended; with the lock."""
+        self._waiting.wake()
+
+    # --- losses
 
     def _hear(self, news: News) -> None:
         # Called by whoever reads the supervisor's socket, with its lock held: not to be asked here.
@@ -374,26 +372,29 @@ class BlsClient:
         self._directory.lose(endpoint)
         link = self._links.pop(endpoint, None)
         if link is not None:
-            heir = self._link(successor) if successor else link
-            self._drain(link, heir)
-            heir.flush()
+            if successor:  # who is told that its last words have been read
+                self._links[endpoint] = self._link(successor)
+            self._drain(link)
+            self._links.pop(endpoint, link).flush()
             self._waiting.remove(link.fd)
             link.close()
-        for call in [call for call in self._unsettled.values() if call.endpoint == endpoint]:
-            del self._unsettled[call.id]
-            self._free(call)
-        for call in self._open.values():
-            if call.endpoint == endpoint:
-                self._doubt(call, Unavailable("the scheduler of the model was lost"))
+        for call in self._table.lose(endpoint):
+            self.doubt(call, Unavailable("the scheduler of the model was lost"))
 
-    def _doubt(self, call: Call, error: ShmserveError) -> None:
-        self._doubtful.append(_Doubt(call, call.endpoint, error))
-        os.eventfd_write(self._doubts_arose, 1)  # someone must look again, without the lock
+    def doubt(self, call: Call, error: ShmserveError) -> None:
+        """Have somebody look, without the lock, who serves the model of a call that nobody has."""
+        self._doubtful.append(_Doubt(call, error))
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Have whoever waits, now or next, `_take`."""
+        os.eventfd_write(self._rouser, 1)
+        self._roused = True  # in this order: otherwise it could stay readable, and unread
 
     def _look_again(self, doubt: _Doubt) -> None:
         """Submit a call to whoever serves its model now, unless that is who failed it."""
-        call, endpoint, outcome = doubt
-        self._directory.doubt(call.key, endpoint)
+        call, outcome = doubt
+        self._directory.doubt(call.key, call.endpoint)
         target: Target | None = None
         while True:
             try:
@@ -401,43 +402,30 @@ class BlsClient:
             except ShmserveError as error:
                 target, outcome = None, error
             with self._lock:
-                if call.id not in self._open or call.endpoint != endpoint:
-                    return  # dealt with already
                 if target is not None and not self._directory.knows(call.key, target):
                     continue
-                abandoned = call.future is not None and call.future.done()
                 try:
-                    if target is not None and target.endpoint != endpoint and not abandoned:
+                    if target is not None and target.endpoint != call.endpoint and call.awaited():
                         self._submit(call, target)
                         return
                 except ShmserveError as error:
                     outcome = error
-                del self._open[call.id]
-                self._free(call)
-                self._end(call, outcome)
+                call.free()
+                call.end(outcome)
                 return
 
-    def _free(self, call: Call) -> None:
-        for offset in call.taken:
-            assert self._arena is not None
-            self._arena.free(offset)
-        call.taken = []
 
-    def _end(self, call: Call, outcome: Reply | ShmserveError) -> None:
-        call.outcome = outcome
-        future = call.future
-        if future is None:
-            self._waiting.wake()
-            return
-        # The loop is gone when the model did not wait for the call.
-        with contextlib.suppress(RuntimeError):
-            future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
+def _discard(body: bytes, link: Dealer) -> None:
+    with contextlib.suppress(MalformedMessage):
+        if body:
+            _release(unpack_inferred(body), link)
 
 
-def _resolve(future: asyncio.Future[Reply], outcome: Reply | ShmserveError) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Reply):
-        future.set_result(outcome)
-    else:
-        future.set_exception(outcome)
+def _release(answer: Inferred, link: Dealer) -> None:
+    """Tell the workers that their outputs have been read."""
+    held: dict[int, list[int]] = {}
+    for ref in answer.outputs:
+        if isinstance(ref.data, Place):
+            held.setdefault(ref.data.memory.pid, []).append(ref.data.offset)
+    for pid, offsets in held.items():
+        link.post(Release(pid, offsets))

@@ -16,7 +16,7 @@ class OutputMemory:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._readers: dict[int, int] = {}  # offset -> pid
-        self._fresh: list[int] = []  # offsets of the batch that is not returned yet
+        self._fresh: dict[int, int] = {}  # of what is not returned yet: offset -> byte size
 
     def __len__(self) -> int:
         return len(self._readers)
@@ -25,7 +25,7 @@ class OutputMemory:
         """A block for `reader_pid` and its bytes. Raises Unavailable when memory is full."""
         place = self._arena.allocate(byte_size)
         self._readers[place.offset] = reader_pid
-        self._fresh.append(place.offset)
+        self._fresh[place.offset] = byte_size
         return place, self._arena.view(place)
 
     def release(self, reader_pid: int, offsets: list[int]) -> None:
@@ -39,15 +39,18 @@ class OutputMemory:
         for offset in [at for at, pid in self._readers.items() if pid == reader_pid]:
             self._free(offset)
 
-    def delivered(self) -> None:
-        """What was allocated since the last time is on its way to its readers."""
+    def delivered(self) -> int:
+        """What was allocated since the last time is on its way to its readers; its bytes."""
+        byte_size = sum(self._fresh.values())
         self._fresh.clear()
+        return byte_size
 
-    def undelivered(self) -> None:
-        """What was allocated since the last time will never be known to anybody."""
+    def undelivered(self) -> int:
+        """What was allocated since the last time will never be known to anybody; 0 bytes."""
         for offset in self._fresh:
             self._free(offset)
         self._fresh.clear()
+        return 0
 
     def _free(self, offset: int) -> None:
         self._readers.pop(offset, None)

@@ -10,13 +10,13 @@ import base64
 import binascii
 import re
 
+from shmserve.common.cuda_errors import INVALID, not_supported
 from shmserve.common.shm_access import Peer
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.messages import RegisterCudaRegion
 from shmserve.ipc.tensors.ranges import LARGEST, whole
-from shmserve.supervisor.regions.cuda_handles import INVALID, not_supported
 
 _NO_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
 _UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12})")

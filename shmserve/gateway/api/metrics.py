@@ -1,4 +1,4 @@
-"""GET /metrics: Prometheus text, made for each scrape from what the schedulers report.
+"""Metrics as Prometheus text, made for each scrape from what the schedulers report.
 
 Nothing is kept on disk, and nothing is lost with a gateway. Names and labels of nv_* are Triton's;
 what Triton does not have is called shmserve_*.
@@ -17,17 +17,13 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.registry import Collector
 
 from shmserve.common import cumulative_counters, model_metrics
-from shmserve.common.auth_tokens import METRICS
-from shmserve.errors import Unauthenticated
-from shmserve.gateway.api import metadata
+from shmserve.gateway.api import statistics
+from shmserve.gateway.api.latency_families import first_responses, summaries
 from shmserve.gateway.api.process_stats import cpu_utilization, memory_bytes, processes
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Reply, error_reply
 
 logger = logging.getLogger(__name__)
 
-_TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
 # The library names counters NAME_total; Triton does not.
 _SUFFIX = re.compile(rb"^(# (?:HELP|TYPE) nv_\w+)_total ", re.MULTILINE)
 # Whole numbers are written as such, however large.
@@ -83,22 +79,9 @@ _EVENTS = (
 )
 
 
-async def metrics(gateway: Gateway, request: Request) -> Reply:
-    """Any request on the metrics listener; only GET /metrics has content."""
-    refusal = request.connection.caller.refuse(METRICS, request.headers)
-    if refusal is not None:
-        headers = b"WWW-Authenticate: Bearer\r\n" if isinstance(refusal, Unauthenticated) else b""
-        return error_reply(refusal.status, refusal.message, headers=headers)
-    if request.target.partition("?")[0] not in ("/metrics", "/metrics/"):
-        return Reply()
-    if request.method != "GET":
-        return error_reply(405, "Method Not Allowed")
-    try:
-        reports = await metadata.collect(gateway, gateway.models.all())
-        return Reply(200, (exposition(gateway, reports),), _TEXT)
-    except Exception:
-        logger.exception("metrics could not be made")
-        return error_reply(500, "internal error")
+async def page(gateway: Gateway) -> bytes:
+    """The text of a scrape: what the schedulers report now, and the state of this host."""
+    return exposition(gateway, await statistics.collect(gateway, gateway.models.all()))
 
 
 def exposition(gateway: Gateway, reports: list[dict[str, Any]]) -> bytes:
@@ -152,7 +135,10 @@ class _Families(Collector):
         yield from self._hosts()
 
     def _tritons(self) -> Iterator[Metric]:
+        settings = self._gateway.settings
         for name, text, path in _COUNTERS:
+            if name.endswith("_us") and not settings.counter_latencies:
+                continue
             family = Metric(f"nv_inference_{name}", text, "counter")
             for labels, report in self._tagged:
                 value: Any = report
@@ -175,6 +161,10 @@ class _Families(Collector):
         for labels, report in self._tagged:
             pending.add_sample(pending.name, labels, report["pending"])
         yield pending
+        if settings.histogram_latencies:
+            yield from first_responses(self._tagged)
+        if settings.summary_latencies:
+            yield from summaries(self._tagged)
         loading = Metric("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
         for model in self._gateway.models.all():
             labels = {"model": model.name, "version": model.version, **model.tags}

@@ -1,4 +1,7 @@
-"""The shared memory extensions over HTTP: register, status, unregister; system and CUDA."""
+"""The shared memory extensions: register, status, unregister; for every listener.
+
+Registering CUDA memory is in cuda_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,12 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
-from shmserve.common.peer_credentials import unix_pid
 from shmserve.common.shm_access import NOBODY, Peer
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.api import cuda_memory
-from shmserve.gateway.api.repository import read_json
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.json.parser import LARGEST_UNSIGNED, JsonFault
-from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Reply, json_reply
 from shmserve.gateway.region_table import Region
 from shmserve.ipc.messages import RegionAbandoned, RegisterRegion, UnregisterRegion
-from shmserve.ipc.tensors.ranges import whole
 
 _LONGEST_NAME = 255
 
@@ -32,43 +28,7 @@ def check_name(name: str) -> None:
         )
 
 
-async def register(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/systemsharedmemory/region/NAME/register.
-
-    With {"lifetime": "connection"} the region is unregistered when this connection ends; with
-    {"pin": true} workers on CUDA devices lock its pages.
-    """
-    if not name:
-        raise InvalidArgument("'region name' is necessary to register system shared memory region")
-    peer = request.connection.caller.peer()
-    check_name(name)
-    key, offset, size, leased, pin = registration(await _register_body(gateway, request))
-    asked = ask_to_register(gateway, peer, name, key, offset, size, leased=leased, pin=pin)
-    await (_lease(gateway, request.connection.caller, asked) if leased else asked)
-    return Reply()
-
-
-def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
-    """The key, offset, size, and whether it is leased and pinned, of a registration's JSON (pure).
-
-    Raises InvalidArgument or JsonFault.
-    """
-    key = _required(body, "key")
-    byte_size = _required(body, "byte_size")
-    if type(key) is not str:
-        raise JsonFault("attempt to access JSON non-string as string")
-    size = whole(byte_size, "byte_size")
-    offset = whole(body.get("offset", 0), "offset")
-    lifetime = body.get("lifetime", "server")
-    if lifetime not in ("server", "connection"):
-        raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
-    pin = body.get("pin", False)
-    if type(pin) is not bool:
-        raise InvalidArgument("'pin' must be true or false")
-    return key, offset, size, lifetime == "connection", pin
-
-
-def ask_to_register(
+def register(
     gateway: Gateway,
     peer: Peer,
     name: str,
@@ -79,7 +39,11 @@ def ask_to_register(
     leased: bool = False,
     pin: bool = False,
 ) -> Awaitable[dict[str, Any]]:
-    """Have a POSIX object of `peer` registered, whatever the listener; raises why it is refused."""
+    """Have a POSIX object of `peer` registered; raises why it is refused.
+
+    `leased`: its connection's end is the region's, see `lease`. `pin`: workers on CUDA devices lock
+    its pages.
+    """
     groups = list(peer.groups)
     return gateway.supervisor.ask(
         lambda number: RegisterRegion(
@@ -88,114 +52,40 @@ def ask_to_register(
     )
 
 
-async def _lease(
-    gateway: Gateway, caller: ClientIdentity, asked: Awaitable[dict[str, Any]]
+async def lease(
+    gateway: Gateway, client: ClientIdentity, registered: Awaitable[dict[str, Any]]
 ) -> None:
-    # A client that leaves meanwhile has abandoned the region as soon as it is there.
-    def registered(task: asyncio.Future[dict[str, Any]]) -> None:
+    """Wait until a region is registered, which is unregistered when the client's connection ends.
+
+    A client that leaves meanwhile has abandoned the region as soon as it is there.
+    """
+
+    def there(task: asyncio.Future[dict[str, Any]]) -> None:
         if not task.cancelled() and task.exception() is None:
             gone = RegionAbandoned(task.result()["memory_id"])
-            caller.when_gone(partial(gateway.supervisor.tell, gone))
+            client.when_gone(partial(gateway.supervisor.tell, gone))
 
-    task = asyncio.ensure_future(asked)
-    task.add_done_callback(registered)
+    task = asyncio.ensure_future(registered)
+    task.add_done_callback(there)
     await asyncio.shield(task)
 
 
-async def _register_body(gateway: Gateway, request: Request) -> dict[str, Any]:
-    body = await read_json(gateway, request)
-    return body if type(body) is dict else {}
-
-
-def _required(body: dict[str, Any], field: str) -> Any:
-    if field not in body:
-        raise InvalidArgument(f"Shared memory register request has no '{field}' field")
-    return body[field]
-
-
-async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user."""
-    regions = visible(gateway, request.connection.caller, name or "")
-    return json_reply([region.status() for region in regions])
-
-
 def visible(
-    gateway: Gateway, caller: ClientIdentity, name: str, *, cuda: bool = False
+    gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
 ) -> list[Region]:
-    """The regions of a kind that are the caller's user's, or the one of this name; raises
+    """The regions of a kind that are the client's user's, or the one of this name; raises
     NotFound."""
-    peer = caller.administrator() if caller.listener.shm else NOBODY
+    peer = client.administrator() if client.listener.shm else NOBODY
     return gateway.regions.visible(name, peer, cuda=cuda)
 
 
-async def unregister(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/systemsharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    await ask_to_unregister(gateway, request.connection.caller, name or "")
-    return Reply()
-
-
-async def ask_to_unregister(
-    gateway: Gateway, caller: ClientIdentity, name: str, *, cuda: bool = False
+async def unregister(
+    gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
 ) -> None:
-    """Have a region of the caller's user unregistered, all of them for "", of one kind."""
-    peer = caller.administrator()
+    """Have a region of the client's user unregistered, all of them for "", of one kind; an unknown
+    name is fine."""
+    peer = client.administrator()
     groups = list(peer.groups)
     await gateway.supervisor.ask(
         lambda number: UnregisterRegion(number, name, peer.uid, groups, cuda)
     )
-
-
-async def register_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/cudasharedmemory/region/NAME/register.
-
-    `offset` and `device_uuid` are ours, and optional.
-    """
-    if not name:
-        raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
-    peer = request.connection.caller.peer()
-    check_name(name)
-    cuda_memory.require_cuda(gateway, name)
-    body = await _register_body(gateway, request)
-    raw_handle = _required(body, "raw_handle")
-    encoded = _member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
-    byte_size = _member(body, "byte_size", int)
-    device_id = _member(body, "device_id", int)
-    offset = _member(body, "offset", int) if "offset" in body else 0
-    uuid = _member(body, "device_uuid", str) if "device_uuid" in body else ""
-    await cuda_memory.register(
-        gateway,
-        peer,
-        name,
-        cuda_memory.decode_handle(encoded),
-        device_id,
-        byte_size,
-        offset=offset,
-        device_uuid=cuda_memory.decode_uuid(uuid) if uuid else b"",
-        exporter_pid=unix_pid(request.connection.transport),
-    )
-    return Reply()
-
-
-def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> Any:
-    if field not in holder:
-        raise JsonFault(f"attempt to access non-existing object member '{field}'")
-    value: Any = holder[field]
-    if kind is str:
-        word, fits = "string", type(value) is str
-    else:
-        word, fits = "unsigned-integer", type(value) is int and 0 <= value <= LARGEST_UNSIGNED
-    if not fits:
-        raise JsonFault(f"attempt to access JSON non-{word} as {word}")
-    return value
-
-
-async def status_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """GET /v2/cudasharedmemory[/region/NAME]/status: those of the client's user."""
-    regions = visible(gateway, request.connection.caller, name or "", cuda=True)
-    return json_reply([region.status() for region in regions])
-
-
-async def unregister_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
-    """POST /v2/cudasharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    await ask_to_unregister(gateway, request.connection.caller, name or "", cuda=True)
-    return Reply()

@@ -18,7 +18,7 @@ import grpc.aio
 
 from shmserve.common.peer_credentials import Address
 from shmserve.gateway.grpc import core_sockets
-from shmserve.gateway.http.body import SLOWEST_RATE
+from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 
 logger = logging.getLogger(__name__)
 

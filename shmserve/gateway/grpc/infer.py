@@ -9,23 +9,22 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable, Unsupported
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.wire.fingerprint import Plans, split
+from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import wire_request
 from shmserve.gateway.grpc.wire.response import encode
-from shmserve.gateway.http.infer import failure, log_failure, submission
-from shmserve.gateway.http.json.infer_request import WireRequest
-from shmserve.gateway.inference.builder import BuiltRequest, build
+from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.open_request import Message, OpenRequest
-from shmserve.gateway.inference.response import check_size
-from shmserve.gateway.links.dispatcher import Pending
+from shmserve.gateway.inference.pipeline import admit, failure, log_failure
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.inference.response import check_size, unpack
+from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model, checked_version
-from shmserve.gateway.region_table import admit
 from shmserve.ipc import messages as m
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class Submitted:
     abandoned."""
 
     __slots__ = (
-        *("_gateway", "_given_up", "_inferences", "_left", "_model", "_pending", "_taken"),
+        *("_gateway", "_given_up", "_inferences", "_left", "_model", "_pending", "_built"),
         *("model_name", "request_id"),
     )
 
@@ -48,18 +47,18 @@ class Submitted:
         gateway: Gateway,
         inferences: Inferences,
         model: Model,
-        taken: BuiltRequest,
+        built: BuiltRequest,
         pending: Pending,
     ) -> None:
         self._gateway = gateway
         self._inferences = inferences
         self._model = model
-        self._taken = taken
+        self._built = built
         self._pending = pending
         self._given_up = False
         self._left = False
         self.model_name = model.name
-        self.request_id = taken.wire.id
+        self.request_id = built.wire.id
 
     async def answer(self) -> bytes:
         """The ModelInferResponse, serialized; raises what the request failed with.
@@ -95,16 +94,12 @@ class Submitted:
             raise
 
     def _encoded(self, body: bytes) -> bytes:
+        response = unpack(body)
         try:
-            answer = unpack_inferred(body)
-        except MalformedMessage as error:
-            logger.error("a worker's answer is malformed: %s", error)
-            raise Internal("internal error") from None
-        try:
-            return encoded(self._gateway, self._model, self._taken.wire, answer)
+            return encoded(self._gateway, self._model, self._built.wire, response)
         finally:
-            # The response is a copy: the worker's memory is free again.
-            self._pending.scheduler.release_outputs(answer)
+            # The message is a copy: the worker's memory is free again.
+            self._pending.scheduler.release_outputs(response)
 
     @property
     def answered(self) -> bool:
@@ -125,11 +120,11 @@ class Submitted:
             self._inferences.left()
 
 
-def encoded(gateway: Gateway, model: Model, wire: WireRequest, answer: Inferred) -> bytes:
-    """An answer as a serialized ModelInferResponse."""
+def encoded(gateway: Gateway, model: Model, wire: WireRequest, response: Inferred) -> bytes:
+    """A worker's response as a serialized ModelInferResponse."""
     placed = {out.name for out in wire.outputs if out.place is not None}
     contents: list[bytes | memoryview] = []
-    for tensor in answer.outputs:
+    for tensor in response.outputs:
         if tensor.name in placed:
             contents.append(b"")
             continue
@@ -137,7 +132,7 @@ def encoded(gateway: Gateway, model: Model, wire: WireRequest, answer: Inferred)
         data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
         check_size(tensor, len(data))
         contents.append(data)
-    return encode(model, wire.id, answer, contents)
+    return encode(model, wire.id, response, contents)
 
 
 class Refused(Exception):
@@ -161,11 +156,11 @@ class Inferences:
     `count` is how many answers are not sent yet; `on_idle` hears when none is left.
     """
 
-    __slots__ = ("_plans", "count", "gateway", "on_idle")
+    __slots__ = ("_prepared", "count", "gateway", "on_idle")
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self._plans = Plans(gateway.models)
+        self._prepared = PreparedRequests(gateway.models)
         self.count = 0
         self.on_idle: Callable[[], None] | None = None
 
@@ -179,69 +174,61 @@ class Inferences:
         if not self.count and self.on_idle is not None:
             self.on_idle()
 
-    def submit(self, raw: bytes, caller: ClientIdentity, remaining_s: float | None) -> Submitted:
-        """Hand the serialized ModelInferRequest `raw` of `caller` to its scheduler.
+    def submit(self, raw: bytes, client: ClientIdentity, remaining_s: float | None) -> Submitted:
+        """Hand the serialized ModelInferRequest `raw` of `client` to its scheduler.
 
         `remaining_s` is how long its client's call lasts, in seconds, None for any time. Raises
         `Refused`.
         """
-        model, taken, submit = self._prepare(raw, caller, remaining_s, streamed=False)
-        return self._submitted(model, taken, submit)
+        return self._submitted(*self._admitted(raw, client, remaining_s, streamed=False))
 
     def stream(
         self,
         raw: bytes,
-        caller: ClientIdentity,
+        client: ClientIdentity,
         remaining_s: float | None,
         on_response: Callable[[OpenRequest, Message], None],
     ) -> Submitted | OpenRequest:
         """As `submit`, for a request in a stream: one for a decoupled model is an `OpenRequest`,
         which tells `on_response` of its responses."""
-        model, taken, submit = self._prepare(raw, caller, remaining_s, streamed=True)
+        model, built, order = self._admitted(raw, client, remaining_s, streamed=True)
         if not model.decoupled:
-            return self._submitted(model, taken, submit)
-        opened = OpenRequest(self.gateway, model, taken, submit, on_response)
+            return self._submitted(model, built, order)
+        opened = OpenRequest(self.gateway, model, built, order, on_response)
         self.came()
         return opened
 
-    def _submitted(self, model: Model, taken: BuiltRequest, submit: m.Submit) -> Submitted:
-        pending = self.gateway.dispatcher.submit(model.scheduler, submit, taken.release)
+    def _submitted(self, model: Model, built: BuiltRequest, order: m.Submit) -> Submitted:
+        pending = self.gateway.dispatcher.submit(model.scheduler, order, built.release)
         self.came()
-        return Submitted(self.gateway, self, model, taken, pending)
+        return Submitted(self.gateway, self, model, built, pending)
 
-    def _prepare(
-        self, raw: bytes, caller: ClientIdentity, remaining_s: float | None, *, streamed: bool
+    def _admitted(
+        self, raw: bytes, client: ClientIdentity, remaining_s: float | None, *, streamed: bool
     ) -> tuple[Model, BuiltRequest, m.Submit]:
         arrived_ns = time.monotonic_ns()
         gateway = self.gateway
         if gateway.draining or gateway.health.exiting:
             raise Refused(Unavailable(_STOPPING), _id_of(raw))
-        model, taken = self._take(raw, streamed)
+        model, built = self._read(raw, streamed)
+        limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
         try:
-            if taken.regions:
-                admit(taken.regions, caller.peer())
-            number = gateway.dispatcher.next_number()
-            limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
-            return model, taken, submission(gateway, taken, number, arrived_ns, limit_us)
+            return model, built, admit(gateway, built, client, arrived_ns, limit_us)
         except ShmserveError as error:
-            taken.release()
-            raise Refused(error, taken.wire.id) from None
-        except BaseException:
-            taken.release()
-            raise
+            raise Refused(error, built.wire.id) from None
 
-    def _take(self, raw: bytes, streamed: bool) -> tuple[Model, BuiltRequest]:
+    def _read(self, raw: bytes, streamed: bool) -> tuple[Model, BuiltRequest]:
         parts = split(raw)
         if parts is not None:
             try:
-                found = self._plans.follow(*parts)
+                found = self._prepared.repeat(*parts)
             except ShmserveError as error:
                 raise Refused(error, _id_of(raw)) from None
             if found is not None:
-                model, taken = found
+                model, built = found
                 if model.decoupled and not streamed:
-                    taken.release()
-                    raise Refused(Unsupported(_DECOUPLED), taken.wire.id)
+                    built.release()
+                    raise Refused(Unsupported(_DECOUPLED), built.wire.id)
                 return found
         request_id = ""
         try:
@@ -257,14 +244,14 @@ class Inferences:
             key, contents = parts
             if contents:
                 _behind(wire)
-            planned = all(tensor.data is None for tensor in wire.inputs)
+            prepare = all(tensor.data is None for tensor in wire.inputs)
             body = b"".join(contents)
-            taken, plan = build(self.gateway, model, wire, body, 0, planned=planned)
+            built, prepared = build(self.gateway, model, wire, body, 0, prepare=prepare)
         except ShmserveError as error:
             raise Refused(error, request_id) from None
-        if plan is not None:
-            self._plans.remember(key, version, model, plan)
-        return model, taken
+        if prepared is not None:
+            self._prepared.remember(key, version, model, prepared)
+        return model, built
 
 
 def _behind(wire: WireRequest) -> None:

@@ -44,7 +44,7 @@ _STATUS = {
 @dataclass(frozen=True, slots=True)
 class Rpc:
     """One RPC: the API it belongs to (`scope`, as gateway/authorisation.py has them), and
-    `handler(gateway, caller, request) -> response` for plain ones.
+    `handler(gateway, client, request) -> response` for plain ones.
 
     Those without a handler are the `Service`'s own.
     """
@@ -150,7 +150,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._health_changed.set()
         self._health_changed = asyncio.Event()
 
-    def _caller(self, context: Any) -> ClientIdentity:
+    def _client(self, context: Any) -> ClientIdentity:
         return CallIdentity(self._listener, self._users, context)
 
     def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, Any], Awaitable[bytes | _Ending]]:
@@ -163,7 +163,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                     request = parse(raw)
                 except DecodeError:
                     raise InvalidArgument("malformed request") from None
-                response = await handle(self._gateway, self._caller(context), request)
+                response = await handle(self._gateway, self._client(context), request)
                 return response.SerializeToString()
             except ShmserveError as error:
                 return _ending(error)
@@ -242,14 +242,14 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         submitted.when_answered(answered)
 
     def _submitted(self, raw: bytes, call: Any) -> Submitted:
-        return self._inferences.submit(raw, self._caller(call), call.time_remaining())
+        return self._inferences.submit(raw, self._client(call), call.time_remaining())
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         try:
             patience_s = self._gateway.settings.body_timeout_s
             with Reading(self._calls, context):
                 await stream_infer(
-                    self._inferences, self._caller(context), requests, context, patience_s
+                    self._inferences, self._client(context), requests, context, patience_s
                 )
         except ShmserveError as error:
             await context.abort(*_ending(error))

@@ -58,7 +58,7 @@ class _Room:
 
 async def stream_infer(
     inferences: Inferences,
-    caller: ClientIdentity,
+    client: ClientIdentity,
     requests: AsyncIterator[bytes],
     context: Any,
     patience_s: float,
@@ -68,7 +68,7 @@ async def stream_infer(
     Raises the first error in strict mode, and Unavailable when a response is not taken within
     `patience_s` seconds: others need the memory of those behind it.
     """
-    stream = _Stream(inferences, caller, context)
+    stream = _Stream(inferences, client, context)
     # Until the call is over gRPC holds the response that is not taken, and what it has received of
     # further requests.
     context.add_done_callback(lambda _: malloc_trim.soon(stream.total))
@@ -90,9 +90,9 @@ class _Stream:
     """One call: what it has asked for, and what it is to be answered. `total` is how many bytes
     have gone either way."""
 
-    def __init__(self, inferences: Inferences, caller: ClientIdentity, context: Any) -> None:
+    def __init__(self, inferences: Inferences, client: ClientIdentity, context: Any) -> None:
         self._inferences = inferences
-        self._caller = caller
+        self._client = client
         self._context = context
         self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         self._room = _Room(_MOST_WAITING)
@@ -121,7 +121,7 @@ class _Stream:
         inferences = self._inferences
         try:
             item: Submitted | OpenRequest | Refused = inferences.stream(
-                raw, self._caller, self._context.time_remaining(), self._responded
+                raw, self._client, self._context.time_remaining(), self._responded
             )
         except Refused as refused:
             item = refused.bare()

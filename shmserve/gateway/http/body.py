@@ -11,7 +11,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestPayloadError
 
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.http.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.http.request import (
     CONTENT_ENCODING,
@@ -21,6 +21,7 @@ from shmserve.gateway.http.request import (
     Request,
 )
 from shmserve.gateway.inference import malloc_trim
+from shmserve.gateway.inference.body_budget import SLOWEST_RATE, BodyBudget
 from shmserve.gateway.settings import Settings
 from shmserve.ipc.tensors.ranges import LARGEST
 
@@ -30,8 +31,6 @@ JSON_TOO_LARGE = (
 )
 _MOST_CHUNKS = 65536
 _TOGETHER = 1024
-# A body may take `body_timeout_s` and a second more for each of these bytes that came.
-SLOWEST_RATE = 64 * 1024
 # Where memory is full, a body gives up its own that was waited for for this part of
 # `body_timeout_s`, with less than so many bytes a second. What it waited for us does not count.
 _GRACE = 1 / 30
@@ -49,70 +48,18 @@ class BrokenBody(InvalidArgument):
     """The body is not framed as HTTP says; the connection cannot go on."""
 
 
-class _Arriving:
-    """The bodies that are arriving, and what this process keeps of them outside of its arena:
-    clients may take minutes to send the rest of theirs."""
-
-    def __init__(self) -> None:
-        self._used = 0
-        self._bodies: set[Body] = set()
-
-    def take(self, body: Body, more: int, settings: Settings) -> None:
-        """`more` bytes of it are here; to be given back in any case.
-
-        Raises Unavailable when they are too many with those of others: one alone has its own limit.
-        """
-        self._bodies.add(body)
-        body.held += more
-        self._used += more
-        most = max(settings.arena_byte_size, settings.max_input_size)
-        if self._used > max(most, body.held):
-            for slow in self.slow(lambda other: other.held > 0):
-                slow.dismiss()
-                if self._used <= max(most, body.held):
-                    break
-            else:
-                raise Unavailable(f"server memory for request bodies ({most} bytes) is full")
-        body.check()
-
-    def give(self, body: Body) -> None:
-        """What was taken is no longer here, or belongs to a whole body."""
-        self._used -= body.held
-        body.held = 0
-        self._bodies.discard(body)
-
-    def keep(self, body: Body) -> None:
-        """It has memory elsewhere."""
-        self._bodies.add(body)
-
-    def slow(self, useful: Callable[[Body], bool]) -> list[Body]:
-        """Those that hardly come and are `useful` to end, the slowest first."""
-        now = time.monotonic()
-        slow = [body for body in self._bodies if useful(body) and body.is_slow(now)]
-        return sorted(slow, key=lambda body: body.rate(now))
-
-
-_arriving = _Arriving()
-
-
-def give_way() -> Iterator[None]:
-    """The arena is full: at each step, the slowest of the bodies that hardly come and have a block
-    of it has given that back."""
-    for body in _arriving.slow(lambda body: body.has_block):
-        body.dismiss()
-        yield
-
-
 class Body:
     """One request's body.
 
-    Nothing is read before it is asked for; `declared` is its size in bytes, -1 if unknown.
+    Nothing is read before it is asked for; `declared` is its size in bytes, -1 if unknown. What of
+    it is here while the rest is arriving counts in `budget`.
     """
 
-    def __init__(self, request: Request, settings: Settings) -> None:
+    def __init__(self, request: Request, settings: Settings, budget: BodyBudget) -> None:
         self._request = request
         self._content = request.content
         self._settings = settings
+        self._budget = budget
         self._began = time.monotonic()
         self._received = 0
         self._chunks = 0
@@ -177,7 +124,7 @@ class Body:
     def dismiss(self) -> None:
         """Give its memory back now; who waits for the rest is told."""
         self._dismissed = True
-        _arriving.give(self)
+        self._budget.give(self)
         if self._release is not None:
             self._release()
         if self._waiting is not None and not self._waiting.expired():
@@ -192,7 +139,7 @@ class Body:
     def keeping(self, release: Callable[[], None]) -> Iterator[None]:
         """It has a block that `release` gives back, which `dismiss` may do while this runs."""
         self._release = release
-        _arriving.keep(self)
+        self._budget.keep(self)
         try:
             yield
         finally:
@@ -205,7 +152,7 @@ class Body:
             yield
         finally:
             size = self.held
-            _arriving.give(self)
+            self._budget.give(self)
             malloc_trim.soon(size)
 
     # --- the whole of it
@@ -252,10 +199,10 @@ class Body:
                 while size <= limit and (piece := await self.next()):
                     pieces.append(piece)
                     size += len(piece)
-                    _arriving.take(self, len(piece), self._settings)
+                    self._budget.take(self, len(piece))
                 whole = b"".join(pieces)
             finally:
-                _arriving.give(self)
+                self._budget.give(self)
                 malloc_trim.soon(size)
         if len(whole) > limit:
             raise InvalidArgument(too_large.format(size=len(whole), limit=limit))
@@ -267,7 +214,7 @@ class Body:
         start = bytearray()
         while len(start) < size and (piece := await self.next()):
             start += piece
-            _arriving.take(self, len(piece), self._settings)
+            self._budget.take(self, len(piece))
         return bytes(start)
 
     async def read_into(self, views: Sequence[memoryview], start: bytes = b"") -> bool:
@@ -299,12 +246,12 @@ class Body:
                 for piece in inflater.feed(chunk):
                     pieces.append(piece)
                     size += len(piece)
-                    _arriving.take(self, len(piece), self._settings)
+                    self._budget.take(self, len(piece))
                     await asyncio.sleep(0)
             inflater.finish()
             return b"".join(pieces)
         finally:
-            _arriving.give(self)
+            self._budget.give(self)
             malloc_trim.soon(size)
 
     def compressed(self) -> bool:

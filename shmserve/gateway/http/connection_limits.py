@@ -48,21 +48,21 @@ class Server(web.Server):
         """Enter a connection, or end it when there are too many."""
         super().connection_made(handler, transport)
         assert isinstance(handler, Connection)
-        caller = handler.caller = ClientIdentity(self._listener, transport.get_extra_info("socket"))
-        peer = self._peer_of(caller, transport)
+        client = handler.client = ClientIdentity(self._listener, transport.get_extra_info("socket"))
+        peer = self._peer_of(client, transport)
         if peer is not None:
             its = self._of.setdefault(peer, set())
             its.add(handler)
-            caller.when_gone(lambda: self._leave(peer, handler))
+            client.when_gone(lambda: self._leave(peer, handler))
             if len(its) > self._most_of_one:
                 self._make_room(handler, its, self._most_of_one)
         if len(self._connections) > self._most:
             self._make_room(handler, self._connections, self._most)
 
-    def _peer_of(self, caller: ClientIdentity, transport: asyncio.Transport) -> object:
+    def _peer_of(self, client: ClientIdentity, transport: asyncio.Transport) -> object:
         """Who shares a limit; None on loopback, where nothing tells clients apart."""
         if self._listener.kind is ListenerKind.UNIX:
-            return caller.uid
+            return client.uid
         if self._listener.kind is ListenerKind.LOOPBACK:
             return None
         return network(str((transport.get_extra_info("peername") or ("",))[0]))

@@ -7,31 +7,23 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
-from shmserve.errors import (
-    Internal,
-    QueueFull,
-    ShmserveError,
-    Unavailable,
-    Unsupported,
-    from_code,
-)
+from shmserve.errors import ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.compression import accepted_encoding, deflated
-from shmserve.gateway.http.intake import take
+from shmserve.gateway.http.intake import read_request
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.infer_request import WireRequest
-from shmserve.gateway.http.json.parser import JsonFault
+from shmserve.gateway.http.json.infer_response import Output, ResponseTemplate
 from shmserve.gateway.http.request import ACCEPT_ENCODING, Request
 from shmserve.gateway.http.response import JSON, Reply
 from shmserve.gateway.inference import malloc_trim
-from shmserve.gateway.inference.builder import LONGEST_TIMEOUT_US, BuiltRequest
-from shmserve.gateway.inference.response import Form, Output
+from shmserve.gateway.inference.pipeline import admit, failure, log_failure
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.model_table import Model
-from shmserve.gateway.region_table import admit
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
 
@@ -50,64 +42,56 @@ async def infer(gateway: Gateway, request: Request, name: str, version: str | No
     model = gateway.models.resolve(name, version or "")
     if model.decoupled:
         raise Unsupported(_DECOUPLED)
-    taken = await take(gateway, model, request)
+    built = await read_request(gateway, model, request)
     try:
-        reply = await _run(gateway, model, request, taken, arrived_ns)
+        reply = await _run(gateway, model, request, built, arrived_ns)
     except ShmserveError as error:
-        log_failure(model, taken.wire.id, error)
+        log_failure(model, built.wire.id, error)
         raise
     if logger.isEnabledFor(logging.DEBUG):
         passed_us = (time.monotonic_ns() - arrived_ns) // 1000
-        extra = {"request_id": taken.wire.id}
+        extra = {"request_id": built.wire.id}
         logger.debug("inference of model '%s' took %d us", model.name, passed_us, extra=extra)
     return reply
 
 
 async def _run(
-    gateway: Gateway, model: Model, request: Request, taken: BuiltRequest, arrived_ns: int
+    gateway: Gateway, model: Model, request: Request, built: BuiltRequest, arrived_ns: int
 ) -> Reply:
-    wire = taken.wire
-    dispatcher = gateway.dispatcher
+    order = admit(gateway, built, request.connection.client, arrived_ns)
     try:
-        if taken.regions:
-            admit(taken.regions, request.connection.caller.peer())
-        submit = submission(gateway, taken, dispatcher.next_number(), arrived_ns)
         scheduler = gateway.models.current(model).scheduler
     except BaseException:
-        taken.release()
+        built.release()
         raise
-    pending = dispatcher.submit(scheduler, submit, taken.release)
+    pending = gateway.dispatcher.submit(scheduler, order, built.release)
     try:
         message = await pending.future
     except asyncio.CancelledError:
-        dispatcher.cancel(pending)
+        gateway.dispatcher.cancel(pending)
         raise
     if isinstance(message, m.Failed):
         raise failure(message)
     body = message.body
-    templates = taken.templates if ACCEPT_ENCODING not in request.headers else None
+    templates = built.templates if ACCEPT_ENCODING not in request.headers else None
     if templates is not None and (known := templates.find(body)) is not None:
         return _small_reply(*known)
-    try:
-        answer = unpack_inferred(body)
-    except MalformedMessage as error:
-        logger.error("a worker's answer is malformed: %s", error)
-        raise Internal("internal error") from None
-    if _at_hand(wire, answer):
-        form = Form(wire, model.name, model.version, answer)
-        if templates is not None and form.whole:
-            templates.learn(body, answer, form)
-        return await _reply(request, form, _views(gateway, form.datas(answer)))
+    response = unpack(body)
+    if _at_hand(built.wire, response):
+        template = ResponseTemplate(built.wire, model.name, model.version, response)
+        if templates is not None and template.whole:
+            templates.learn(body, response, template)
+        return await _reply(request, template, _views(gateway, template.datas(response)))
     scheduler = pending.scheduler
     scheduler.use()
 
     def sent() -> None:
-        scheduler.release_outputs(answer)
+        scheduler.release_outputs(response)
         scheduler.leave()
 
     try:
-        form = Form(wire, model.name, model.version, answer)
-        reply = await _reply(request, form, _views(gateway, form.datas(answer)))
+        template = ResponseTemplate(built.wire, model.name, model.version, response)
+        reply = await _reply(request, template, _views(gateway, template.datas(response)))
     except BaseException:
         sent()
         raise
@@ -115,82 +99,30 @@ async def _run(
     return reply
 
 
-def _at_hand(wire: WireRequest, answer: Inferred) -> bool:
-    """Whether all outputs are in the answer or in clients' regions, none in a worker's memory."""
+def _at_hand(wire: WireRequest, response: Inferred) -> bool:
+    """Whether all outputs are in the response or in clients' regions, none in a worker's memory."""
     placed = {output.name for output in wire.outputs if output.place is not None}
-    return all(type(tensor.data) is bytes or tensor.name in placed for tensor in answer.outputs)
+    return all(type(tensor.data) is bytes or tensor.name in placed for tensor in response.outputs)
 
 
 def _views(gateway: Gateway, datas: list[bytes | Place]) -> list[bytes | memoryview]:
     return [data if isinstance(data, bytes) else gateway.mappings.view(data) for data in datas]
 
 
-def submission(
-    gateway: Gateway, taken: BuiltRequest, number: int, arrived_ns: int, call_limit_us: int = 0
-) -> m.Submit:
-    """What the scheduler is told; `call_limit_us` is how long the client's own call lasts, 0: any.
-
-    The shortest of the limits that there are makes the deadline.
-    """
-    wire = taken.wire
-    timeout_us = min(wire.timeout_us, LONGEST_TIMEOUT_US)
-    limit_us = gateway.settings.request_timeout_us
-    if timeout_us and (not limit_us or timeout_us < limit_us):
-        limit_us = timeout_us
-    call_limit_us = min(call_limit_us, LONGEST_TIMEOUT_US)
-    if call_limit_us and (not limit_us or call_limit_us < limit_us):
-        limit_us = call_limit_us
-    deadline_ns = arrived_ns + limit_us * 1000 if limit_us else 0
-    return m.Submit(
-        number,
-        taken.admission.batch_size,
-        taken.admission.shape_key,
-        arrived_ns,
-        deadline_ns,
-        timeout_us,
-        wire.priority,
-        taken.pack(deadline_ns),
-        wire.id,
-    )
-
-
-def failure(message: m.Failed) -> ShmserveError:
-    """The exception for a scheduler's refusal."""
-    if message.retry_after_s > 0:
-        return QueueFull(message.message, message.retry_after_s)
-    return from_code(message.code, message.message)
-
-
-def log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
-    """Log what is our fault, and at debug level what is the client's."""
-    if error.status == 500 and not isinstance(error, JsonFault):
-        logger.error(
-            "inference of model '%s' failed: %s",
-            model.name,
-            error.message,
-            extra={"request_id": request_id},
-        )
-    elif logger.isEnabledFor(logging.DEBUG):
-        logger.debug(
-            "inference of model '%s' was refused: %s",
-            model.name,
-            error.message,
-            extra={"request_id": request_id},
-        )
-
-
-def _small_reply(form: Form, datas: Sequence[bytes]) -> Reply:
-    """The response of a form with these tensors, those that are sent."""
-    pairs = list(zip(form.outputs, datas, strict=True))
+def _small_reply(template: ResponseTemplate, datas: Sequence[bytes]) -> Reply:
+    """The response of a template with these tensors, those that are sent."""
+    pairs = list(zip(template.outputs, datas, strict=True))
     arrays = [tensors.encode(d, o.datatype, o.shape, o.name) for o, d in pairs if not o.binary]
-    return _response(form, arrays, [data for output, data in pairs if output.binary])
+    return _response(template, arrays, [data for output, data in pairs if output.binary])
 
 
-async def _reply(request: Request, form: Form, datas: Sequence[bytes | memoryview]) -> Reply:
+async def _reply(
+    request: Request, template: ResponseTemplate, datas: Sequence[bytes | memoryview]
+) -> Reply:
     """The same for tensors of any size, compressed if the client takes it."""
-    pairs = list(zip(form.outputs, datas, strict=True))
+    pairs = list(zip(template.outputs, datas, strict=True))
     arrays = [await _json_text(output, data) for output, data in pairs if not output.binary]
-    reply = _response(form, arrays, [data for output, data in pairs if output.binary])
+    reply = _response(template, arrays, [data for output, data in pairs if output.binary])
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
@@ -199,8 +131,10 @@ async def _reply(request: Request, form: Form, datas: Sequence[bytes | memoryvie
     return reply
 
 
-def _response(form: Form, arrays: Sequence[bytes], binary: Sequence[bytes | memoryview]) -> Reply:
-    json = form.json(arrays)
+def _response(
+    template: ResponseTemplate, arrays: Sequence[bytes], binary: Sequence[bytes | memoryview]
+) -> Reply:
+    json = template.json(arrays)
     return Reply(200, (json, *binary), _BINARY % len(json) if any(map(len, binary)) else JSON)
 
 

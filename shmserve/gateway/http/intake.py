@@ -16,25 +16,21 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.fingerprint import split
-from shmserve.gateway.http.json.infer_request import (
-    TOO_LARGE,
-    WireInput,
-    WireRequest,
-    parse_request,
-)
+from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
+from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.large_arrays import LARGE, Numbers, loads_large
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.request import CONTENT_ENCODING, HEADER_LENGTH, Request, WholeBody
 from shmserve.gateway.inference.builder import (
-    BuiltRequest,
-    Resources,
     admit,
     build,
-    from_json,
     raw_request,
+    resources_of,
     tensor_ref,
 )
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.request import WireInput, WireRequest
+from shmserve.gateway.inference.resources import Resources
 from shmserve.gateway.model_table import Model
 from shmserve.gateway.region_table import admit as admit_user
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
@@ -47,7 +43,7 @@ _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
-async def take(gateway: Gateway, model: Model, request: Request) -> BuiltRequest:
+async def read_request(gateway: Gateway, model: Model, request: Request) -> BuiltRequest:
     """Read, parse and admit a request.
 
     Raises what the client did wrong, BodyTimeout, or Unavailable when memory for its tensors is
@@ -58,13 +54,13 @@ async def take(gateway: Gateway, model: Model, request: Request) -> BuiltRequest
     encoded = CONTENT_ENCODING in headers
     content = request.content
     if type(content) is WholeBody and not encoded:
-        return await _take_whole(gateway, model, content.read_nowait(), said)
-    body = Body(request, gateway.settings)
+        return await _whole(gateway, model, content.read_nowait(), said)
+    body = Body(request, gateway.settings, gateway.body_budget)
     if encoded and body.compressed():
-        return await _take_whole(gateway, model, await body.inflate(), said)
+        return await _whole(gateway, model, await body.inflate(), said)
     whole = body.here()
     if whole is not None:
-        return await _take_whole(gateway, model, whole, said)
+        return await _whole(gateway, model, whole, said)
     limit = gateway.settings.max_input_size
     if said is None:
         whole = await body.read(limit, JSON_TOO_LARGE)
@@ -75,10 +71,10 @@ async def take(gateway: Gateway, model: Model, request: Request) -> BuiltRequest
         tail_size = body.declared - size if size else 0
         if tail_size > INLINE_LIMIT:
             with body.arriving():
-                caller = request.connection.caller
-                return await _take_streamed(gateway, model, body, size, caller)
+                client = request.connection.client
+                return await _streamed(gateway, model, body, size, client)
         whole = await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
-    return await _take_whole(gateway, model, whole, said)
+    return await _whole(gateway, model, whole, said)
 
 
 def header_size(said: str | None, body_size: int) -> int:
@@ -102,9 +98,7 @@ def header_size(said: str | None, body_size: int) -> int:
     return int(said)
 
 
-async def _take_whole(
-    gateway: Gateway, model: Model, body: bytes, said: str | None
-) -> BuiltRequest:
+async def _whole(gateway: Gateway, model: Model, body: bytes, said: str | None) -> BuiltRequest:
     limit = gateway.settings.max_input_size
     size = header_size(said, len(body))
     if not size:
@@ -116,21 +110,24 @@ async def _take_whole(
     header = body[:size] if tail_size else body
     key, arrays = split(header, tail_size)
     if len(header) <= limit:
-        known = model.plans.follow(key, body, size, arrays)
+        known = repeat(model.prepared, key, body, size, arrays)
         if known is not None:
             return known
     wire = await _parse(header, tail_size, model, limit)
-    taken, plan = build(gateway, model, wire, body, size, planned=model.plans.notice(key))
-    if plan is not None:
-        model.plans.remember(key, wire, plan, len(arrays))
-    return taken
+    prepare = worth_preparing(model.prepared, key)
+    built, prepared = build(gateway, model, wire, body, size, prepare=prepare)
+    if prepared is not None:
+        remember(model.prepared, key, wire, prepared, len(arrays))
+    return built
 
 
 async def _parse(header: bytes, tail_size: int, model: Model, limit: int) -> WireRequest:
     if len(header) > limit:
         raise InvalidArgument(JSON_TOO_LARGE.format(size=len(header), limit=limit))
     if len(header) < LARGE:
-        return parse_request(loads(header), tail_size, model.name, limit)
+        wire = parse_request(loads(header), tail_size, model.name, limit)
+        decode_data(wire)
+        return wire
     wire = parse_request(loads_large(header), tail_size, model.name, limit)
     for tensor in wire.inputs:
         data = tensor.data
@@ -138,6 +135,7 @@ async def _parse(header: bytes, tail_size: int, model: Model, limit: int) -> Wir
             tensor.data = await _read_parts(data.parts(), tensor)
         elif type(data) is list and tensor.count:
             tensor.data = await _read_parts(tensors.parts(data), tensor)
+    decode_data(wire)
     return wire
 
 
@@ -149,8 +147,8 @@ async def _read_parts(parts: Iterator[list[Any]], tensor: WireInput) -> bytes:
     return b"".join(pieces)
 
 
-async def _take_streamed(
-    gateway: Gateway, model: Model, body: Body, size: int, caller: ClientIdentity
+async def _streamed(
+    gateway: Gateway, model: Model, body: Body, size: int, client: ClientIdentity
 ) -> BuiltRequest:
     """Read the header, make room, and fill it from the socket."""
     limit = gateway.settings.max_input_size
@@ -161,41 +159,40 @@ async def _take_streamed(
         raise InvalidArgument(_CUT_SHORT)
     wire = await _parse(start[:size], body.declared - size, model, limit)
     start = start[size:]
-    holds = Resources(gateway.arena)
+    resources = resources_of(gateway)
     try:
-        taken, views = _room(gateway, model, wire, holds)
-        if holds.regions:
+        built, views = _room(model, wire, resources)
+        if resources.regions:
             # Nobody waits for the body with another's region in use.
-            admit_user(holds.regions, caller.peer())
-        with body.keeping(holds.release):
+            admit_user(resources.regions, client.peer())
+        with body.keeping(resources.release):
             if not await body.read_into(views, start):
                 raise InvalidArgument(_CUT_SHORT)
     except BaseException:
-        holds.release()
+        resources.release()
         raise
-    return taken
+    return built
 
 
 def _room(
-    gateway: Gateway, model: Model, wire: WireRequest, holds: Resources
+    model: Model, wire: WireRequest, resources: Resources
 ) -> tuple[BuiltRequest, list[memoryview]]:
     """The request, and where its binary tensors are to be read to."""
-    jsons = [None if tensor.data is None else from_json(tensor) for tensor in wire.inputs]
     sizes = [
-        len(data) if data is not None else max(tensor.binary_size, 0)
-        for tensor, data in zip(wire.inputs, jsons, strict=True)
+        len(tensor.data) if tensor.data is not None else max(tensor.binary_size, 0)
+        for tensor in wire.inputs
     ]
-    places = holds.allocate(sizes)
+    places = resources.allocate(sizes)
     tensors = [
-        tensor_ref(gateway, holds, tensor, None if tensor.place is not None else place)
+        tensor_ref(resources, tensor, None if tensor.place is not None else place)
         for tensor, place in zip(wire.inputs, places, strict=True)
     ]
     # Before the body is read, so that a wrong request costs no upload's time.
-    taken, _ = admit(gateway, model, wire, tensors, holds)
+    built, _ = admit(model, wire, tensors, resources)
     views: list[memoryview] = []
-    for tensor, place, data in zip(wire.inputs, places, jsons, strict=True):
-        if data is not None:
-            gateway.arena.view(place)[:] = data
+    for tensor, place in zip(wire.inputs, places, strict=True):
+        if tensor.data is not None:
+            resources.view(place)[:] = tensor.data
         elif tensor.binary_size > 0:
-            views.append(gateway.arena.view(place))
-    return taken, views
+            views.append(resources.view(place))
+    return built, views

@@ -14,10 +14,10 @@ import uvloop
 from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
-from shmserve.gateway.api import metrics
 from shmserve.gateway.client_identity import Listener, listener_kind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection_limits import Server
+from shmserve.gateway.http.handlers import metrics
 from shmserve.gateway.http.protocol import Answer
 from shmserve.gateway.http.routes import App
 from shmserve.gateway.settings import Settings

@@ -40,7 +40,7 @@ _LONGEST_KNOWN_HEAD = 2048
 class Connection(web.RequestHandler):
     """One client's connection. `answer` gives the reply to each request, and raises nothing.
 
-    `caller` is the client, once the connection is made.
+    `client` is the client, once the connection is made.
     """
 
     __slots__ = (
@@ -58,10 +58,10 @@ class Connection(web.RequestHandler):
         "_settings",
         "_since",
         "_starts",
-        "caller",
+        "client",
     )
 
-    caller: ClientIdentity
+    client: ClientIdentity
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class Connection(web.RequestHandler):
         if self._clock is not None:
             self._clock.cancel()
         super().connection_lost(exc)
-        self.caller.gone()
+        self.client.gone()
 
 
 async def _linger(content: StreamReader | WholeBody) -> None:

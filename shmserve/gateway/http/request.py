@@ -24,7 +24,7 @@ class Channel(Protocol):
     """What a request and its reply need of their connection."""
 
     transport: asyncio.Transport | None
-    caller: ClientIdentity
+    client: ClientIdentity
 
     @property
     def writing_paused(self) -> bool:

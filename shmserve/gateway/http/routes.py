@@ -10,11 +10,11 @@ from functools import lru_cache, partial
 from urllib.parse import unquote
 
 from shmserve.errors import PermissionDenied, QueueFull, ShmserveError, Unauthenticated
-from shmserve.gateway.api import absent, log_settings, metadata, repository, shared_memory
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import infer
 from shmserve.gateway.http.body import BodyTimeout, BrokenBody
 from shmserve.gateway.http.compression import UnsupportedEncoding
+from shmserve.gateway.http.handlers import repository, server, shared_memory
 from shmserve.gateway.http.request import FETCH_SITE, Request
 from shmserve.gateway.http.response import Reply, error_reply
 
@@ -42,22 +42,22 @@ class Route:
 
 ROUTES = (
     Route("POST", _MODEL + "/infer", "inference", infer.infer),
-    Route("GET", "/v2/health/live", "health", metadata.live),
-    Route("GET", "/v2/health/ready", "health", metadata.ready),
-    Route("GET", "/v2", "metadata", metadata.server),
-    Route("GET", "/v2/models/stats", "statistics", metadata.statistics),
-    Route("GET", _MODEL, "metadata", metadata.model),
-    Route("GET", _MODEL + "/ready", "health", metadata.model_ready),
-    Route("GET", _MODEL + "/config", "model-config", metadata.model_config),
-    Route("GET", _MODEL + "/stats", "statistics", metadata.model_statistics),
-    Route("POST", _MODEL + "/generate", "inference", absent.generate),
-    Route("POST", _MODEL + "/generate_stream", "inference", absent.generate),
+    Route("GET", "/v2/health/live", "health", server.live),
+    Route("GET", "/v2/health/ready", "health", server.ready),
+    Route("GET", "/v2", "metadata", server.server),
+    Route("GET", "/v2/models/stats", "statistics", server.all_statistics),
+    Route("GET", _MODEL, "metadata", server.model),
+    Route("GET", _MODEL + "/ready", "health", server.model_ready),
+    Route("GET", _MODEL + "/config", "model-config", server.model_config),
+    Route("GET", _MODEL + "/stats", "statistics", server.model_statistics),
+    Route("POST", _MODEL + "/generate", "inference", server.generate),
+    Route("POST", _MODEL + "/generate_stream", "inference", server.generate),
     *(
-        Route(method, r"/v2(?:/models/([^/]+))?/trace/setting", "trace", absent.trace)
+        Route(method, r"/v2(?:/models/([^/]+))?/trace/setting", "trace", server.trace)
         for method in ("GET", "POST")
     ),
-    Route("GET", "/v2/logging", "logging", log_settings.show),
-    Route("POST", "/v2/logging", "logging", log_settings.change),
+    Route("GET", "/v2/logging", "logging", server.show_logging),
+    Route("POST", "/v2/logging", "logging", server.change_logging),
     Route("POST", _REPOSITORY + "/index", "model-repository", repository.index),
     Route("POST", _REPOSITORY + "/models/([^/]+)/load", "model-repository", repository.load),
     Route("POST", _REPOSITORY + "/models/([^/]+)/unload", "model-repository", repository.unload),
@@ -114,7 +114,7 @@ def authorise(route: Route, request: Request) -> None:
     headers = request.headers
     if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST":
         raise PermissionDenied(f"requests of another site to the {route.scope} API are not allowed")
-    if (refusal := request.connection.caller.refuse(route.scope, headers)) is not None:
+    if (refusal := request.connection.client.refuse(route.scope, headers)) is not None:
         raise refusal
 
 

@@ -9,20 +9,17 @@ the credit is granted again, for several small ones at a time.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
-from shmserve.errors import Internal, ShmserveError, from_code
+from shmserve.errors import ShmserveError, from_code
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.infer import failure, log_failure
-from shmserve.gateway.inference.builder import BuiltRequest
-from shmserve.gateway.links.dispatcher import Pending
+from shmserve.gateway.inference.pipeline import failure, log_failure
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.response import unpack
+from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model
 from shmserve.ipc import messages as m
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
-
-logger = logging.getLogger(__name__)
+from shmserve.ipc.tensors.inference import Inferred
 
 _GRANTED_TOGETHER = m.FIRST_CREDIT // 2
 
@@ -36,7 +33,7 @@ class OpenRequest:
     of the others that have come, and then `abandon`.
     """
 
-    __slots__ = ("_dispatcher", "_owed", "_pending", "model", "over", "wire")
+    __slots__ = ("_dispatcher", "_owed", "_pending", "_together", "model", "over", "wire")
 
     def __init__(
         self,
@@ -48,6 +45,9 @@ class OpenRequest:
     ) -> None:
         self._dispatcher = gateway.dispatcher
         self._owed = 0  # responses that were passed on and are not granted again yet
+        # Each response goes over the one before it where they have places: they come one by one.
+        placed = any(output.place is not None for output in built.wire.outputs)
+        self._together = 1 if placed else _GRANTED_TOGETHER
         self.model = model
         self.wire = built.wire
         self.over = False  # the last response is here, or nobody waits for one
@@ -74,10 +74,7 @@ class OpenRequest:
                 raise from_code(message.code, message.message)
             if not message.body:
                 return None
-            return unpack_inferred(message.body)
-        except MalformedMessage as error:
-            logger.error("a worker's response is malformed: %s", error)
-            raise Internal("internal error") from None
+            return unpack(message.body)
         except ShmserveError as error:
             log_failure(self.model, self.wire.id, error)
             raise
@@ -89,7 +86,7 @@ class OpenRequest:
         if self.over:
             return
         self._owed += 1
-        if self._owed >= _GRANTED_TOGETHER or _is_elsewhere(answer):
+        if self._owed >= self._together or _is_elsewhere(answer):
             self._dispatcher.grant(self._pending, self._owed)
             self._owed = 0
 

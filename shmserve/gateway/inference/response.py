@@ -1,19 +1,25 @@
-"""The response to an inference: JSON, then the binary outputs in order (pure)."""
+"""A worker's response, unpacked and checked, before a protocol gives it its form."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import orjson
+import logging
 
 from shmserve.errors import Internal
-from shmserve.gateway.http.json.infer_request import WireRequest
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
+from shmserve.ipc.transport.records import MalformedMessage
 
-_CUT = b"\0"  # no JSON text has it
+logger = logging.getLogger(__name__)
+
+
+def unpack(body: bytes) -> Inferred:
+    """What a worker gave; raises Internal when that is malformed."""
+    try:
+        return unpack_inferred(body)
+    except MalformedMessage as error:
+        logger.error("a worker's response is malformed: %s", error)
+        raise Internal("internal error") from None
 
 
 def check_size(tensor: TensorRef, size: int) -> None:
@@ -21,74 +27,3 @@ def check_size(tensor: TensorRef, size: int) -> None:
     item = ITEM_SIZE[tensor.datatype]
     if item and size != element_count(tensor.shape) * item:
         raise Internal(f"output '{tensor.name}' does not have the byte size of its shape")
-
-
-class Output(NamedTuple):
-    """An output that is sent, and whether it is binary; else it is an array in the JSON."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    binary: bool
-
-
-class Form:
-    """A response but for its tensors' values.
-
-    `whole`: what is sent is all that the answer has inline, so that it follows from any answer of
-    its form.
-    """
-
-    __slots__ = ("_places", "_texts", "outputs", "whole")
-
-    def __init__(self, wire: WireRequest, name: str, version: str, answer: Inferred) -> None:
-        asked = {output.name: output for output in wire.outputs}
-        self.outputs: list[Output] = []
-        self._places: list[int] = []  # of those outputs in the answer
-        entries: list[dict[str, Any]] = []
-        for place, tensor in enumerate(answer.outputs):
-            entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
-            entry["shape"] = tensor.shape
-            entries.append(entry)
-            output = asked.get(tensor.name)
-            if output is not None and output.place is not None:
-                continue  # it is in the client's region
-            data = tensor.data
-            size = len(data) if isinstance(data, bytes) else data.byte_size
-            check_size(tensor, size)
-            binary = output.binary if output is not None else wire.binary
-            if binary:
-                entry["parameters"] = {"binary_data_size": size}
-            else:
-                entry["data"] = orjson.Fragment(_CUT)
-            self.outputs.append(Output(tensor.name, tensor.datatype, tensor.shape, binary))
-            self._places.append(place)
-        inline = sum(type(tensor.data) is bytes for tensor in answer.outputs)
-        self.whole = inline == len(self.outputs)
-        self._texts = _response_json(wire.id, name, version, answer, entries).split(_CUT)
-
-    def datas(self, answer: Inferred) -> list[bytes | Place]:
-        """What an answer of this form has for `outputs`."""
-        return [answer.outputs[place].data for place in self._places]
-
-    def json(self, arrays: Sequence[bytes]) -> bytes:
-        """The JSON, with the arrays of the outputs that are not binary."""
-        if not arrays:
-            return self._texts[0]
-        parts = [self._texts[0]]
-        for array, text in zip(arrays, self._texts[1:], strict=True):
-            parts += (array, text)
-        return b"".join(parts)
-
-
-def _response_json(
-    request_id: str, name: str, version: str, answer: Inferred, entries: list[dict[str, Any]]
-) -> bytes:
-    """The response's JSON, keys in Triton's order."""
-    body: dict[str, Any] = {"id": request_id} if request_id else {}
-    body["model_name"] = name
-    body["model_version"] = version
-    if answer.parameters:
-        body["parameters"] = answer.parameters
-    body["outputs"] = entries
-    return orjson.dumps(body)

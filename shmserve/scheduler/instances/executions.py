@@ -26,7 +26,8 @@ from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import AT_WORK, Event, Request, State
 from shmserve.scheduler.requests.responses import Outcome, Peers, Responses
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics import Reason, Statistics, Timing
+from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics.timing import Timing
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class Executions:
         for request in execution.requests:
             request.timing = timing
             if request.untimed:
-                self._statistics.timed(request, timing)
+                self._statistics.timed(request, timing, now_ns)
         for reply in replies:
             ended = slot.requests.get(reply.key)
             if ended is None:
@@ -181,6 +182,9 @@ class Executions:
         for request in execution.requests:
             if request.state is State.EXECUTING:
                 request.meet(Event.RESPOND)
+        if slot.execution is not None:  # which waited for this one
+            for request in slot.execution.requests:
+                request.responded_ns = now_ns
 
     # --- responses of a decoupled model -----------------------------------------------------------
 
@@ -196,6 +200,7 @@ class Executions:
         if message.final:
             self._ended(slot, request, message, now_ns)
         elif request.state in AT_WORK:
+            self._statistics.responded(request, message, now_ns)
             self._answers.relay(request, message)
         elif message.body:
             self._answers.drop_outputs(request, message.body)
@@ -205,8 +210,10 @@ class Executions:
     ) -> None:
         del slot.requests[request.key]
         if request.state in AT_WORK:
+            self._statistics.responded(request, last, now_ns)
             self._answers.end(request, last, now_ns)
         else:
+            self._statistics.cancelled(request, now_ns)
             if last.body:
                 self._answers.drop_outputs(request, last.body)
             self._answers.close(request, now_ns)

@@ -229,6 +229,7 @@ class Pool:
         for request in execution.requests:
             slot.requests[request.key] = request
             request.worker = worker
+            request.responded_ns = execution.sent_ns
         return slot
 
     def finish(self, slot: Slot, now_ns: int) -> None:

@@ -13,6 +13,7 @@ from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
 from shmserve.ipc.transport.peercred_router import first_number
+from shmserve.scheduler.statistics.timing import Timing
 
 NEVER = 1 << 63  # later than any time
 
@@ -60,7 +61,6 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
-        Event.RESPOND: State.RESPONDING,
         Event.ANSWER: State.DONE,
         Event.ANSWER_EARLY: State.ANSWERED,
         Event.CANCEL: State.CANCELLED,
@@ -106,7 +106,7 @@ class Request:
     `deadline_ns` holds from arrival to answer, `queue_limit_ns` only in the queue; before
     `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker` is who
     had it last. Of a decoupled model's: `responses` it has had, as many as `granted` of which its
-    client has read.
+    client has read; since `responded_ns` the model has been at the next one.
     """
 
     __slots__ = (
@@ -122,6 +122,7 @@ class Request:
         "key",
         "queue_limit_ns",
         "request_id",
+        "responded_ns",
         "responses",
         "shape_key",
         "state",
@@ -164,8 +165,9 @@ class Request:
         self.answer: Any = None
         self.worker: Worker | None = None
         self.responses = 0
+        self.responded_ns = 0
         self.granted = 0
-        self.timing: Any = None  # of the execution, once it has returned
+        self.timing: Timing | None = None  # of the execution, once it has returned
         self.untimed = False  # it succeeded before that
 
     def meet(self, event: Event) -> None:

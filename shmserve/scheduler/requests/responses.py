@@ -28,7 +28,8 @@ from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.requests.request import AT_WORK, Client, Event, Request, State
-from shmserve.scheduler.statistics import Reason, Statistics, Timing
+from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics.timing import Timing
 
 # Stale places in the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
@@ -86,7 +87,8 @@ class Responses:
 
     def relay(self, request: Request, message: ExecutionResponded) -> None:
         """Pass on a response that is not the last."""
-        request.meet(Event.RESPOND)
+        if request.state is State.EXECUTING:
+            request.meet(Event.RESPOND)
         request.responses += 1
         self._clients.post(
             request.client.peer,

@@ -15,13 +15,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from shmserve.common.cuda_errors import INVALID
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import Memory
 
 logger = logging.getLogger(__name__)
 
-INVALID = "failed to register shared memory region: invalid args"
 _PATIENCE_S = 2.0
 
 
@@ -101,13 +101,6 @@ class Exporter:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.remove_reader(self._fd)
         os.close(self._fd)
-
-
-def not_supported(name: str) -> InvalidArgument:
-    """The refusal of region `name` where there is no CUDA device: a CPU-only Triton's text."""
-    return InvalidArgument(
-        f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
-    )
 
 
 def _gone() -> ShmserveError:

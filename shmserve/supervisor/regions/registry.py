@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shmserve.common.cuda_errors import not_supported
 from shmserve.common.shm_access import (
     EVERYONE,
     NO_GROUP,
@@ -50,7 +51,7 @@ from shmserve.ipc.messages import (
 )
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
-from shmserve.supervisor.regions.cuda_handles import Exporter, HandleCheck, not_supported
+from shmserve.supervisor.regions.cuda_handles import Exporter, HandleCheck
 from shmserve.supervisor.regions.pinned_quota import PinnedQuota
 from shmserve.supervisor.regions.quota import RegionQuota
 

@@ -55,7 +55,7 @@ def test_an_existing_triton_command_line_starts(
     flags = [
         "--backend-directory=/opt/tritonserver/backends",
         "--allow-client-shm=true",
-        "--metrics-config=summary_latencies=true",
+        "--metrics-interval-ms=500",
         "--cache-config=local,size=1048576",
         "--rate-limit=off",
         "--pinned-memory-pool-byte-size=268435456",

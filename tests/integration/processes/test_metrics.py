@@ -187,3 +187,38 @@ def test_no_metrics(repository: Path, serve: Callable[..., Server]) -> None:
     server = serve(repository, "--allow-metrics=false")
     with pytest.raises(ConnectionRefusedError), closing(Http(server.metrics_port)) as metrics:
         metrics.get("/metrics")
+
+
+def test_latencies_are_shown_as_metrics_config_says(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    repositories.add(repository, "simple")
+    server = serve(
+        repository,
+        "--metrics-config=counter_latencies=false",
+        "--metrics-config=summary_latencies=true",
+        "--metrics-config=histogram_latencies=true",
+        "--metrics-config=summary_quantiles=0.5:0.05,0.99:0.001",
+    )
+    name = "nv_inference_request_summary_us"
+    unknown = {labels["quantile"]: n for labels, n in server.samples(name) if "quantile" in labels}
+    assert set(unknown) == {"0.5", "0.99"}
+    assert all(n != n for n in unknown.values()), "not a number, before anything was observed"
+    with server.http() as http:
+        for _ in range(3):
+            http.infer("simple", rows(1)).ok()
+    for part in ("request", "queue", "compute_input", "compute_infer", "compute_output"):
+        name = f"nv_inference_{part}_summary_us"
+        assert server.metric(f"{name}_count", model="simple") == 3
+        assert server.metric(f"{name}_sum", model="simple") >= 0
+        low, high = (server.metric(name, quantile=q) for q in ("0.5", "0.99"))
+        assert 0 <= low <= high
+    page = server.metrics()
+    assert "_duration_us" not in page, "these counters are switched off"
+    assert server.metric("nv_inference_request_success", model="simple") == 3
+    assert "first_response" not in page, "only decoupled models have it"
+
+
+def test_summaries_are_off_by_default(counted: Server) -> None:
+    page = counted.metrics()
+    assert "_summary_us" not in page and "first_response" not in page

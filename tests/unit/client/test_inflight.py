@@ -17,7 +17,7 @@ import pytest
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import InflightTable, Pending
+from shmserve.client.inflight import Pending, RequestChannel
 from shmserve.client.models import Model
 from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import Prepared
@@ -77,22 +77,22 @@ def readable(fd: int) -> bool:
 def test_what_is_lost_while_one_looks_around_wakes_again(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exchange = InflightTable(connection, lambda fd: None, lambda fd: None)
+    channel = RequestChannel(connection, lambda fd: None, lambda fd: None)
     try:
-        exchange.wake()
+        channel.wake()
         connection.losses += 1  # something is, or it would not look
 
         def look_around() -> None:
-            exchange.wake()  # another thread, as soon as it has looked
+            channel.wake()  # another thread, as soon as it has looked
 
-        monkeypatch.setattr(exchange, "_look_around", look_around)
-        exchange.take([exchange.waker])
-        assert readable(exchange.waker)
+        monkeypatch.setattr(channel, "_look_around", look_around)
+        channel.take([channel.waker])
+        assert readable(channel.waker)
         monkeypatch.undo()
-        exchange.take([exchange.waker])
-        assert not readable(exchange.waker)
+        channel.take([channel.waker])
+        assert not readable(channel.waker)
     finally:
-        exchange.close()
+        channel.close()
 
 
 def test_a_task_that_comes_while_answers_are_taken_is_run(
@@ -116,7 +116,7 @@ def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
 ) -> None:
     waiter = _Waiter(connection)
     closing = threading.Thread(target=waiter.close)
-    connect = waiter.exchange._connect
+    connect = waiter.channel._links.connect
 
     def beset(endpoint: str) -> Any:
         closing.start()
@@ -124,7 +124,7 @@ def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
             closing.join()
         return connect(endpoint)
 
-    monkeypatch.setattr(waiter.exchange, "_connect", beset)
+    monkeypatch.setattr(waiter.channel._links, "connect", beset)
     pending = waiter.submit(prepared(connection))
     closing.join()
     with pytest.raises(Disconnected):
@@ -164,7 +164,7 @@ def test_a_callback_that_asks_for_the_connection_does_not_keep_the_client_open(
         session = Session(tmp_path, 1 << 20, 5.0)
         said: list[Exception] = []
 
-        def callback(_: InflightTable) -> None:
+        def callback(_: RequestChannel) -> None:
             until("the client is closed", lambda: session._closed)
             try:
                 session.connection()
@@ -189,7 +189,7 @@ def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
             at_work.set()
             go_on.wait(60)
 
-        def submit(own: InflightTable) -> None:
+        def submit(own: RequestChannel) -> None:
             own.submit(prepared(lost), callback)
             submitted.set()
 
@@ -252,12 +252,12 @@ def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
     """However many are cancelled at once."""
     count = 2 * MOST_ELEMENTS
     router = UntrustedRouter(f"ipc://{tmp_path}/scheduler", lambda identity: True)
-    exchange = InflightTable(connection, lambda fd: None, lambda fd: None)
+    channel = RequestChannel(connection, lambda fd: None, lambda fd: None)
     try:
         for number in range(count):
-            exchange._post(router.endpoint, m.Cancel(number))
-        exchange.flush()
-        (link,) = exchange._links.values()
+            channel._post(router.endpoint, m.Cancel(number))
+        channel.flush()
+        (link,) = channel._links._by_endpoint.values()
         numbers: list[int] = []
 
         def all_are_there() -> bool:
@@ -269,5 +269,5 @@ def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
         assert numbers == [*range(count)]
         assert not router.malformed
     finally:
-        exchange.close()
+        channel.close()
         router.close()

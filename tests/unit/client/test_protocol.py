@@ -19,7 +19,7 @@ DIRECTIONS = {
     "program to door": m.LocalClientToSupervisor,
     "door to program": m.SupervisorToLocalClient,
     "program to scheduler": m.LocalClientToScheduler,
-    "scheduler to program": m.Finished | m.Failed | m.Settled,
+    "scheduler to program": m.Finished | m.Responded | m.Failed | m.Settled,
 }
 
 

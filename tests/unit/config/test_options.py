@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve import cli
 from shmserve.config import options, server
+from shmserve.config.metrics import MetricsConfig
 from shmserve.config.option import Flag
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
@@ -72,6 +73,47 @@ def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
         assert not settings(f"--exit-on-error={text}").exit_on_error
     for text in ("true", "True", "1", "on"):
         assert settings("--exit-on-error=false", "--exit-on-error", text).exit_on_error
+
+
+def test_latencies_are_shown_as_tritons_metrics_are() -> None:
+    found = settings().metrics
+    assert (found.counter_latencies, found.histogram_latencies) == (True, False)
+    assert (found.summary_latencies, found.kept_quantiles) == (False, ())
+    assert settings("--metrics-config=summary_latencies=TRUE").metrics.kept_quantiles == (
+        *(0.5, 0.9, 0.95, 0.99, 0.999),
+    )
+    found = settings(
+        "--metrics-config=counter_latencies=false",
+        "--metrics-config=summary_latencies=1",
+        "--metrics-config=histogram_latencies=false",
+        "--metrics-config",
+        "histogram_latencies=true",
+        "--metrics-config=summary_quantiles=0.5:0.05,1:0,0.5:0.1",
+    ).metrics
+    assert found == MetricsConfig(False, True, True, (0.5, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("histogram_latencies", "'histogram_latencies' is not SETTING=VALUE"),
+        ("=true", "'=true' is not SETTING=VALUE"),
+        ("histogram_latencies=", "'histogram_latencies=' is not SETTING=VALUE"),
+        (
+            "nope=1",
+            "there is no setting 'nope' (there are: counter_latencies, histogram_latencies, "
+            "summary_latencies, summary_quantiles)",
+        ),
+        ("summary_latencies=maybe", "summary_latencies='maybe' is not true or false"),
+        ("summary_quantiles=x", "summary_quantiles='x' is not QUANTILE:ERROR,..."),
+        ("summary_quantiles=0.5", "summary_quantiles='0.5' is not QUANTILE:ERROR,..."),
+        ("summary_quantiles=0.5:0.1,", "summary_quantiles='0.5:0.1,' is not QUANTILE:ERROR,..."),
+        ("summary_quantiles=1.5:0.1", "summary_quantiles='1.5:0.1' is not QUANTILE:ERROR,..."),
+        ("summary_quantiles=nan:0.1", "summary_quantiles='nan:0.1' is not QUANTILE:ERROR,..."),
+    ],
+)
+def test_what_is_no_setting_of_metrics_is_refused(text: str, says: str) -> None:
+    assert refusal("m.py:M", f"--metrics-config={text}") == f"--metrics-config: {says}"
 
 
 # What `tritonserver --help` of version 2.51 lists, and what other versions have.

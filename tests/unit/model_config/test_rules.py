@@ -18,7 +18,16 @@ NO_DELAY = (
     "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for m"
 )
 LEVEL = "priority_levels: 1 default_priority_level: 1 "
+METRICS = (
+    IO + 'model_metrics { metric_control { metric_identifier { family: "f" } '
+    "histogram_options { buckets: [ %s ] } } }"
+)
+BUCKETS = "model_metrics.metric_control[0].histogram_options.buckets"
+SORTED = "histogram buckets must be finite and in ascending order for m"
 RULES = [
+    (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED),
+    (METRICS % "1, @inf", f"{BUCKETS}[1]", SORTED),
+    (METRICS % "@nan", f"{BUCKETS}[0]", SORTED),
     (
         "@max_batch_size: -1" + IO,
         "max_batch_size",

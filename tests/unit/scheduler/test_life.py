@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: every request gets its one answer, and nothing is left."""
+"""Whatever happens in whatever order: every request ends once, and nothing is left."""
 
 from __future__ import annotations
 
@@ -55,11 +55,12 @@ class Story:
 
 @dataclass
 class FakeWorker:
-    """A worker with at most one batch."""
+    """A worker with at most one batch, and the requests that it has not ended."""
 
     index: int
     pid: int
     batch: m.Execute | None = None
+    open: set[int] = field(default_factory=set)
 
     @property
     def peer(self) -> bytes:
@@ -75,8 +76,11 @@ class Life(RuleBasedStateMachine):
         ordered=st.booleans(),
         dynamic=st.booleans(),
         limit_s=st.sampled_from([0, 0.005]),
+        decoupled=st.booleans(),
     )
-    def begin(self, delay_us: int, ordered: bool, dynamic: bool, limit_s: float) -> None:
+    def begin(
+        self, delay_us: int, ordered: bool, dynamic: bool, limit_s: float, decoupled: bool
+    ) -> None:
         """A model with two instances, none of them here yet."""
         block = {
             "max_queue_delay_microseconds": delay_us,
@@ -84,8 +88,13 @@ class Life(RuleBasedStateMachine):
             "default_queue_policy": POLICY,
         }
         self.dynamic = dynamic
+        self.decoupled = decoupled
         self.rig = Rig(
-            block if dynamic else None, MOST, max_queue_size=12, execution_timeout_s=limit_s
+            block if dynamic else None,
+            MOST,
+            decoupled=decoupled,
+            max_queue_size=12,
+            execution_timeout_s=limit_s,
         )
         self.pids = iter(range(100, 10**9))
         self.peers = [b"%d.a" % (7000 + index) for index in range(3)]
@@ -120,6 +129,14 @@ class Life(RuleBasedStateMachine):
             self.rig.client(m.Cancel(number), peer)
             self.look()
 
+    @rule(data=st.data(), responses=st.sampled_from([-1, 0, 1, 1 << 62]))
+    def grant(self, data: st.DataObject, responses: int) -> None:
+        """A client says that it has read some."""
+        if self.stories:
+            peer, number = data.draw(st.sampled_from(sorted(self.stories)))
+            self.rig.client(m.Grant(number, responses), peer)
+            self.look()
+
     @rule(who=st.integers(0, 2))
     def client_dies(self, who: int) -> None:
         """A gateway dies; another one takes its place."""
@@ -150,6 +167,14 @@ class Life(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(self.busy()))
         self.finish(worker, errors)
 
+    @precondition(lambda self: any(worker.open for worker in self.workers.values()))
+    @rule(data=st.data(), code=st.sampled_from(["", "", "INTERNAL"]), final=st.booleans())
+    def worker_responds(self, data: st.DataObject, code: str, final: bool) -> None:
+        """A request that is open at a worker has a response, or ends."""
+        worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.open]))
+        key = data.draw(st.sampled_from(sorted(worker.open)))
+        self.respond(worker, key, code, final)
+
     @precondition(lambda self: self.busy())
     @rule(data=st.data(), wrong=st.sampled_from(["batch", "none", "twice", "stranger"]))
     def worker_talks_nonsense(self, data: st.DataObject, wrong: str) -> None:
@@ -157,6 +182,9 @@ class Life(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from(self.busy()))
         batch = worker.batch
         assert batch is not None
+        if self.decoupled:
+            self.rig.respond(worker.peer, -1, final=wrong == "batch")
+            return
         replies = [ok(each.key) for each in batch.requests]
         number = batch.batch + (wrong == "batch")
         spoiled = {"none": [], "twice": replies * 2, "stranger": [*replies[1:], ok(-1)]}
@@ -210,10 +238,24 @@ class Life(RuleBasedStateMachine):
         """A batch comes back."""
         batch, worker.batch = worker.batch, None
         assert batch is not None
+        if self.decoupled:
+            failed = [each.key for each in batch.requests if each.key in worker.open][:errors]
+            worker.open.difference_update(failed)
+            replies = [m.Reply(key, "INTERNAL", "the model says no", b"") for key in failed]
+            self.rig.returned(worker.peer, batch, *replies)
+            self.look()
+            return
         replies = [ok(each.key) for each in batch.requests]
         if errors:
             replies[0] = m.Reply(replies[0].key, "INTERNAL", "the model says no", b"")
         self.rig.finish(worker.peer, batch, *replies)
+        self.look()
+
+    def respond(self, worker: FakeWorker, key: int, code: str, final: bool) -> None:
+        """A response to a request that is open."""
+        if final:
+            worker.open.discard(key)
+        self.rig.respond(worker.peer, key, code=code, final=final)
         self.look()
 
     def look(self, gone: bytes = b"") -> None:
@@ -237,6 +279,8 @@ class Life(RuleBasedStateMachine):
         (worker,) = [worker for worker in self.workers.values() if worker.peer == peer]
         assert worker.batch is None
         worker.batch = batch
+        if self.decoupled:
+            worker.open.update(each.key for each in batch.requests)
         known = [self.by_work[work] for work in (each.work for each in batch.requests)]
         stories = [self.stories[key] for key in known if key in self.stories]
         assert len({story.shape for story in stories}) <= 1
@@ -248,9 +292,18 @@ class Life(RuleBasedStateMachine):
             assert story.executions == 1 or len(batch.requests) == 1
 
     def check_story(self, story: Story) -> None:
-        """One answer, and `Settled` after an early one only."""
-        answer, *rest = story.told
-        assert isinstance(answer, m.Finished | m.Failed)
+        """One end, after any number of responses of a decoupled model, and `Settled` after an early
+        one only."""
+        more = [each for each in story.told if isinstance(each, m.Responded) and not each.final]
+        assert story.told[: len(more)] == more
+        assert self.decoupled or not more
+        answer, *rest = story.told[len(more) :] or [None]
+        if answer is None:
+            return
+        if self.decoupled:
+            assert isinstance(answer, m.Responded | m.Failed)
+        else:
+            assert isinstance(answer, m.Finished | m.Failed)
         early = isinstance(answer, m.Failed) and answer.early
         assert not rest or (early and [type(message) for message in rest] == [m.Settled])
 
@@ -267,14 +320,18 @@ class Life(RuleBasedStateMachine):
                 self.worker_comes(index, False)
             for worker in self.busy():
                 self.finish(worker, False)
+            for worker in list(self.workers.values()):
+                for key in sorted(worker.open):
+                    self.respond(worker, key, "", True)
             self.rig.pass_time(MS)
             self.look()
         assert self.drained
         for story in self.stories.values():
-            assert story.told
             self.check_story(story)
-            answer = story.told[0]
-            assert len(story.told) == 1 + (isinstance(answer, m.Failed) and answer.early)
+            ends = [each for each in story.told if not isinstance(each, m.Settled)]
+            assert not isinstance(ends[-1], m.Responded) or ends[-1].final
+            early = isinstance(ends[-1], m.Failed) and ends[-1].early
+            assert len(story.told) == len(ends) + early
         scheduler = self.rig.scheduler
         assert scheduler._answers.live == 0 and len(scheduler._queue) == 0
         assert not any(client.requests for client in scheduler._clients.values())
@@ -285,11 +342,17 @@ class Life(RuleBasedStateMachine):
         report = self.rig.report()
         counted = report["inference_stats"]
         assert counted["fail"]["count"] == sum(report["shmserve"]["failures"].values())
-        won = [s for s in self.stories.values() if isinstance(s.told[0], m.Finished)]
+        ends = [story.told[-1] for story in self.stories.values()]
+        won = [e for e in ends if isinstance(e, m.Finished | m.Responded) and not error(e)]
         assert counted["success"]["count"] >= len(won)
         assert report["shmserve"]["pending"] == 0 == report["shmserve"]["executing"]
         assert all(row["compute_infer"]["count"] for row in report["batch_stats"])
 
 
+def error(end: m.Finished | m.Responded) -> bool:
+    """Whether a request ended with an error."""
+    return isinstance(end, m.Responded) and bool(end.code)
+
+
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

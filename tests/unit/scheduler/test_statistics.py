@@ -7,10 +7,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.cumulative_counters import lasting
+from shmserve.common.cumulative_counters import following, lasting
 from shmserve.ipc import messages as m
 from shmserve.scheduler.instances.service_time import ServiceTime
-from shmserve.scheduler.statistics import Histogram, Timing
+from shmserve.scheduler.statistics.histogram import Histogram
+from shmserve.scheduler.statistics.timing import Timing
 from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok
 
 
@@ -267,6 +268,20 @@ def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
     assert lasting(after_a_reload.report()) == total
     after_a_reload.supervisor(m.CountsInherited({"nonsense": 1}))
     assert lasting(after_a_reload.report()) == total
+
+
+def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
+    reports = []
+    for bounds in ([1.0, 2.0], [1.0, 2.0], [1.0]):
+        rig = Rig({}, decoupled=True, buckets_ms=bounds)
+        peer = rig.start()
+        rig.submit()
+        rig.respond(peer, rig.execute()[1].requests[0].key)
+        reports.append(rig.report())
+    assert reports[0]["shmserve"]["histograms"]["first_response_ms"]["counts"] == [1, 0, 0]
+    same, other = (lasting(following(after, reports[0])) for after in reports[1:])
+    assert same["histograms"]["first_response_ms"]["counts"] == [2, 0, 0]
+    assert other["histograms"]["first_response_ms"]["counts"] == [1, 0]
 
 
 def told_supervisor(rig: Rig) -> dict[str, Any]:

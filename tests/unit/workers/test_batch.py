@@ -21,8 +21,8 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers import instance
-from shmserve.workers.backends import Answer, Output, Request
+from shmserve.workers.backends import Output, Request, Response
+from shmserve.workers.batch import execute as batches
 from shmserve.workers.batch.unpack import Gatherer, Unpacker, reshape, room
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.worker_rig import (
@@ -54,9 +54,11 @@ def region() -> Iterator[Region]:
     made.close()
 
 
-def echo(requests: list[Request]) -> list[Answer]:
+def echo(requests: list[Request]) -> list[Response]:
     """X to Y, whatever it is."""
-    return [Answer([Output("Y", r.inputs["X"].datatype, r.inputs["X"].numpy())]) for r in requests]
+    return [
+        Response([Output("Y", r.inputs["X"].datatype, r.inputs["X"].numpy())]) for r in requests
+    ]
 
 
 def one_tensor(
@@ -83,7 +85,7 @@ def gatherer(
         buffers.append(memoryview(bytearray(byte_size)))
         return buffers[-1]
 
-    unpacker = Unpacker(signature, mappings, lambda key: False)
+    unpacker = Unpacker(signature, mappings)
     return unpacker, Gatherer(signature, mappings, allocate), buffers
 
 
@@ -163,7 +165,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
     source = region.write(0, data)
     seen: list[Any] = []
 
-    def look(requests: list[Request]) -> list[Answer]:
+    def look(requests: list[Request]) -> list[Response]:
         seen.append(requests[0].inputs["X"].raw)
         return echo(requests)
 
@@ -186,7 +188,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
 def test_inputs_in_regions_are_read_only_and_others_are_not(worker: Rig, region: Region) -> None:
     flags: list[bool] = []
 
-    def look(requests: list[Request]) -> list[Answer]:
+    def look(requests: list[Request]) -> list[Response]:
         flags.append(requests[0].inputs["X"].numpy().flags.writeable)
         return echo(requests)
 
@@ -198,7 +200,7 @@ def test_inputs_in_regions_are_read_only_and_others_are_not(worker: Rig, region:
 
 
 def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Region) -> None:
-    def add_one(requests: list[Request]) -> list[Answer]:
+    def add_one(requests: list[Request]) -> list[Response]:
         for request in requests:
             array = request.inputs["X"].numpy()
             array += 1
@@ -251,11 +253,11 @@ def test_what_is_written_over_an_input_changes_no_other_output(
 ) -> None:
     """A client uses the places of its inputs for its outputs, one of which shows an input."""
 
-    def compute(requests: list[Request]) -> list[Answer]:
+    def compute(requests: list[Request]) -> list[Response]:
         (request,) = requests
         x, y = (request.inputs[name].numpy() for name in "XY")
         outputs = {"Z": x * 2, "A": y, "B": x}
-        return [Answer([Output(name, "FP32", data) for name, data in outputs.items()])]
+        return [Response([Output(name, "FP32", data) for name, data in outputs.items()])]
 
     config = model_config(
         [tensor_config(name, "FP32", (-1,)) for name in "XY"],
@@ -305,9 +307,9 @@ def test_an_output_too_large_for_its_place_fails_that_request(worker: Rig, regio
 
 
 def test_only_requested_outputs_travel(worker: Rig) -> None:
-    def both(requests: list[Request]) -> list[Answer]:
+    def both(requests: list[Request]) -> list[Response]:
         return [
-            Answer(
+            Response(
                 [
                     Output("A", "INT32", np.array([1], np.int32)),
                     Output("B", "INT32", np.array([2], np.int32)),
@@ -340,7 +342,7 @@ def test_only_requested_outputs_travel(worker: Rig) -> None:
 def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, shown: str) -> None:
     kind = "FP64" if getattr(data, "dtype", None) == np.float64 else "FP32"
     worker.serve(
-        BlsClient(worker.context, lambda requests: [Answer([Output("Y", kind, data)])]),
+        BlsClient(worker.context, lambda requests: [Response([Output("Y", kind, data)])]),
         one_tensor(dims=(4,)),
     )
     (reply,) = worker.batch(inference(tensor("X", np.zeros(4, F32))))
@@ -350,7 +352,7 @@ def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, shown
 
 def test_a_lenient_backend_passes_what_the_model_made(worker: Rig) -> None:
     backend = BlsClient(
-        worker.context, lambda requests: [Answer([Output("Y", "FP64", np.zeros((2, 3)))])]
+        worker.context, lambda requests: [Response([Output("Y", "FP64", np.zeros((2, 3)))])]
     )
     backend.strict_outputs = False
     worker.serve(backend, one_tensor(dims=(4,)))
@@ -373,7 +375,7 @@ def test_any_layout_is_written_row_major(
     worker: Rig, region: Region, data: Any, placed: bool
 ) -> None:
     worker.serve(
-        BlsClient(worker.context, lambda requests: [Answer([Output("Y", "FP32", data)])]),
+        BlsClient(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
     )
     wanted = [RequestedOutput("Y", region.place(64, 100))] if placed else []
@@ -414,7 +416,7 @@ def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
         worker.serve(
             BlsClient(
                 worker.context,
-                lambda requests, data=data: [Answer([Output("Y", "BYTES", data)])],
+                lambda requests, data=data: [Response([Output("Y", "BYTES", data)])],
             ),
             one_tensor("STRING", (2,)),
         )
@@ -425,7 +427,7 @@ def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
 def test_reshape_both_ways(worker: Rig) -> None:
     seen: list[tuple[int, ...]] = []
 
-    def look(requests: list[Request]) -> list[Answer]:
+    def look(requests: list[Request]) -> list[Response]:
         seen.extend(request.inputs["X"].shape for request in requests)
         return echo(requests)
 
@@ -503,10 +505,10 @@ def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> N
 
 def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often requests name the same memory, not more than so much is gathered at a time."""
-    monkeypatch.setattr(instance, "LARGEST_PART", 100)
+    monkeypatch.setattr(batches, "LARGEST_PART", 100)
     seen: list[list[int]] = []
 
-    def execute(requests: list[Request]) -> list[Answer]:
+    def execute(requests: list[Request]) -> list[Response]:
         seen.append([request.key for request in requests])
         if 5 in seen[-1]:
             worker.cancel(7)
@@ -527,7 +529,7 @@ def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.Mo
 def test_a_batch_that_raises_is_run_again_one_by_one(worker: Rig) -> None:
     sizes: list[int] = []
 
-    def picky(requests: list[Request]) -> list[Answer]:
+    def picky(requests: list[Request]) -> list[Response]:
         sizes.append(len(requests))
         for request in requests:
             array = request.inputs["X"].numpy()
@@ -571,7 +573,7 @@ def test_a_wrong_number_of_answers(worker: Rig, result: Any, shown: str) -> None
     ],
 )
 def test_what_a_model_raises(worker: Rig, error: BaseException, code: str, message: str) -> None:
-    def fail(requests: list[Request]) -> list[Answer]:
+    def fail(requests: list[Request]) -> list[Response]:
         raise error
 
     worker.serve(BlsClient(worker.context, fail), one_tensor())
@@ -600,7 +602,7 @@ def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
 
 
 def test_per_request_errors_and_parameters(worker: Rig) -> None:
-    def mixed(requests: list[Request]) -> list[Answer]:
+    def mixed(requests: list[Request]) -> list[Response]:
         good, bad = echo(requests)
         good.parameters = {"n": 1}
         bad.error = Internal("not this one")
@@ -617,7 +619,7 @@ def test_per_request_errors_and_parameters(worker: Rig) -> None:
 def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None:
     known: list[bool] = []
 
-    def slow(requests: list[Request]) -> list[Answer]:
+    def slow(requests: list[Request]) -> list[Response]:
         worker.cancel(2)
         known.extend(request.is_cancelled() for request in requests)
         return echo(requests)
@@ -654,7 +656,7 @@ def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, regi
     """It runs again elsewhere, and where its output goes may hold something else by then."""
     region.write(0, np.zeros(4, F32))
 
-    def execute(requests: list[Request]) -> list[Answer]:
+    def execute(requests: list[Request]) -> list[Response]:
         worker.scheduler.close()
         return echo(requests)
 
@@ -703,14 +705,14 @@ def test_outputs_of_a_batch_that_its_scheduler_did_not_live_to_see_come_back(
     assert worker.context.arena.used
     if lost:
         worker.scheduler.close()
-    worker.instance.hand_over(worker._dealer, worker.finished)
+    worker.instance.hand_over(worker.finished)
     assert (worker.context.arena.used == 0) == lost
 
 
 def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) -> None:
-    def huge(requests: list[Request]) -> list[Answer]:
+    def huge(requests: list[Request]) -> list[Response]:
         big = np.zeros(10 * MIB, F32)
-        return [Answer([Output("A", "FP32", big), Output("B", "FP32", big)])]
+        return [Response([Output("A", "FP32", big), Output("B", "FP32", big)])]
 
     config = model_config(
         [tensor_config("X", "FP32", [-1])],

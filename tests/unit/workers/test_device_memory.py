@@ -28,7 +28,7 @@ from shmserve.ipc.tensors.inference import (
     unpack_inference,
 )
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.workers.backends import Answer, Output, Request
+from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
@@ -505,10 +505,10 @@ def test_a_device_that_is_not_read_any_more(
 
 
 def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> None:
-    def echo(requests: list[Request]) -> list[Answer]:
+    def echo(requests: list[Request]) -> list[Response]:
         found = [request.inputs["x"] for request in requests]
         assert not any(item.on_device or item.shared for item in found)
-        return [Answer([Output("y", item.datatype, item.numpy())]) for item in found]
+        return [Response([Output("y", item.datatype, item.numpy())]) for item in found]
 
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
     worker.serve(BlsClient(worker.context, echo), config)
@@ -522,8 +522,8 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
 
 
 def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
-    def echo(requests: list[Request]) -> list[Answer]:
-        return [Answer([Output("y", "BYTES", r.inputs["x"].numpy())]) for r in requests]
+    def echo(requests: list[Request]) -> list[Response]:
+        return [Response([Output("y", "BYTES", r.inputs["x"].numpy())]) for r in requests]
 
     config = model_config([tensor_config("x", "STRING", [2])], [tensor_config("y", "STRING", [2])])
     worker.serve(BlsClient(worker.context, echo), config)

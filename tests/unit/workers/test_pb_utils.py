@@ -21,7 +21,7 @@ from shmserve.workers.backends.python import metrics
 from shmserve.workers.backends.python.errors import to_model, to_server
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.request import ReceivedRequest
-from shmserve.workers.backends.python.response import to_answer
+from shmserve.workers.backends.python.response import to_response
 from shmserve.workers.batch.request import Input, Request
 from shmserve.workers.triton_python_backend_utils import Tensor, TritonModelException
 
@@ -202,11 +202,11 @@ def test_responses() -> None:
     assert json.loads(response.parameters()) == {"a": 1, "b": "c", "d": True}
     assert pb_utils.get_output_tensor_by_name(response, "x") is tensor
     assert pb_utils.get_output_tensor_by_name(response, "y") is None
-    answer = to_answer(response)
+    answer = to_response(response)
     assert answer.error is None and answer.parameters == {"a": 1, "b": "c", "d": True}
     failed = pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError("no"))
     assert failed.has_error()
-    assert str(to_answer(failed).error) == "no"
+    assert str(to_response(failed).error) == "no"
 
 
 def test_no_response_of_something_else() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmserve.errors import Internal, InvalidArgument, Unavailable, Unsupported
+from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
@@ -184,12 +184,6 @@ def test_another_file_name(model: Model) -> None:
         (None, {}, Unavailable, "Python model file not found in '1/model.py'"),
         ("pass", {"default_model_filename": "m.pt"}, InvalidArgument, "must end with '.py'"),
         ("pass", {}, InvalidArgument, "does not implement `execute` method"),
-        (
-            "def execute(self, requests): pass",
-            {"model_transaction_policy": {"decoupled": True}},
-            Unsupported,
-            "uses the decoupled transaction policy",
-        ),
         (
             "def initialize(self, args): 1 / 0\ndef execute(self, requests): pass",
             {},

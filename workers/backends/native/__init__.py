@@ -17,10 +17,10 @@ from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
 from shmserve.model import Context, TensorType
 from shmserve.workers.backends import (
-    Answer,
     Backend,
     ModelContext,
     Request,
+    Response,
     has_scheduler,
     parameters,
 )
@@ -79,13 +79,13 @@ class NativeBackend(Backend):
                 Context(context.model_name, context.version, context.device, folder, own)
             )
 
-    def execute(self, requests: list[Request]) -> list[Answer]:
+    def execute(self, requests: list[Request]) -> list[Response]:
         """One call of `predict` for the whole batch."""
         inputs = self._runner.inputs(requests)
         with torch.inference_mode():
             with self._runner.calling(requests):
                 result = self._model.predict(**inputs)
-            return self._runner.answers(requests, self._take(result))
+            return self._runner.responses(requests, self._take(result))
 
     def unload(self) -> None:
         """Call the model's own `unload`, if it has one."""

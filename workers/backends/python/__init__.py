@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.machinery
-import importlib.util
 import json
 import logging
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from shmserve.errors import Internal, InvalidArgument, Unavailable, Unsupported
+from shmserve.errors import Internal, InvalidArgument
 from shmserve.workers import triton_python_backend_utils as pb_utils
-from shmserve.workers.backends import Answer, Backend, ModelContext, Request, parameters
+from shmserve.workers.backends import (
+    Backend,
+    ModelContext,
+    Request,
+    Response,
+    ResponseStream,
+    parameters,
+)
 from shmserve.workers.backends.python import metrics, server
+from shmserve.workers.backends.python.background import BackgroundLoop
 from shmserve.workers.backends.python.config import ModelConfig
 from shmserve.workers.backends.python.inputs import Lender
-from shmserve.workers.backends.python.request import ReceivedRequest
-from shmserve.workers.backends.python.response import InferenceResponse, Outbox, to_answer
+from shmserve.workers.backends.python.loading import file_name, model_class
+from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedRequest
+from shmserve.workers.backends.python.response import InferenceResponse, to_response
+from shmserve.workers.backends.python.sender import SingleResponse
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
@@ -46,6 +51,7 @@ class PythonBackend(Backend):
         server.install(self._server)
         self._lender = Lender(context.model_name, context.copied)
         self._runner: asyncio.Runner | None = None
+        self._background: BackgroundLoop | None = None
         self._class: Any = None
         self._model: Any = None
 
@@ -65,22 +71,14 @@ class PythonBackend(Backend):
         return plain
 
     def load(self, config: dict[str, Any]) -> None:
-        """Make the model and call its `initialize`.
-
-        Raises what that raises, Unsupported for a decoupled model.
-        """
+        """Make the model and call its `initialize`; raises what that raises."""
         context = self.context
-        if pb_utils.using_decoupled_model_transaction_policy(config):
-            raise Unsupported(
-                f"model '{context.model_name}' uses the decoupled transaction policy, which is not "
-                "supported"
-            )
         metrics.on_change = context.control.wake
         self.device_inputs = parameters(config).get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
         kind = self._find(config)
         if not hasattr(kind, "execute"):
             raise InvalidArgument(
-                f"Python model {context.version}/{_file_name(config)} does not implement `execute` "
+                f"Python model {context.version}/{file_name(config)} does not implement `execute` "
                 "method."
             )
         self._model = kind()
@@ -99,26 +97,35 @@ class PythonBackend(Backend):
         self._server.alone = _instances(config) == 1
         self._server.running = True
 
-    def execute(self, requests: list[Request]) -> list[Answer]:
+    def execute(self, requests: list[Request]) -> list[Response]:
         """One call of the model's `execute`. Raises what it raises, Internal for a bad return."""
         self._server.executing = requests
         self._lender.prepare()
         received = [ReceivedRequest(request, self._lender) for request in requests]
         try:
-            answers = self._execute(received)
+            responses = self._execute(received)
         except Exception as error:
-            answers = self._sent(received)
-            if not answers:
+            responses = self._sent(received)
+            if not responses:
                 if isinstance(error, UserWarning) and "not writable" in in_words(error):
                     raise ValueError("an input is read-only") from error
                 raise
             logger.exception("model '%s' failed after it had answered", self.context.model_name)
         finally:
             self._server.executing = ()
-        _check_complaints(requests, answers)
-        self._lender.settle(answers)
+        _check_complaints(requests, responses)
+        self._lender.settle(responses)
         _give_up(requests, received)
-        return answers
+        return responses
+
+    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+        """One call of the model's `execute`, which must return None: what it sends, it sends by
+        itself. A coroutine runs on in an event loop of its own. Raises what it raises."""
+        self._server.executing = [stream.request for stream in streams]
+        try:
+            self._execute_decoupled(streams)
+        finally:
+            self._server.executing = ()
 
     def metrics(self) -> list[list[Any]] | None:
         """What the model has made with `pb_utils.MetricFamily`."""
@@ -134,6 +141,8 @@ class PythonBackend(Backend):
             self._model = None
             if self._runner is not None:
                 self._runner.close()
+            if self._background is not None:
+                self._background.close()
             self._server.calls.close()
             server.install(None)
 
@@ -141,21 +150,12 @@ class PythonBackend(Backend):
 
     def _find(self, config: dict[str, Any]) -> Any:
         if self._class is None:
-            file = _file_name(config)
-            version_dir = self.context.version_dir
-            if not file.endswith(".py"):
-                raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
-            if not (version_dir / file).is_file():
-                raise Unavailable(f"Python model file not found in '{self.context.version}/{file}'")
-            if "EXECUTION_ENV_PATH" in parameters(config):
-                logger.warning("EXECUTION_ENV_PATH has no effect: models share the server's Python")
-            module = _import_model(self.context.model_dir, version_dir, file)
-            self._class = module.TritonPythonModel
+            self._class = model_class(config, self.context.model_dir, self.context.version_dir)
         return self._class
 
     # --- execution
 
-    def _execute(self, received: list[ReceivedRequest]) -> list[Answer]:
+    def _execute(self, received: list[ReceivedRequest]) -> list[Response]:
         # Its own list: a model may empty what it is given.
         returned = self._model.execute(list(received))
         if not isinstance(returned, list):
@@ -188,11 +188,27 @@ class PythonBackend(Backend):
             self._runner = asyncio.Runner()  # one event loop for all
         return self._runner.run(coroutine)
 
-    def _answer(self, request: ReceivedRequest, response: Any) -> Answer:
-        if request.outbox is not None and request.outbox.answer is not None:
-            return request.outbox.answer
+    def _execute_decoupled(self, streams: list[ResponseStream]) -> None:
+        for stream in streams:
+            # Nobody knows when the model's threads have done with them.
+            for item in stream.request.inputs.values():
+                self.context.copied.inputs += item.detach()
+        returned = self._model.execute([DecoupledRequest(stream) for stream in streams])
+        if asyncio.iscoroutine(returned):
+            if self._background is None:
+                self._background = BackgroundLoop()
+            self._background.run(returned, streams)
+        elif returned is not None:
+            raise self._misbehaved(
+                f"Python model '{self.context.instance_name}' is using the decoupled mode and the "
+                "execute function must return None."
+            )
+
+    def _answer(self, request: ReceivedRequest, response: Any) -> Response:
+        if request.outbox is not None and request.outbox.response is not None:
+            return request.outbox.response
         if isinstance(response, InferenceResponse):
-            return to_answer(response)
+            return to_response(response)
         if request.release_flags == pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
             what = "only a model with iterative sequence batching may reschedule its requests"
         else:
@@ -200,9 +216,9 @@ class PythonBackend(Backend):
                 "Expected an 'InferenceResponse' object in the execute function return list, found "
                 f"type '{type(response)}'."
             )
-        return Answer(error=self._misbehaved(what))
+        return Response(error=self._misbehaved(what))
 
-    def _await_senders(self, outboxes: Sequence[Outbox]) -> None:
+    def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
         """Wait for responses that the model sends from its threads, or tasks of its loop."""
         if self._runner is not None and not all(outbox.done.is_set() for outbox in outboxes):
             self._run(_arrival(outboxes))
@@ -210,11 +226,11 @@ class PythonBackend(Backend):
             outbox.done.wait()
 
     @staticmethod
-    def _sent(received: Sequence[ReceivedRequest]) -> list[Answer]:
-        """What the model has sent, if that is an answer to every request."""
-        sent = [r.outbox.answer for r in received if r.outbox is not None]
-        answers = [answer for answer in sent if answer is not None]
-        return answers if len(answers) == len(received) else []
+    def _sent(received: Sequence[ReceivedRequest]) -> list[Response]:
+        """What the model has sent, if that is a response to every request."""
+        sent = [r.outbox.response for r in received if r.outbox is not None]
+        responses = [response for response in sent if response is not None]
+        return responses if len(responses) == len(received) else []
 
     def _misbehaved(self, what: str) -> Internal:
         where = self.context.instance_name
@@ -225,7 +241,7 @@ def _no_list(returned: Any) -> str:
     return f"Expected a list in the execute return, found type '{type(returned)}'."
 
 
-async def _arrival(outboxes: Sequence[Outbox]) -> None:
+async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
     loop = asyncio.get_running_loop()
     changed = asyncio.Event()
 
@@ -239,15 +255,15 @@ async def _arrival(outboxes: Sequence[Outbox]) -> None:
         changed.clear()
 
 
-def _check_complaints(requests: Sequence[Request], answers: Sequence[Answer]) -> None:
+def _check_complaints(requests: Sequence[Request], responses: Sequence[Response]) -> None:
     """Raises ValueError when the model reports that it may not write into its inputs.
 
     The server then runs the requests again with inputs that the model may write into.
     """
-    for request, answer in zip(requests, answers, strict=True):
-        if answer.error is None:
+    for request, response in zip(requests, responses, strict=True):
+        if response.error is None:
             continue
-        text = answer.error.message
+        text = response.error.message
         if ("read-only" in text or "not writable" in text) and any(
             source.shared for source in request.inputs.values()
         ):
@@ -269,35 +285,3 @@ def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -
 def _instances(config: dict[str, Any]) -> int:
     groups = config.get("instance_group") or [{}]
     return sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
-
-
-def _file_name(config: dict[str, Any]) -> str:
-    name: str = config.get("default_model_filename") or "model.py"
-    return name
-
-
-def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
-    """Import a model's file as `VERSION.NAME`; raises what it raises.
-
-    The version's folder is a package of its own name, so that `from . import` works, and modules
-    in it and in the model's folder can be imported.
-    """
-    package = version_dir.name
-    for folder in (str(version_dir), str(model_dir)):
-        if folder not in sys.path:
-            sys.path.append(folder)
-    init = version_dir / "__init__.py"
-    if init.is_file():
-        spec = importlib.util.spec_from_file_location(
-            package, init, submodule_search_locations=[str(version_dir)]
-        )
-        assert spec is not None
-    else:
-        spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
-        spec.submodule_search_locations = [str(version_dir)]
-    module = importlib.util.module_from_spec(spec)
-    # Not found by searching sys.path, where another folder may have this number as its name.
-    sys.modules[package] = module
-    if spec.loader is not None:
-        spec.loader.exec_module(module)
-    return importlib.import_module(f"{package}.{Path(file).stem}")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmserve.workers.batch.request import Answer, Array, Copied, Input
+from shmserve.workers.batch.request import Array, Copied, Input, Response
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +61,13 @@ class Lender:
             self._loans[id(source)] = _Loan(source, original)
         return source.numpy()
 
-    def settle(self, answers: Sequence[Answer]) -> None:
-        """After an execution of which nothing is left but `answers`, and what the model keeps."""
+    def settle(self, responses: Sequence[Response]) -> None:
+        """After an execution of which nothing is left but `responses`, and what the model keeps."""
         if not self._loans:
             return
         loans = list(self._loans.values())
         self._loans.clear()
-        if any(_kept(source, answers) or _changed(source, raw) for source, raw in loans):
+        if any(_kept(source, responses) or _changed(source, raw) for source, raw in loans):
             self._trials_left = 0
             if not self._copying:
                 logger.warning(
@@ -88,12 +88,12 @@ def _changed(source: Input, original: memoryview | None) -> bool:
     return not np.array_equal(before, after)
 
 
-def _kept(source: Input, answers: Sequence[Answer]) -> bool:
-    """Whether someone besides `source` and `answers` refers to its array, or to a view of it."""
+def _kept(source: Input, responses: Sequence[Response]) -> bool:
+    """Whether someone besides `source` and `responses` refers to its array, or to a view of it."""
     known = 0
     views: set[int] = set()
-    for answer in answers:
-        for output in answer.outputs:
+    for response in responses:
+        for output in response.outputs:
             if output.data is source.numpy():
                 known += 1
             elif isinstance(output.data, np.ndarray) and output.data.base is source.numpy():

@@ -11,21 +11,25 @@ from enum import IntEnum
 from typing import Any
 
 from shmserve.errors import ShmserveError
+from shmserve.workers.backends import Request, ResponseStream
 from shmserve.workers.backends.python import server
 from shmserve.workers.backends.python.errors import TritonModelException, text, whole
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.response import (
     InferenceResponse,
-    InferenceResponseSender,
-    Outbox,
     ResponseIterator,
     checked_parameters,
     from_error,
     from_reply,
 )
+from shmserve.workers.backends.python.sender import (
+    InferenceResponseSender,
+    SingleResponse,
+    StreamedResponses,
+)
 from shmserve.workers.backends.python.tensor import Tensor
-from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import CallRequest, Reply
+from shmserve.workers.bls.request import CallRequest, Reply
+from shmserve.workers.bls.streams import StreamCall
 
 
 class MemoryType(IntEnum):
@@ -165,12 +169,17 @@ class InferenceRequest:
     # --- calling another model
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Run it and wait. What goes wrong is in the response; `decoupled`: an iterator of one."""
+        """Run it and wait. What goes wrong is in the response; `decoupled`, which a model with any
+        number of responses needs: an iterator over them, when the first has come."""
         try:
-            response = from_reply(server.current().call(self._call_request()))
+            if not decoupled:
+                return from_reply(server.current().call(self._call_request()))
+            call = server.current().open(self._call_request())
         except ShmserveError as error:
             response = from_error(error)
-        return ResponseIterator(response) if decoupled else response
+            return ResponseIterator(None, response) if decoupled else response
+        call.wait()
+        return ResponseIterator(call)
 
     def async_exec(
         self, decoupled: bool = False
@@ -180,12 +189,21 @@ class InferenceRequest:
         Raises RuntimeError where no event loop runs.
         """
         loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Reply] | ShmserveError
+        reply: asyncio.Future[Reply]
         try:
+            if decoupled:
+                begun: asyncio.Future[None] = loop.create_future()
+                call = server.current().open_soon(self._call_request(), begun)
+                task = loop.create_task(_iterator(call, begun))
+                task.add_done_callback(lambda over: call.leave() if over.cancelled() else None)
+                return task
             reply = server.current().call_soon(self._call_request())
         except ShmserveError as error:
-            reply = error
-        return loop.create_task(_response(reply, decoupled))
+            failed = from_error(error)
+            over = loop.create_future()
+            over.set_result(ResponseIterator(None, failed) if decoupled else failed)
+            return over
+        return loop.create_task(_response(reply))
 
     def _call_request(self) -> CallRequest:
         version = self._model_version
@@ -213,16 +231,18 @@ class InferenceRequest:
         raise TritonModelException("only a request that a model received has a response sender")
 
 
-async def _response(
-    reply: asyncio.Future[Reply] | ShmserveError, decoupled: bool
-) -> InferenceResponse | ResponseIterator:
+async def _response(reply: asyncio.Future[Reply]) -> InferenceResponse | ResponseIterator:
     try:
-        if isinstance(reply, ShmserveError):
-            raise reply
-        response = from_reply(await reply)
+        return from_reply(await reply)
     except ShmserveError as error:
-        response = from_error(error)
-    return ResponseIterator(response) if decoupled else response
+        return from_error(error)
+
+
+async def _iterator(
+    call: StreamCall, begun: asyncio.Future[None]
+) -> InferenceResponse | ResponseIterator:
+    await begun
+    return ResponseIterator(call)
 
 
 class ReceivedRequest(InferenceRequest):
@@ -230,7 +250,7 @@ class ReceivedRequest(InferenceRequest):
 
     __slots__ = ("_origin", "_sender", "outbox", "tensors")
 
-    def __init__(self, origin: Request, lender: Lender) -> None:
+    def __init__(self, origin: Request, lender: Lender | None) -> None:
         inference = origin.inference
         self._origin = origin
         self._request_id = inference.request_id
@@ -244,7 +264,7 @@ class ReceivedRequest(InferenceRequest):
         self._release_flags = 0
         self._trace = _NO_TRACE
         self.tensors = {name: Tensor.of_input(item, lender) for name, item in origin.inputs.items()}
-        self.outbox: Outbox | None = None
+        self.outbox: SingleResponse | None = None
         self._sender: weakref.ref[InferenceResponseSender] | None = None
 
     @property
@@ -269,11 +289,26 @@ class ReceivedRequest(InferenceRequest):
         sender = self._sender() if self._sender is not None else None
         if sender is None:
             if self.outbox is None:
-                self.outbox = Outbox()
+                self.outbox = SingleResponse(self._origin.is_cancelled)
             # The outbox learns when the model has let go of its sender, so nobody else may hold it.
-            sender = InferenceResponseSender(self.outbox, self._origin.is_cancelled)
+            sender = InferenceResponseSender(self.outbox)
             self._sender = weakref.ref(sender)
         return sender
+
+
+class DecoupledRequest(ReceivedRequest):
+    """A request as `execute` of a decoupled model gets it. Once neither it nor its sender is left,
+    nobody can send any more, and it ends."""
+
+    __slots__ = ("_kept_sender",)
+
+    def __init__(self, stream: ResponseStream) -> None:
+        super().__init__(stream.request, None)
+        self._kept_sender = InferenceResponseSender(StreamedResponses(stream))
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        """What sends its responses, the same on every call."""
+        return self._kept_sender
 
 
 _NO_TRACE = InferenceTrace()

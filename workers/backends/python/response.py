@@ -1,13 +1,10 @@
-"""Responses as models of the Python backend give them, and what sends one outside `execute`."""
+"""Responses as models of the Python backend give them, and get them from other models."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from shmserve.errors import ShmserveError
 from shmserve.workers.backends.python.errors import (
@@ -17,10 +14,10 @@ from shmserve.workers.backends.python.errors import (
     to_server,
 )
 from shmserve.workers.backends.python.tensor import Tensor
-from shmserve.workers.batch.request import Answer
-from shmserve.workers.bls.calls import Reply
+from shmserve.workers.batch.request import Response
+from shmserve.workers.bls.request import Reply
+from shmserve.workers.bls.streams import StreamCall
 
-RESPONSE_COMPLETE_FINAL = 1
 _INT64 = 2**63
 
 
@@ -86,16 +83,16 @@ class InferenceResponse:
         return json.dumps(self._parameters)
 
 
-def to_answer(response: InferenceResponse) -> Answer:
+def to_response(response: InferenceResponse) -> Response:
     """A model's response as the server carries it."""
     error = response._error
     if error is not None:
-        return Answer(error=to_server(error))
-    return Answer([tensor.as_output() for tensor in response._outputs], response._parameters)
+        return Response(error=to_server(error))
+    return Response([tensor.as_output() for tensor in response._outputs], response._parameters)
 
 
 def from_reply(reply: Reply) -> InferenceResponse:
-    """Another model's answer as a model sees it."""
+    """Another model's response as a model sees it."""
     response = InferenceResponse([Tensor.of_input(output, None) for output in reply.outputs])
     response._parameters = reply.parameters
     return response
@@ -107,91 +104,41 @@ def from_error(error: ShmserveError) -> InferenceResponse:
 
 
 class ResponseIterator:
-    """The responses to a call that may have several; today it has one."""
+    """The responses to a call, each when it comes; once all have, it can be iterated again.
 
-    def __init__(self, response: InferenceResponse) -> None:
-        self._responses = iter((response,))
+    Letting go of it cancels the call.
+    """
 
-    def __iter__(self) -> Iterator[InferenceResponse]:
+    def __init__(self, call: StreamCall | None, *responses: InferenceResponse) -> None:
+        self._call = call  # None: all have come
+        self._responses = list(responses)
+        self._next = 0
+
+    def __iter__(self) -> ResponseIterator:
+        if self._call is None:
+            self._next = 0
         return self
 
     def __next__(self) -> InferenceResponse:
-        return next(self._responses)
+        if self._next == len(self._responses):
+            self._receive()
+        response = self._responses[self._next]
+        self._next += 1
+        return response
+
+    def _receive(self) -> None:
+        item = self._call.take() if self._call is not None else None
+        if self._call is not None and self._call.finished:
+            self._call = None
+        if item is None:
+            raise StopIteration("Iteration is done for the responses.")
+        self._responses.append(from_reply(item) if isinstance(item, Reply) else from_error(item))
 
     def cancel(self) -> None:
-        """Ask for no more responses."""
-        self._responses = iter(())
-
-
-class Outbox:
-    """Where the one response to a request is put that does not come back from `execute`.
-
-    `done` is set when it is there, or when nobody is left who could put it; `listener` is called
-    then too.
-    """
-
-    def __init__(self) -> None:
-        self.answer: Answer | None = None
-        self.closed = False
-        self.done = threading.Event()
-        self.listener: Callable[[], None] = lambda: None
-
-    def finish(self) -> None:
-        """Nothing more comes."""
-        self.done.set()
-        self.listener()
-
-
-class InferenceResponseSender:
-    """Sends the response to one request, from any thread, also after `execute` has returned."""
-
-    def __init__(self, outbox: Outbox, is_cancelled: Callable[[], bool]) -> None:
-        self._outbox = outbox
-        self._is_cancelled = is_cancelled
-
-    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """Send the response; with TRITONSERVER_RESPONSE_COMPLETE_FINAL as flag nothing follows.
-
-        Its arrays are copied. Raises TritonModelException for a second response, and for a final
-        flag before the first.
-        """
-        outbox = self._outbox
-        if response is None and not flags:
-            raise TritonModelException(
-                "Inference Response object must be provided when the response flags is set to zero."
-            )
-        if flags not in (0, RESPONSE_COMPLETE_FINAL):
-            raise TritonModelException("Unable to send response. Unsupported flag provided.")
-        if response is not None and outbox.answer is not None:
-            raise TritonModelException(
-                "Unable to send response. Non-decoupled model cannot send more than one response."
-            )
-        if response is None and outbox.answer is None:
-            raise TritonModelException(
-                "Unable to send response. Non-decoupled model cannot send complete final before "
-                "sending a response."
-            )
-        if outbox.closed:
-            raise TritonModelException("Unable to send response. Response sender has been closed.")
-        outbox.closed = flags == RESPONSE_COMPLETE_FINAL
-        if response is not None:
-            outbox.answer = _snapshot(to_answer(response))
-            outbox.finish()
-
-    def is_cancelled(self) -> bool:
-        """Whether nobody waits for the response any more."""
-        return self._is_cancelled()
+        """Ask for no more responses: those that have not come yet will not."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.leave()
 
     def __del__(self) -> None:
-        self._outbox.finish()
-
-
-def _snapshot(answer: Answer) -> Answer:
-    """The model goes on, and may reuse its arrays, before the answer is written."""
-    answer.outputs = [
-        output._replace(
-            data=output.data.copy() if isinstance(output.data, np.ndarray) else output.data.clone()
-        )
-        for output in answer.outputs
-    ]
-    return answer
+        self.cancel()

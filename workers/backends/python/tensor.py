@@ -11,7 +11,7 @@ from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.batch.request import Array, Input, Output
-from shmserve.workers.bls.calls import CallInput
+from shmserve.workers.bls.request import CallInput
 
 if TYPE_CHECKING:
     import torch

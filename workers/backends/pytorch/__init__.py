@@ -22,7 +22,7 @@ import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers.backends import Answer, Backend, ModelContext, Request, parameters
+from shmserve.workers.backends import Backend, ModelContext, Request, Response, parameters
 from shmserve.workers.backends.pytorch import export
 from shmserve.workers.backends.pytorch.names import CallPlan, ResultPlan
 from shmserve.workers.backends.pytorch.programs import (
@@ -85,7 +85,7 @@ class PytorchBackend(Backend):
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
         self._runner = Runner(self.context, signature, self._device)
 
-    def execute(self, requests: list[Request]) -> list[Answer]:
+    def execute(self, requests: list[Request]) -> list[Response]:
         """One call of the model for the whole batch."""
         inputs = self._runner.inputs(requests)
         program = self._serving
@@ -93,7 +93,7 @@ class PytorchBackend(Backend):
         with self._grad_free():
             with self._runner.calling(requests, placed=program.eager):
                 result = program.call(*args, **kwargs)
-            return self._runner.answers(requests, self._result_plan.name(result))
+            return self._runner.responses(requests, self._result_plan.name(result))
 
     def _program(self, config: dict[str, Any]) -> tuple[Program, export.Description | None]:
         if self._loaded is None:

@@ -14,7 +14,7 @@ import torch
 from shmserve.errors import Internal
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.signature import Signature, shape_text
-from shmserve.workers.backends import Answer, ModelContext, Output, Request
+from shmserve.workers.backends import ModelContext, Output, Request, Response
 from shmserve.workers.backends.pytorch.in_place import InPlace
 from shmserve.workers.batch.unpack import Gatherer, gather_strings
 from shmserve.workers.device import Device
@@ -132,8 +132,8 @@ class Runner:
         self._watched.clear()
         self._first.clear()
 
-    def answers(self, requests: Sequence[Request], outputs: Mapping[str, Any]) -> list[Answer]:
-        """One answer a request, with its rows of each output that it wants.
+    def responses(self, requests: Sequence[Request], outputs: Mapping[str, Any]) -> list[Response]:
+        """One response a request, with its rows of each output that it wants.
 
         Raises Internal when an output is no array or has not as many rows as the batch.
         """
@@ -147,7 +147,7 @@ class Runner:
             self._device.synchronize()
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
         if len(requests) == 1:
-            return [Answer([item.whole(requests[0]) for item in made])]
+            return [Response([item.whole(requests[0]) for item in made])]
         return self._split(requests, made)
 
     def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> _Made:
@@ -178,7 +178,7 @@ class Runner:
             return Output(name, _datatype(value, datatype), value)
         raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
 
-    def _split(self, requests: Sequence[Request], outputs: Sequence[_Made]) -> list[Answer]:
+    def _split(self, requests: Sequence[Request], outputs: Sequence[_Made]) -> list[Response]:
         total = sum(request.batch_size for request in requests)
         for output in outputs:
             shape = tuple((output.host if output.device is None else output.device).shape)
@@ -187,13 +187,13 @@ class Runner:
                     f"unexpected shape for inference output '{output.name}' for model "
                     f"'{self._signature.name}'. Expected {total} rows, got {shape_text(shape)}."
                 )
-        answers = []
+        responses = []
         at = 0
         for request in requests:
             end = at + request.batch_size
-            answers.append(Answer([output.rows(request, at, end) for output in outputs]))
+            responses.append(Response([output.rows(request, at, end) for output in outputs]))
             at = end
-        return answers
+        return responses
 
 
 class _Made(NamedTuple):

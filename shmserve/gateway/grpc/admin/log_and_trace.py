@@ -28,14 +28,14 @@ _KINDS = {
 
 
 async def trace_setting(
-    gateway: Gateway, caller: ClientIdentity, request: pb.TraceSettingRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.TraceSettingRequest
 ) -> pb.TraceSettingResponse:
     """TraceSetting, which is refused."""
     raise no_trace()
 
 
 async def log_settings(
-    gateway: Gateway, caller: ClientIdentity, request: pb.LogSettingsRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.LogSettingsRequest
 ) -> pb.LogSettingsResponse:
     """LogSettings: all of the changes or none, then what the settings are."""
     settings = await change_settings(gateway, _changes(request))

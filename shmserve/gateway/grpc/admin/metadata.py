@@ -1,6 +1,6 @@
 """Health, metadata, configuration, statistics and the model repository over gRPC.
 
-Each handler takes the gateway, who calls and a request message, and gives a response message; what
+Each handler takes the gateway, the client and a request message, and gives a response message; what
 it raises becomes the call's status.
 """
 
@@ -11,113 +11,99 @@ from typing import Any
 import orjson
 from google.protobuf.json_format import ParseDict
 
-import shmserve
-from shmserve.common.model_names import check_model_name
-from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.api.metadata import EXTENSIONS, is_ready, reported
-from shmserve.gateway.api.repository import check_may_send, check_repository
+from shmserve.errors import InvalidArgument
+from shmserve.gateway.api import health, metadata, repository, statistics
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.model_table import checked_version, describe
-from shmserve.ipc.messages import IndexRepository, LoadModel, UnloadModel
+from shmserve.gateway.model_table import checked_version
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 
-def _check_alive(gateway: Gateway) -> None:
-    if gateway.health.exiting or gateway.draining:
-        raise Unavailable("Server exiting")
-
-
 async def server_live(
-    gateway: Gateway, caller: ClientIdentity, request: pb.ServerLiveRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.ServerLiveRequest
 ) -> pb.ServerLiveResponse:
     """ServerLive."""
-    _check_alive(gateway)
+    health.check_staying(gateway)
     return pb.ServerLiveResponse(live=gateway.health.live)
 
 
 async def server_ready(
-    gateway: Gateway, caller: ClientIdentity, request: pb.ServerReadyRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.ServerReadyRequest
 ) -> pb.ServerReadyResponse:
     """ServerReady."""
-    _check_alive(gateway)
+    health.check_staying(gateway)
     return pb.ServerReadyResponse(ready=gateway.health.ready)
 
 
 async def model_ready(
-    gateway: Gateway, caller: ClientIdentity, request: pb.ModelReadyRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.ModelReadyRequest
 ) -> pb.ModelReadyResponse:
     """ModelReady."""
-    ready = is_ready(gateway, request.name, checked_version(request.version))
+    ready = health.is_model_ready(gateway, request.name, checked_version(request.version))
     return pb.ModelReadyResponse(ready=ready)
 
 
 def serving(gateway: Gateway) -> HealthCheckResponse:
     """What grpc.health.v1 says, whatever the service's name: the server is ready or not."""
-    exiting = gateway.health.exiting or gateway.draining
-    ready = gateway.health.ready and not exiting
+    ready = gateway.health.ready and not health.is_leaving(gateway)
     return HealthCheckResponse(
         status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
     )
 
 
 async def check(
-    gateway: Gateway, caller: ClientIdentity, request: HealthCheckRequest
+    gateway: Gateway, client: ClientIdentity, request: HealthCheckRequest
 ) -> HealthCheckResponse:
     """grpc.health.v1.Health/Check."""
     return serving(gateway)
 
 
 async def server_metadata(
-    gateway: Gateway, caller: ClientIdentity, request: pb.ServerMetadataRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.ServerMetadataRequest
 ) -> pb.ServerMetadataResponse:
     """ServerMetadata."""
-    return pb.ServerMetadataResponse(
-        name=gateway.settings.id, version=shmserve.__version__, extensions=EXTENSIONS
-    )
+    return pb.ServerMetadataResponse(**metadata.server(gateway))
 
 
 async def model_metadata(
-    gateway: Gateway, caller: ClientIdentity, request: pb.ModelMetadataRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.ModelMetadataRequest
 ) -> pb.ModelMetadataResponse:
     """ModelMetadata; a version in the request is the only one listed."""
-    found = gateway.models.resolve(request.name, checked_version(request.version))
-    versions = [found.version] if request.version else gateway.models.versions(request.name)
-    return ParseDict(describe(found, versions), pb.ModelMetadataResponse())
+    described = metadata.model(gateway, request.name, checked_version(request.version))
+    return ParseDict(described, pb.ModelMetadataResponse())
 
 
 async def model_config(
-    gateway: Gateway, caller: ClientIdentity, request: pb.ModelConfigRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.ModelConfigRequest
 ) -> pb.ModelConfigResponse:
     """ModelConfig."""
-    found = gateway.models.resolve(request.name, checked_version(request.version))
-    return ParseDict({"config": orjson.loads(found.config)}, pb.ModelConfigResponse())
+    config = metadata.model_config(gateway, request.name, checked_version(request.version))
+    return ParseDict({"config": orjson.loads(config)}, pb.ModelConfigResponse())
 
 
 async def model_statistics(
-    gateway: Gateway, caller: ClientIdentity, request: pb.ModelStatisticsRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.ModelStatisticsRequest
 ) -> pb.ModelStatisticsResponse:
     """ModelStatistics, of all models without a name."""
-    reports = await reported(gateway, request.name, checked_version(request.version))
+    reports = await statistics.reported(gateway, request.name, checked_version(request.version))
     return ParseDict({"model_stats": reports}, pb.ModelStatisticsResponse())
 
 
 async def repository_index(
-    gateway: Gateway, caller: ClientIdentity, request: pb.RepositoryIndexRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.RepositoryIndexRequest
 ) -> pb.RepositoryIndexResponse:
     """RepositoryIndex."""
-    check_repository(request.repository_name)
-    payload = await gateway.supervisor.ask(lambda number: IndexRepository(number, request.ready))
-    return ParseDict({"models": payload.get("models", [])}, pb.RepositoryIndexResponse())
+    repository.check_repository(request.repository_name)
+    models = await repository.index(gateway, only_ready=request.ready)
+    return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
 
 async def repository_model_load(
-    gateway: Gateway, caller: ClientIdentity, request: pb.RepositoryModelLoadRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.RepositoryModelLoadRequest
 ) -> pb.RepositoryModelLoadResponse:
     """RepositoryModelLoad, optionally with a configuration and files."""
-    check_repository(request.repository_name)
-    check_model_name(request.model_name)
+    repository.check_names(request.repository_name, request.model_name)
     config = ""
     files: dict[str, Any] = {}
     for key, parameter in request.parameters.items():
@@ -130,26 +116,21 @@ async def repository_model_load(
             files[key.removeprefix("file:")] = parameter.bytes_param
         else:
             raise InvalidArgument(f"unrecognized load parameter '{key}'.")
-    if config or files:
-        check_may_send(caller)
-    await gateway.supervisor.ask(
-        lambda number: LoadModel(number, request.model_name, config, files)
-    )
+    await repository.load(gateway, client, request.model_name, config, files)
     return pb.RepositoryModelLoadResponse()
 
 
 async def repository_model_unload(
-    gateway: Gateway, caller: ClientIdentity, request: pb.RepositoryModelUnloadRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.RepositoryModelUnloadRequest
 ) -> pb.RepositoryModelUnloadResponse:
     """RepositoryModelUnload."""
-    check_repository(request.repository_name)
-    check_model_name(request.model_name)
+    repository.check_names(request.repository_name, request.model_name)
     dependents = False
     for key, parameter in request.parameters.items():
         if key == "unload_dependents":
             _expect(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
             dependents = parameter.bool_param
-    await gateway.supervisor.ask(lambda number: UnloadModel(number, request.model_name, dependents))
+    await repository.unload(gateway, request.model_name, dependents=dependents)
     return pb.RepositoryModelUnloadResponse()
 
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from shmserve.gateway.api import cuda_memory
-from shmserve.gateway.api.shared_memory import (
-    ask_to_register,
-    ask_to_unregister,
-    check_name,
-    visible,
-)
+from shmserve.gateway.api import shared_memory as api
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.tensors.ranges import whole
@@ -16,11 +11,11 @@ from shmserve.proto import grpc_service_pb2 as pb
 
 
 async def system_status(
-    gateway: Gateway, caller: ClientIdentity, request: pb.SystemSharedMemoryStatusRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.SystemSharedMemoryStatusRequest
 ) -> pb.SystemSharedMemoryStatusResponse:
     """SystemSharedMemoryStatus, of all regions of the client's user without a name."""
     response = pb.SystemSharedMemoryStatusResponse()
-    for region in visible(gateway, caller, request.name):
+    for region in api.visible(gateway, client, request.name):
         entry = response.regions[region.name]
         entry.name, entry.key = region.name, region.key
         entry.offset, entry.byte_size = region.offset, region.byte_size
@@ -28,31 +23,31 @@ async def system_status(
 
 
 async def system_register(
-    gateway: Gateway, caller: ClientIdentity, request: pb.SystemSharedMemoryRegisterRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.SystemSharedMemoryRegisterRequest
 ) -> pb.SystemSharedMemoryRegisterResponse:
     """SystemSharedMemoryRegister."""
-    peer = caller.peer()
-    check_name(request.name)
+    peer = client.peer()
+    api.check_name(request.name)
     size = whole(request.byte_size, "byte_size")
     offset = whole(request.offset, "offset")
-    await ask_to_register(gateway, peer, request.name, request.key, offset, size)
+    await api.register(gateway, peer, request.name, request.key, offset, size)
     return pb.SystemSharedMemoryRegisterResponse()
 
 
 async def system_unregister(
-    gateway: Gateway, caller: ClientIdentity, request: pb.SystemSharedMemoryUnregisterRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.SystemSharedMemoryUnregisterRequest
 ) -> pb.SystemSharedMemoryUnregisterResponse:
     """SystemSharedMemoryUnregister, of all regions without a name; an unknown one is fine."""
-    await ask_to_unregister(gateway, caller, request.name)
+    await api.unregister(gateway, client, request.name)
     return pb.SystemSharedMemoryUnregisterResponse()
 
 
 async def cuda_status(
-    gateway: Gateway, caller: ClientIdentity, request: pb.CudaSharedMemoryStatusRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.CudaSharedMemoryStatusRequest
 ) -> pb.CudaSharedMemoryStatusResponse:
     """CudaSharedMemoryStatus, of all regions of the client's user without a name."""
     response = pb.CudaSharedMemoryStatusResponse()
-    for region in visible(gateway, caller, request.name, cuda=True):
+    for region in api.visible(gateway, client, request.name, cuda=True):
         assert region.memory.cuda is not None
         entry = response.regions[region.name]
         entry.name, entry.device_id = region.name, region.memory.cuda.device
@@ -61,11 +56,11 @@ async def cuda_status(
 
 
 async def cuda_register(
-    gateway: Gateway, caller: ClientIdentity, request: pb.CudaSharedMemoryRegisterRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.CudaSharedMemoryRegisterRequest
 ) -> pb.CudaSharedMemoryRegisterResponse:
     """CudaSharedMemoryRegister."""
-    peer = caller.peer()
-    check_name(request.name)
+    peer = client.peer()
+    api.check_name(request.name)
     await cuda_memory.register(
         gateway, peer, request.name, request.raw_handle, request.device_id, request.byte_size
     )
@@ -73,8 +68,8 @@ async def cuda_register(
 
 
 async def cuda_unregister(
-    gateway: Gateway, caller: ClientIdentity, request: pb.CudaSharedMemoryUnregisterRequest
+    gateway: Gateway, client: ClientIdentity, request: pb.CudaSharedMemoryUnregisterRequest
 ) -> pb.CudaSharedMemoryUnregisterResponse:
     """CudaSharedMemoryUnregister, of all regions without a name; an unknown one is fine."""
-    await ask_to_unregister(gateway, caller, request.name, cuda=True)
+    await api.unregister(gateway, client, request.name, cuda=True)
     return pb.CudaSharedMemoryUnregisterResponse()

@@ -10,9 +10,9 @@ written like this takes the long way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from shmserve.gateway.inference.builder import BuiltRequest, Plan
+from shmserve.gateway.inference.prepared import BuiltRequest, PreparedCache, PreparedRequest
 from shmserve.gateway.model_table import Model, ModelTable
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 
@@ -20,14 +20,14 @@ _RAW_INPUT = 0x3A  # the tag of field 7, length-delimited
 _EARLIER = frozenset((0x0A, 0x12, 0x1A, 0x22, 0x2A, 0x32))  # those of fields 1 to 6
 _MOST_BYTES = INLINE_LIMIT + 4096
 _LONGEST_HEAD = 2048
-_MOST_PLANS = 1024
+_MOST_KNOWN = 1024
 _MOST_SHIFT = 28  # protobuf takes no length of more than five bytes
 
 Key = tuple[bytes, tuple[int, ...]]
 
 
 def split(raw: bytes) -> tuple[Key, list[bytes]] | None:
-    """What a small request's plan goes by, and its raw contents; None if there can be no plan."""
+    """What a small request is known by, and its raw contents; None if it cannot be known."""
     if len(raw) > _MOST_BYTES:
         return None
     contents: list[bytes] = []
@@ -60,38 +60,35 @@ def split(raw: bytes) -> tuple[Key, list[bytes]] | None:
     return (raw[:head_end], tuple(map(len, contents))), contents
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(NamedTuple):
     model: Model
     version: str  # as the request has it
-    plan: Plan
+    prepared: PreparedRequest
 
 
-class Plans:
-    """The plans by key."""
+class PreparedRequests:
+    """What headers come to, whatever model they name."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
-        self._known: dict[Key, _Known] = {}
+        self._cache: PreparedCache[Key, _Known] = PreparedCache(_MOST_KNOWN)
 
-    def follow(self, key: Key, contents: Sequence[bytes]) -> tuple[Model, BuiltRequest] | None:
-        """The request that the plan of `key` makes of these contents, if there is one.
+    def repeat(self, key: Key, contents: Sequence[bytes]) -> tuple[Model, BuiltRequest] | None:
+        """The request that is known by `key`, with these contents; None when it is not known.
 
         Raises AlreadyExists when an output overlaps another one in flight and may not.
         """
-        known = self._known.get(key)
+        known = self._cache.find(key)
         if known is None:
             return None
         model = known.model
         if self._models.find(model.name, known.version) is model:
-            taken = known.plan.follow(b"".join(contents), 0)
-            if taken is not None:
-                return model, taken
-        del self._known[key]
+            built = known.prepared.fill(b"".join(contents), 0)
+            if built is not None:
+                return model, built
+        self._cache.forget(key)
         return None
 
-    def remember(self, key: Key, version: str, model: Model, plan: Plan) -> None:
-        """Keep the plan of a request."""
-        if len(self._known) >= _MOST_PLANS:
-            self._known.clear()
-        self._known[key] = _Known(model, version, plan)
+    def remember(self, key: Key, version: str, model: Model, prepared: PreparedRequest) -> None:
+        """Keep what was prepared of a request."""
+        self._cache.remember(key, _Known(model, version, prepared))

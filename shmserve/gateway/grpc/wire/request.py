@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument, Unsupported
-from shmserve.gateway.http.json.infer_request import (
+from shmserve.gateway.inference.request import (
     SEQUENCE_END,
     SEQUENCE_START,
     RegionRange,
@@ -22,8 +22,8 @@ from shmserve.gateway.http.json.infer_request import (
     check_number,
     correlation_id,
 )
-from shmserve.gateway.http.json.parser import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.signature import shape_text
 from shmserve.proto.grpc_service_pb2 import (
     InferParameter,

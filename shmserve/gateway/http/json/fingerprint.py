@@ -14,86 +14,80 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.http.json.infer_request import WireInput, WireRequest
 from shmserve.gateway.http.json.tensors import decode
-
-if TYPE_CHECKING:
-    from shmserve.gateway.inference.builder import BuiltRequest, Plan
+from shmserve.gateway.inference.prepared import BuiltRequest, PreparedCache, PreparedRequest
+from shmserve.gateway.inference.request import WireInput, WireRequest
 
 _NUMBERS = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
 _LONGEST_TEXT = 64 * 1024
 _LONGEST_KEY = 2048
-_MOST = 256
 
 Key = tuple[bytes, int]
 
 
 def split(header: bytes, tail_size: int) -> tuple[Key, Sequence[bytes]]:
-    """What a request's plan goes by, and the texts of its arrays of numbers, if it is all JSON."""
+    """What a request is known by, and the texts of its arrays of numbers, if it is all JSON."""
     if tail_size or b'"data":' not in header or len(header) > _LONGEST_TEXT:
         return (header, tail_size), ()
     parts = _NUMBERS.split(header)
     return (b"\0".join(parts[::2]), 0), parts[1::2]
 
 
-class Plans:
-    """The plans of one model."""
+class Known(NamedTuple):
+    """What a header comes to; `inputs` are those that are given as arrays of numbers."""
 
-    def __init__(self) -> None:
-        # None: it came once. Only what comes again is worth a plan.
-        self._known: dict[Key, _Known | None] = {}
-
-    def follow(self, key: Key, body: bytes, at: int, texts: Sequence[bytes]) -> BuiltRequest | None:
-        """The request that the plan of `key` makes of `texts`, or of the binary tensors in `body`
-        from `at`; None when there is no plan, or it takes the long way to say what is wrong.
-
-        Raises AlreadyExists when an output overlaps another one in flight and may not.
-        """
-        known = self._known.get(key)
-        if known is None:
-            return None
-        if not known.inputs:
-            return known.plan.follow(body, at)
-        if len(texts) != len(known.inputs):
-            return None
-        datas: list[bytes] = []
-        try:
-            for tensor, text in zip(known.inputs, texts, strict=True):
-                values = orjson.loads(b"[%b]" % text)
-                datas.append(decode(values, tensor.datatype, tensor.count, tensor.name))
-        except (ShmserveError, orjson.JSONDecodeError):
-            return None
-        return known.plan.follow(b"".join(datas), 0)
-
-    def notice(self, key: Key) -> bool:
-        """A request with this key is here; returns whether one came before and is worth a plan."""
-        if len(key[0]) > _LONGEST_KEY:
-            return False
-        if key in self._known:
-            return True
-        if len(self._known) >= _MOST:
-            self._known.clear()
-        self._known[key] = None
-        return False
-
-    def remember(self, key: Key, wire: WireRequest, plan: Plan, arrays: int) -> None:
-        """Keep the plan of a request that came with so many arrays of numbers, if they are its
-        tensors."""
-        inputs = [tensor for tensor in wire.inputs if tensor.data is not None]
-        if len(inputs) == arrays and (not inputs or _are_tensors(key[0], arrays)):
-            for tensor in inputs:
-                tensor.data = None  # this request's values are packed by now, and no other's
-            self._known[key] = _Known(plan, inputs)
+    prepared: PreparedRequest
+    inputs: list[WireInput]
 
 
-class _Known(NamedTuple):
-    plan: Plan
-    inputs: list[WireInput]  # those that are given as arrays of numbers
+Cache = PreparedCache[Key, Known]
+
+
+def repeat(
+    cache: Cache, key: Key, body: bytes, at: int, texts: Sequence[bytes]
+) -> BuiltRequest | None:
+    """The request that is known by `key`, with `texts`, or the binary tensors in `body` from `at`;
+    None when it is not known, or it takes the long way to say what is wrong.
+
+    Raises AlreadyExists when an output overlaps another one in flight and may not.
+    """
+    known = cache.find(key)
+    if known is None:
+        return None
+    if not known.inputs:
+        return known.prepared.fill(body, at)
+    if len(texts) != len(known.inputs):
+        return None
+    datas: list[bytes] = []
+    try:
+        for tensor, text in zip(known.inputs, texts, strict=True):
+            values = orjson.loads(b"[%b]" % text)
+            datas.append(decode(values, tensor.datatype, tensor.count, tensor.name))
+    except (ShmserveError, orjson.JSONDecodeError):
+        return None
+    return known.prepared.fill(b"".join(datas), 0)
+
+
+def worth_preparing(cache: Cache, key: Key) -> bool:
+    """A request with this key is here; whether one came before, and it is short enough to keep."""
+    return len(key[0]) <= _LONGEST_KEY and cache.notice(key)
+
+
+def remember(
+    cache: Cache, key: Key, wire: WireRequest, prepared: PreparedRequest, arrays: int
+) -> None:
+    """Keep what was prepared of a request that came with so many arrays of numbers, if they are
+    its tensors."""
+    inputs = [tensor for tensor in wire.inputs if tensor.data is not None]
+    if len(inputs) == arrays and (not inputs or _are_tensors(key[0], arrays)):
+        for tensor in inputs:
+            tensor.data = None  # this request's values are packed by now, and no other's
+        cache.remember(key, Known(prepared, inputs))
 
 
 def _are_tensors(kept: bytes, arrays: int) -> bool:

@@ -6,13 +6,11 @@ inputs. Checks and their order are Triton's, and so are the texts.
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.parser import (
-    LARGEST_UNSIGNED,
     JsonFault,
     boolean,
     member_array,
@@ -20,17 +18,21 @@ from shmserve.gateway.http.json.parser import (
     mistyped,
     unsigned,
 )
+from shmserve.gateway.inference.request import (
+    SEQUENCE_END,
+    SEQUENCE_START,
+    RegionRange,
+    WireInput,
+    WireOutput,
+    WireRequest,
+    check_number,
+    correlation_id,
+)
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.ranges import LARGEST
+from shmserve.ipc.tensors.ranges import LARGEST, LARGEST_UNSIGNED
 from shmserve.ipc.tensors.signature import check_extent
 
-SEQUENCE_START, SEQUENCE_END = 1, 2
-LONGEST_CORRELATION_ID = 128
-
-# More than any program sends: millions fit into a request, and take every process that handles them
-# seconds in which it does nothing else. Inputs, outputs and parameters; and dims of one input.
-_MOST_OF_A_KIND = 16384
-_MOST_DIMS = 1024
+_MOST_DIMS = 1024  # of one input
 
 _SOURCES = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
@@ -45,58 +47,6 @@ TOO_LARGE = (
     "Use --http-max-input-size to increase the limit."
 )
 _NOTHING: dict[str, Any] = {}
-
-
-@dataclass(slots=True)
-class RegionRange:
-    """[offset, offset + byte_size) of a region, as the client says it: not checked yet."""
-
-    region: str
-    offset: int
-    byte_size: int
-
-
-@dataclass(slots=True)
-class WireInput:
-    """An input; its data is `data` (JSON), `binary_size` bytes of the body, or at `place`."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    count: int
-    data: Any = None
-    binary_size: int = -1
-    place: RegionRange | None = None
-
-
-@dataclass(slots=True)
-class WireOutput:
-    """A requested output and the form it is to have."""
-
-    name: str
-    binary: bool
-    place: RegionRange | None = None
-
-
-@dataclass(slots=True)
-class WireRequest:
-    """A request. Outputs that are not listed are sent in the form that `binary` says.
-
-    `version` is the model's as a gRPC request has it, "" for the latest. `empty_final`: a last
-    response without outputs is to be sent where only the end is left to be said.
-    """
-
-    id: str
-    inputs: list[WireInput]
-    outputs: list[WireOutput]
-    binary: bool = False
-    parameters: dict[str, Any] = field(default_factory=dict)
-    correlation_id: int | str = 0
-    flags: int = 0
-    timeout_us: int = 0
-    priority: int = 0
-    version: str = ""
-    empty_final: bool = False
 
 
 def request_id(header: Any) -> str:
@@ -140,13 +90,23 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> W
     return request
 
 
-def check_number(members: Sized, noun: str) -> None:
-    """Raise InvalidArgument for more than any model has: nobody else is answered while a request is
-    understood, and there is room for millions in it."""
-    if len(members) > _MOST_OF_A_KIND:
-        raise InvalidArgument(
-            f"a request may have {_MOST_OF_A_KIND} {noun} at most, this one has {len(members)}"
-        )
+def decode_data(wire: WireRequest) -> None:
+    """Make bytes of the inputs that are given as JSON; raises as `tensor_bytes`."""
+    for tensor in wire.inputs:
+        if tensor.place is None and tensor.binary_size < 0:
+            tensor.data = tensor_bytes(tensor)
+
+
+def tensor_bytes(tensor: WireInput) -> bytes:
+    """The bytes of an input that is given as JSON; raises what is wrong with it."""
+    data = tensor.data
+    if type(data) is bytes:
+        return data  # a large array, which was read before
+    if not tensor.count:
+        return b""
+    if type(data) is not list:
+        raise JsonFault("Unable to parse 'data': attempt to access JSON non-array as array")
+    return tensors.decode(data, tensor.datatype, tensor.count, tensor.name)
 
 
 def _input(raw: Any, json_limit: int) -> WireInput:
@@ -259,15 +219,6 @@ def _take_parameters(request: WireRequest, raw: Any) -> None:
                 request.binary = boolean(value, key)
             case _:
                 request.parameters[key] = _custom(key, value)
-
-
-def correlation_id(value: int | str) -> int | str:
-    """A sequence's id; raises Unsupported for a text that is too long."""
-    if isinstance(value, str) and len(value) > LONGEST_CORRELATION_ID:
-        raise Unsupported(
-            f"string correlation ID cannot be longer than {LONGEST_CORRELATION_ID} characters"
-        )
-    return value
 
 
 def _custom(key: str, value: Any) -> str | int | float | bool:

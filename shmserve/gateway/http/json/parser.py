@@ -19,11 +19,11 @@ from shmserve.gateway.http.json.duplicate_keys import (
     outside_strings,
 )
 from shmserve.gateway.http.json.syntax_errors import explain
+from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 
 MOST_DEEP = 100
 # Of objects, and of their members. No request needs more, and each takes the time of many numbers.
 MOST_MEMBERS = 256 * 1024
-LARGEST_UNSIGNED = 2**64 - 1
 
 # A second, slow reading finds the words for what is wrong: milliseconds at most.
 _LONGEST_EXPLAINED = 16 * 1024
@@ -42,6 +42,8 @@ _STRING_OR_INF = re.compile(rb'"(?:[^"\\]|\\.)*+"|\bInf\b', re.DOTALL)
 
 class JsonFault(Internal):
     """The JSON is not what the protocol asks for: the client's fault, but Triton answers 500."""
+
+    server_fault = False
 
 
 def loads(raw: bytes) -> Any:

@@ -15,7 +15,7 @@ import pytest
 
 from shmserve.gateway.grpc.call_watchdog import Calls, Reading
 from shmserve.gateway.grpc.direct_unary import Call, Waiter, acceptor
-from shmserve.gateway.http.body import SLOWEST_RATE
+from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 from tests.support.http2 import (
     ACK,
     DATA,

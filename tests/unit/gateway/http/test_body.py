@@ -19,12 +19,29 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.http import body
 from shmserve.gateway.http.body import Body, BodyTimeout
 from shmserve.gateway.http.request import Request
-from shmserve.gateway.inference.builder import Resources
+from shmserve.gateway.inference import body_budget
+from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.resources import Resources
+from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import Settings
 from shmserve.ipc.memory.arena import Arena
 from tests.rigs.clocks import Clock
 
 MIB = 1 << 20
+
+
+budget = BodyBudget(MIB)
+
+
+@pytest.fixture(autouse=True)
+def no_bodies() -> Iterator[None]:
+    yield
+    assert not budget._used
+    budget._bodies.clear()
+
+
+def resources_in(arena: Arena) -> Resources:
+    return Resources(arena, budget, RegionTable(lambda _: None))
 
 
 class Client:
@@ -37,11 +54,11 @@ class Client:
         headers = CIMultiDictProxy(CIMultiDict({"Content-Length": str(MIB)}))
         request = SimpleNamespace(content=self.content, headers=headers)
         settings = Settings(max_input_size=MIB, arena_byte_size=MIB, body_timeout_s=body_timeout_s)
-        self.body = Body(cast("Request", request), settings)
+        self.body = Body(cast("Request", request), settings, budget)
 
     async def upload(self, arena: Arena, size: int) -> None:
         """Have a block of the arena and wait for what goes into it."""
-        holds = Resources(arena)
+        holds = resources_in(arena)
         try:
             with self.body.keeping(holds.release):
                 (place,) = holds.allocate([size])
@@ -65,7 +82,8 @@ def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
 
     def make() -> Clock:
         clock = Clock()
-        monkeypatch.setattr(body, "time", SimpleNamespace(monotonic=clock.read))
+        for module in (body, body_budget):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.read))
         return clock
 
     return make
@@ -90,14 +108,14 @@ def test_only_who_has_such_memory_gives_way(make_clock: Callable[[], Clock]) -> 
         tasks = await started(clock, json.body.read(MIB, ""), tensor.upload(arena, MIB))
         json.content.feed_data(bytes(1000))
         await clock.go_on(0.02)
-        holds = Resources(arena)
+        holds = resources_in(arena)
         holds.allocate([MIB])
         await clock.go_on(0.01)
         assert [task.done() for task in tasks] == [False, True]
         with pytest.raises(BodyTimeout, match="too slowly"):
             await tasks[1]
         with pytest.raises(Unavailable):
-            Resources(arena).allocate([MIB])
+            resources_in(arena).allocate([MIB])
         await clock.go_on(0.01)
         assert not tasks[0].done()
         holds.release()
@@ -111,14 +129,14 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
     async def run(arena: Arena) -> None:
         clock = make_clock()
         client = Client()
-        holds = Resources(arena)
+        holds = resources_in(arena)
         (place,) = holds.allocate([MIB])
         client.content.feed_data(bytes(100))
         with client.body.keeping(holds.release):
             await client.body.next()
             await clock.go_on(0.1)  # as while it is decompressed
             with pytest.raises(Unavailable):
-                Resources(arena).allocate([MIB])
+                resources_in(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
             assert await client.body.read_into([arena.view(place)[:100]])
         holds.release()
@@ -137,7 +155,7 @@ def test_who_is_out_of_time_anyway_gives_way(make_clock: Callable[[], Clock]) ->
         others: list[BaseException | None] = []
 
         def other() -> None:
-            holds = Resources(arena)
+            holds = resources_in(arena)
             try:
                 holds.allocate([MIB])
                 others.append(None)
@@ -163,12 +181,12 @@ def test_thousands_give_way_at_once() -> None:
         with ExitStack() as stack:
             for _ in range(4000):
                 client = Client()
-                holds = Resources(arena)
+                holds = resources_in(arena)
                 holds.allocate([16 << 10])
                 stack.enter_context(client.body.keeping(holds.release))
                 client.body._waited_s = 1.0
             began = time.monotonic()
-            holds = Resources(arena)
+            holds = resources_in(arena)
             holds.allocate([63 * MIB])
             assert time.monotonic() - began < 1
             holds.release()

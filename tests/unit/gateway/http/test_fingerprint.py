@@ -10,22 +10,33 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.http.json.fingerprint import Plans, split
-from shmserve.gateway.http.json.infer_request import WireRequest, parse_request
+from shmserve.gateway.http.json.fingerprint import (
+    Cache,
+    remember,
+    repeat,
+    split,
+    worth_preparing,
+)
+from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.inference.builder import from_json
+from shmserve.gateway.inference.prepared import PreparedCache
+from shmserve.gateway.inference.request import WireRequest
 
 LIMIT = 1 << 20
 
 
 class Bytes:
-    """A plan that gives the tensors' bytes; None while what it needs is not there."""
+    """A prepared request that gives the tensors' bytes; None while what it needs is not there."""
 
     def __init__(self) -> None:
         self.there = True
 
-    def follow(self, body: bytes, at: int) -> Any:
+    def fill(self, body: bytes, at: int) -> Any:
         return body[at:] if self.there else None
+
+
+def made() -> Cache:
+    return PreparedCache(256)
 
 
 def wire_of(text: bytes) -> WireRequest:
@@ -34,21 +45,21 @@ def wire_of(text: bytes) -> WireRequest:
 
 def long_way(text: bytes) -> bytes:
     inputs = [tensor for tensor in wire_of(text).inputs if tensor.data is not None]
-    return b"".join(map(from_json, inputs))
+    return b"".join(map(tensor_bytes, inputs))
 
 
-def short_way(plans: Plans, text: bytes, plan: Bytes | None = None) -> Any:
-    """What the plans make of a request; it is remembered where that is wanted."""
+def short_way(cache: Cache, text: bytes, plan: Bytes | None = None) -> Any:
+    """What the cache makes of a request; it is remembered where that is wanted."""
     key, arrays = split(text, 0)
-    known: Any = plans.follow(key, text, len(text), arrays)
+    known: Any = repeat(cache, key, text, len(text), arrays)
     if known is None:
         try:
             long_way(text)
         except ShmserveError:
             return None
-        if plans.notice(key):
-            made: Any = plan or Bytes()
-            plans.remember(key, wire_of(text), made, len(arrays))
+        if worth_preparing(cache, key):
+            prepared: Any = plan or Bytes()
+            remember(cache, key, wire_of(text), prepared, len(arrays))
     return known
 
 
@@ -87,7 +98,7 @@ def test_the_short_way_gives_what_the_long_one_does(
         ]
         return f'{{{elsewhere}"inputs": [{",".join(inputs)}]}}'.encode()
 
-    plans = Plans()
+    cache = made()
     for _ in range(4):
         values = data.draw(st.lists(numbers, min_size=len(first), max_size=len(first)))
         # The numbers elsewhere change as well.
@@ -96,7 +107,7 @@ def test_the_short_way_gives_what_the_long_one_does(
             for sign in before
         )
         text = written(values, elsewhere)
-        found = short_way(plans, text)
+        found = short_way(cache, text)
         assert found is None or found == long_way(text)
 
 
@@ -105,12 +116,12 @@ def test_the_short_way_gives_what_the_long_one_does(
 @example(b'"\0"', b"\0")
 def test_no_bytes_are_taken_for_others(data: bytes, behind: bytes) -> None:
     """Of a request like one that is known, but with any bytes in it."""
-    plans = Plans()
+    cache = made()
     for known in ("[1, 2]", "[3, 4]"):
-        short_way(plans, one(known))
-    assert short_way(plans, one("[5, 6]")) == long_way(one("[5, 6]"))
+        short_way(cache, one(known))
+    assert short_way(cache, one("[5, 6]")) == long_way(one("[5, 6]"))
     text = one("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", behind + b"}]")
-    found = short_way(plans, text)
+    found = short_way(cache, text)
     assert found is None or found == long_way(text)
 
 
@@ -118,8 +129,8 @@ def test_no_bytes_are_taken_for_others(data: bytes, behind: bytes) -> None:
 
 
 def test_what_comes_again_is_known_from_the_third_time_on() -> None:
-    plans = Plans()
-    found = [short_way(plans, one(text)) for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")]
+    cache = made()
+    found = [short_way(cache, one(text)) for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")]
     assert [each is not None for each in found] == [False, False, True, True]
     assert found[3] == long_way(one("[-7, 8]"))
 
@@ -132,59 +143,59 @@ def test_what_comes_again_is_known_from_the_third_time_on() -> None:
     ],
 )
 def test_what_is_wrong_is_said_by_the_long_way(text: str) -> None:
-    plans = Plans()
+    cache = made()
     for known in ("[1, 2]", "[3, 4]"):
-        short_way(plans, one(known))
-    assert short_way(plans, one(text)) is None
-    assert short_way(plans, one("[5, 6]")) is not None
+        short_way(cache, one(known))
+    assert short_way(cache, one(text)) is None
+    assert short_way(cache, one("[5, 6]")) is not None
 
 
 def test_numbers_that_are_no_tensors_are_not_taken_for_them() -> None:
     """An array of numbers elsewhere, and the tensor's own written so that it is not seen."""
-    plans = Plans()
+    cache = made()
     hidden = one("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
         b'32", "shape": [2], "data":', b'32", "shape": [2], "data" :'
     )
     assert len(split(hidden, 0)[1]) == 1
     for _ in range(3):
-        assert short_way(plans, hidden) is None
+        assert short_way(cache, hidden) is None
     other = hidden.replace(b"[1, 2]}, ", b"[8, 9]}, ")
     assert split(other, 0)[0] == split(hidden, 0)[0]
-    assert short_way(plans, other) is None
+    assert short_way(cache, other) is None
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "BOOL"])
 def test_what_has_no_numbers_goes_the_long_way(datatype: str) -> None:
-    plans = Plans()
+    cache = made()
     data = json.dumps(["1", "2"] if datatype == "BYTES" else [True, False])
     text = one(data).replace(b"INT32", datatype.encode())
-    assert [short_way(plans, text) for _ in range(3)] == [None] * 3
+    assert [short_way(cache, text) for _ in range(3)] == [None] * 3
 
 
 def test_a_header_that_is_read_with_patience_has_no_plan() -> None:
-    plans = Plans()
+    cache = made()
     for text in (b"\xef\xbb\xbf" + one("[1, 2]"), one("[1, 2]", '"parameters": {"p": NaN}, ')):
         for _ in range(3):
             key, arrays = split(text, 0)
-            assert plans.follow(key, text, len(text), arrays) is None
-            if plans.notice(key):
+            assert repeat(cache, key, text, len(text), arrays) is None
+            if worth_preparing(cache, key):
                 wire = wire_of(one("[1, 2]"))
-                plans.remember(key, wire, Bytes(), len(arrays))  # type: ignore[arg-type]
+                remember(cache, key, wire, Bytes(), len(arrays))  # type: ignore[arg-type]
 
 
 def test_a_plan_whose_regions_have_changed_is_made_anew() -> None:
-    plans, stale = Plans(), Bytes()
+    cache, stale = made(), Bytes()
     for text in ("[1, 2]", "[3, 4]"):
-        short_way(plans, one(text), stale)
+        short_way(cache, one(text), stale)
     stale.there = False
-    assert short_way(plans, one("[5, 6]")) is None
-    assert short_way(plans, one("[5, 6]")) == long_way(one("[5, 6]"))
+    assert short_way(cache, one("[5, 6]")) is None
+    assert short_way(cache, one("[5, 6]")) == long_way(one("[5, 6]"))
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    plans = Plans()
+    cache = made()
     for number in range(2000):
-        short_way(plans, one("[1, 2]", behind=f', "id": "{number // 2}"'))
-    assert 0 < len(plans._known) <= 256
+        short_way(cache, one("[1, 2]", behind=f', "id": "{number // 2}"'))
+    assert 0 < len(cache) <= 256
     long = one("[1, 2]", behind=', "id": "%s"' % ("x" * 3000))
-    assert [short_way(plans, long) for _ in range(3)] == [None] * 3
+    assert [short_way(cache, long) for _ in range(3)] == [None] * 3

@@ -27,15 +27,11 @@ from shmserve.gateway.http import intake
 from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding, deflated
 from shmserve.gateway.http.intake import header_size
 from shmserve.gateway.http.json import large_arrays, tensors
-from shmserve.gateway.http.json.infer_request import (
-    RegionRange,
-    WireOutput,
-    WireRequest,
-    parse_request,
-)
+from shmserve.gateway.http.json.infer_request import parse_request
+from shmserve.gateway.http.json.infer_response import ResponseTemplate
 from shmserve.gateway.http.json.parser import JsonFault, loads
 from shmserve.gateway.inference.builder import check_room, raw_request
-from shmserve.gateway.inference.response import Form
+from shmserve.gateway.inference.request import RegionRange, WireOutput, WireRequest
 from shmserve.ipc.tensors.datatypes import NUMPY, decode_bytes, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
@@ -677,9 +673,9 @@ def test_a_raw_request_takes_its_shape_from_its_size() -> None:
 
 
 def test_the_response_has_its_keys_in_order() -> None:
-    text = Form(WireRequest("7", [], []), "m", "1", Inferred((), {"p": 1})).json(())
+    text = ResponseTemplate(WireRequest("7", [], []), "m", "1", Inferred((), {"p": 1})).json(())
     assert list(json.loads(text)) == ["id", "model_name", "model_version", "parameters", "outputs"]
-    bare = Form(WireRequest("", [], []), "m", "1", Inferred(())).json(())
+    bare = ResponseTemplate(WireRequest("", [], []), "m", "1", Inferred(())).json(())
     assert list(json.loads(bare)) == ["model_name", "model_version", "outputs"]
 
 
@@ -689,7 +685,7 @@ def test_a_response_is_made_for_what_was_asked() -> None:
     answer = Inferred(tuple(TensorRef(name, "INT8", (2,), data) for name, data in datas.items()))
     region = RegionRange("r", 0, 2)
     wire = WireRequest("", [], [WireOutput("A", True), WireOutput("C", False, region)])
-    form = Form(wire, "m", "1", answer)
+    form = ResponseTemplate(wire, "m", "1", answer)
     assert [(output.name, output.binary) for output in form.outputs] == [("A", True), ("B", False)]
     assert form.datas(answer) == [b"\1\2", b"\3\4"]
     assert not form.whole  # C's bytes are in the answer, and are not sent

@@ -17,6 +17,7 @@ from shmserve.gateway.http.connection_limits import Server
 from shmserve.gateway.http.protocol import Answer, Connection
 from shmserve.gateway.http.request import Request
 from shmserve.gateway.http.response import Reply, json_reply
+from shmserve.gateway.inference.body_budget import BodyBudget
 from shmserve.gateway.settings import Settings
 from tests.rigs.clocks import Clock
 
@@ -58,7 +59,7 @@ class Transport(asyncio.Transport):
 
 async def repeat(request: Request) -> Reply:
     """What was asked, as it was understood."""
-    body = await Body(request, _SETTINGS).read(1 << 20, "{size} {limit}")
+    body = await Body(request, _SETTINGS, BodyBudget(1 << 20)).read(1 << 20, "{size} {limit}")
     long = request.headers.get("X-Long", "")
     return json_reply([request.method, request.target, len(long), body.decode("latin-1")])
 

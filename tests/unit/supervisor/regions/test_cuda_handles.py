@@ -25,7 +25,7 @@ from shmserve.common.shm_access import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPoli
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.api.cuda_memory import decode_uuid
 from shmserve.gateway.grpc.admin import shared_memory
-from shmserve.gateway.http.json.infer_request import RegionRange
+from shmserve.gateway.inference.request import RegionRange
 from shmserve.gateway.region_table import RegionTable, Uses
 from shmserve.gateway.settings import Settings
 from shmserve.ipc import messages as m

@@ -1,53 +1,31 @@
-"""A model version's counters, updated with a few additions a request (pure).
-
-`Statistics.report` gives the entry of GET /v2/models/NAME/stats, field by field as Triton shows it:
-
-    name, version, last_inference, inference_count, execution_count, inference_stats,
-    response_stats, batch_stats, memory_usage
-
-and one key more, for metrics:
-
-    shmserve
-        failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
-        pending         requests in the queue now
-        executing       requests at workers now
-        batches_closed  {reason of dynamic.Closed: executions}
-        histograms      {"request_seconds" | "queue_seconds" (one observation a success) |
-                        "compute_seconds" | "batch_size" (one an execution):
-                        {"buckets": upper bounds, "counts": observations per bucket, not
-                        cumulative, one more than bounds (+Inf), "sum", "count"}}
-        instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
-        workers_lost    instances that died or were killed while they were in use
-        retried         requests that ran again, alone, after that
-        overruns        executions that passed the limit
-        malformed       frames and messages that were dropped
-        earlier         counters of what this one replaces, as counters.lasting gives them
-        copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from
-                        it; none for what is used where it lies}
-        families        the model's own metrics, as model_metrics.plain has them
-
-A request counts when its answer is known, before the answer is sent: who asks after its own answer
-sees itself.
-"""
+"""Everything that is counted of a model version, and the report of it."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from shmserve.common.cumulative_counters import lasting
-from shmserve.ipc.messages import BatchFinished
+from shmserve.ipc.messages import ExecutionResponded, Reply
 from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.requests.request import Request
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.statistics.histogram import Histogram
+from shmserve.scheduler.statistics.quantiles import Quantiles
+from shmserve.scheduler.statistics.response_stats import ResponseStats
+from shmserve.scheduler.statistics.timing import Timing
 
 _NS_PER_S = 1_000_000_000
+_NS_PER_MS = 1_000_000
+_NS_PER_US = 1_000
 _SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+_SUMMARISED = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 
 
 class Reason(StrEnum):
@@ -59,73 +37,12 @@ class Reason(StrEnum):
     OTHER = "OTHER"
 
 
-class Timing(NamedTuple):
-    """The phases of an execution: when it began (monotonic ns) and how long each took (ns)."""
-
-    compute_start_ns: int
-    input_ns: int
-    infer_ns: int
-    output_ns: int
-
-    @classmethod
-    def of(cls, message: BatchFinished, sent_ns: int, now_ns: int) -> Timing:
-        """From what a worker says of a batch sent at `sent_ns`, as far as it can be true."""
-        start, input_end = message.compute_start_ns, message.input_end_ns
-        output_start, end = message.output_start_ns, message.compute_end_ns
-        if sent_ns <= start <= input_end <= output_start <= end <= now_ns:
-            return cls(start, input_end - start, output_start - input_end, end - output_start)
-        start = min(max(message.compute_start_ns, sent_ns), now_ns)
-        input_end = min(max(message.input_end_ns, start), now_ns)
-        output_start = min(max(message.output_start_ns, input_end), now_ns)
-        end = min(max(message.compute_end_ns, output_start), now_ns)
-        return cls(start, input_end - start, output_start - input_end, end - output_start)
-
-    @property
-    def total_ns(self) -> int:
-        """All phases together."""
-        return self.input_ns + self.infer_ns + self.output_ns
-
-
-class Histogram:
-    """Observations in fixed buckets; reported bounds and sum are observations / `scale`."""
-
-    __slots__ = ("_bounds", "_counts", "_scale", "_shown", "_sum")
-
-    def __init__(self, shown: Sequence[float], scale: int = 1) -> None:
-        self._shown = list(shown)
-        self._scale = scale
-        self._bounds = [round(bound * scale) for bound in shown]
-        self._counts = [0] * (len(shown) + 1)
-        self._sum = 0
-
-    def observe(self, value: int) -> None:
-        """Count one observation; a value equal to a bound lies within it."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def restore(self, report: dict[str, Any]) -> None:
-        """Go on from there; raises ValueError for another histogram's."""
-        if report["buckets"] != self._shown or len(report["counts"]) != len(self._counts):
-            raise ValueError("these are other buckets")
-        self._counts = list(map(int, report["counts"]))
-        self._sum = round(report["sum"] * self._scale)
-
-    def report(self) -> dict[str, Any]:
-        """As the module says."""
-        return {
-            "buckets": self._shown,
-            "counts": list(self._counts),
-            "sum": self._sum / self._scale if self._scale != 1 else self._sum,
-            "count": sum(self._counts),
-        }
-
-
 class Statistics:
     """All counters since the version was loaded; times in ns."""
 
-    def __init__(self, name: str, version: str) -> None:
-        self._name = name
-        self._version = version
+    def __init__(self, settings: Settings) -> None:
+        self._name = settings.name
+        self._version = settings.version
         self._last_execution_ns = 0
         self._executions = 0
         self._inferences = 0
@@ -144,6 +61,11 @@ class Statistics:
         self._queue_times = Histogram(_SECONDS, _NS_PER_S)
         self._compute_times = Histogram(_SECONDS, _NS_PER_S)
         self._sizes = Histogram(_SIZES)
+        self._decoupled = settings.decoupled
+        self._first_responses = Histogram(settings.first_response_buckets_ms, _NS_PER_MS)
+        self._responses = ResponseStats()
+        self._shown_quantiles = settings.quantiles
+        self._quantiles = {name: Quantiles() for name in _SUMMARISED} if settings.quantiles else {}
         self.workers_lost = 0
         self.retried = 0
         self.overruns = 0
@@ -184,12 +106,14 @@ class Statistics:
         self._inferences += request.units
         self._success_ns += total
         self._request_times.observe(total)
+        if self._quantiles:
+            self._quantiles["request"].observe(total // _NS_PER_US, now_ns)
         if timing is None:
             request.untimed = True
         else:
-            self.timed(request, timing)
+            self.timed(request, timing, now_ns)
 
-    def timed(self, request: Request, timing: Timing) -> None:
+    def timed(self, request: Request, timing: Timing, now_ns: int) -> None:
         """The execution of a request that succeeded took this long."""
         start_ns, input_ns, infer_ns, output_ns = timing
         queued = start_ns - request.enqueued_ns
@@ -198,6 +122,21 @@ class Statistics:
         self._infer_ns += infer_ns
         self._output_ns += output_ns
         self._queue_times.observe(queued)
+        if self._quantiles:
+            for name, ns in zip(_SUMMARISED[1:], (queued, *timing[1:]), strict=True):
+                self._quantiles[name].observe(ns // _NS_PER_US, now_ns)
+
+    def responded(
+        self, request: Request, response: ExecutionResponded | Reply, now_ns: int
+    ) -> None:
+        """A decoupled model has given a response, or the end of them."""
+        if not request.responses and (response.body or response.code):
+            self._first_responses.observe(now_ns - request.arrived_ns)
+        self._responses.responded(request, response, now_ns)
+
+    def cancelled(self, request: Request, now_ns: int) -> None:
+        """A decoupled model has ended a request that nobody waited for."""
+        self._responses.cancelled(request, now_ns)
 
     def failed(self, arrived_ns: int, reason: Reason, now_ns: int) -> None:
         """A request is answered with an error."""
@@ -233,6 +172,9 @@ class Statistics:
         self._queue_times.restore(ours["histograms"]["queue_seconds"])
         self._compute_times.restore(ours["histograms"]["compute_seconds"])
         self._sizes.restore(ours["histograms"]["batch_size"])
+        self._responses.restore(report["response_stats"])
+        if self._decoupled:
+            self._first_responses.restore(ours["histograms"]["first_response_ms"])
         self.workers_lost = int(ours["workers_lost"])
         self.retried = int(ours["retried"])
         self.overruns = int(ours["overruns"])
@@ -259,7 +201,7 @@ class Statistics:
                 "cache_hit": _duration(0, 0),
                 "cache_miss": _duration(0, 0),
             },
-            "response_stats": {},
+            "response_stats": self._responses.report(),
             "batch_stats": [
                 {
                     "batch_size": size,
@@ -273,11 +215,10 @@ class Statistics:
             "shmserve": {
                 "failures": {str(reason): n for reason, n in self._failures.items()},
                 "batches_closed": {str(reason): n for reason, n in self._closed.items()},
-                "histograms": {
-                    "request_seconds": self._request_times.report(),
-                    "queue_seconds": self._queue_times.report(),
-                    "compute_seconds": self._compute_times.report(),
-                    "batch_size": self._sizes.report(),
+                "histograms": self._histograms(),
+                "quantiles": {
+                    name: each.report(self._shown_quantiles, now_ns)
+                    for name, each in self._quantiles.items()
                 },
                 "workers_lost": self.workers_lost,
                 "retried": self.retried,
@@ -287,6 +228,17 @@ class Statistics:
                 **gauges,
             },
         }
+
+    def _histograms(self) -> dict[str, Any]:
+        histograms = {
+            "request_seconds": self._request_times,
+            "queue_seconds": self._queue_times,
+            "compute_seconds": self._compute_times,
+            "batch_size": self._sizes,
+        }
+        if self._decoupled:
+            histograms["first_response_ms"] = self._first_responses
+        return {name: each.report() for name, each in histograms.items()}
 
 
 def _taken(duration: dict[str, int]) -> tuple[int, int]:

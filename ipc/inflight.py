@@ -1,0 +1,221 @@
+"""The in-flight table: requests that were submitted to schedulers and are not settled (sans IO).
+
+    add ──> pending ──Finished, Responded (final)───> answered, its memory is free
+              │  ├──Responded───────────────────────> pending: it never runs again from here on
+              │  ├──Failed──────────────────────────> answered, its memory is free
+              │  ├──Failed (early)──> settling ──Settled──> its memory is free
+              │  └──Failed (UNAVAILABLE)────────────> its owner may take it elsewhere
+              └──its scheduler is lost──> handed back, to be submitted to who serves the model now;
+                                          failed where it must not run again
+
+Gateways, local clients and models that call others each have their own kind of request, with what
+waits for it and the memory it keeps; the rules of its life are here, once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.messages import Failed, Finished, Responded, Settled, Submit
+from shmserve.ipc.tensors.aliasing import runs_once
+from shmserve.ipc.tensors.signature import id_prefix
+
+Response = Finished | Responded | Failed
+
+# A limit on time beyond this, in microseconds, is as good as this: its deadline is a number still.
+LONGEST_TIMEOUT_US = 10**15
+
+ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
+BEGUN = "the model's scheduler was lost after the request's first response and before its last"
+ONCE = (
+    "the model's scheduler was lost before it could answer; the request's outputs go over its "
+    "inputs, which may be changed"
+)
+
+
+class Admitted(Protocol):
+    """What the scheduler is told of a request that fits its model: see `signature.Admission`."""
+
+    @property
+    def batch_size(self) -> int:
+        """0: the model does not batch."""
+
+    @property
+    def shape_key(self) -> bytes:
+        """What must be equal to batch."""
+
+
+def make_submit(
+    number: int,
+    admitted: Admitted,
+    arrived_ns: int,
+    work: bytes | Callable[[int], bytes],
+    *,
+    request_id: str = "",
+    priority: int = 0,
+    timeout_us: int = 0,
+    limit_us: int = 0,
+    call_limit_us: int = 0,
+    ends_ns: int = 0,
+) -> Submit:
+    """The message that submits a request: `work` is its packed `Inference`, or what packs it with a
+    deadline.
+
+    The deadline is the shortest of the request's own `timeout_us`, the server's `limit_us` and the
+    call's `call_limit_us`, which count from the arrival, and the caller's end `ends_ns` (monotonic
+    clock); 0: none.
+    """
+    shortest_us = timeout_us = min(timeout_us, LONGEST_TIMEOUT_US)
+    if limit_us and (not shortest_us or limit_us < shortest_us):
+        shortest_us = limit_us
+    if call_limit_us and (not shortest_us or call_limit_us < shortest_us):
+        shortest_us = min(call_limit_us, LONGEST_TIMEOUT_US)
+    deadline_ns = ends_ns
+    if shortest_us:
+        deadline_ns = arrived_ns + shortest_us * 1000
+        if ends_ns:
+            deadline_ns = min(deadline_ns, ends_ns)
+    return Submit(
+        number,
+        admitted.batch_size,
+        admitted.shape_key,
+        arrived_ns,
+        deadline_ns,
+        timeout_us,
+        priority,
+        work if isinstance(work, bytes) else work(deadline_ns),
+        request_id,
+    )
+
+
+class InflightRequest:
+    """A request in the table: its `submit`, and the scheduler's `endpoint` that has it. Its owner
+    says in a subclass who waits, and what memory it keeps."""
+
+    __slots__ = ("endpoint", "responses", "submit")
+
+    def __init__(self, submit: Submit, endpoint: str) -> None:
+        self.submit = submit
+        self.endpoint = endpoint
+        self.responses = 0
+
+    @abstractmethod
+    def awaited(self) -> bool:
+        """Whether somebody still waits for its responses."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def respond(self, message: Response) -> None:
+        """A response, the last if it is a `Finished`, a `Failed` or final. Outputs that nobody
+        reads are to be given back. Whoever adds it to the table again, keeps its memory."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def free(self) -> None:
+        """No worker has its memory any more."""
+        raise NotImplementedError
+
+    def goes_elsewhere(self, message: Failed) -> bool:
+        """Its scheduler refused it as unavailable, and it has no response: whether its owner takes
+        it, out of the table, to who serves the model now."""
+        return False
+
+    def fail(self, why: str) -> None:
+        """End it, out of the table: nobody can run it."""
+        text = id_prefix(self.submit.request_id) + why
+        try:
+            self.respond(Failed(self.submit.id, Unavailable.code, text, 0, early=False))
+        finally:
+            self.free()
+
+
+R = TypeVar("R", bound=InflightRequest)
+
+
+class InflightTable(Generic[R]):
+    """Requests by number: those `pending` are not answered, those `settling` are, and keep their
+    memory. At each step the table is right before its owner is told, so that telling may fail."""
+
+    __slots__ = ("pending", "settling")
+
+    def __init__(self) -> None:
+        self.pending: dict[int, R] = {}
+        self.settling: dict[int, R] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.pending or self.settling)
+
+    def add(self, request: R) -> None:
+        """It is submitted, perhaps again."""
+        self.pending[request.submit.id] = request
+
+    def take(self, message: Response | Settled) -> bool:
+        """Handle what a scheduler says; False: of no request here, nobody reads its outputs."""
+        number = message.id
+        if type(message) is Settled:
+            return self._settle(number)
+        request = self.pending.get(number)
+        if request is None:
+            return False
+        if type(message) is Responded:
+            request.responses += 1
+            if not message.final:
+                request.respond(message)
+                return True
+        elif type(message) is Failed:
+            if message.early:
+                # First: a worker has its memory yet, wherever a signal interrupts this.
+                self.settling[number] = request
+                del self.pending[number]
+                request.respond(message)
+                return True
+            refused = message.code == Unavailable.code and not request.responses
+            if refused and request.awaited():
+                del self.pending[number]
+                if request.goes_elsewhere(message):
+                    return True
+        self.pending.pop(number, None)
+        try:
+            request.respond(message)  # type: ignore[arg-type]
+        finally:
+            if number not in self.pending:
+                request.free()
+        return True
+
+    def _settle(self, number: int) -> bool:
+        request = self.settling.get(number)
+        if request is None:
+            return False
+        self.pending.pop(number, None)  # where its failure was interrupted
+        del self.settling[number]
+        request.free()
+        return True
+
+    def lose(self, endpoint: str) -> list[R]:
+        """Nobody at `endpoint` will say anything more. The requests that were there and may run
+        again, out of the table: to be submitted elsewhere, or failed."""
+        again: list[R] = []
+        for request in [each for each in self.settling.values() if each.endpoint == endpoint]:
+            self._settle(request.submit.id)
+        for request in [each for each in self.pending.values() if each.endpoint == endpoint]:
+            del self.pending[request.submit.id]
+            if not request.awaited():
+                request.free()
+            elif request.responses:
+                request.fail(BEGUN)
+            elif runs_once(request.submit.work):
+                request.fail(ONCE)
+            else:
+                again.append(request)
+        return again
+
+    def drop(self) -> list[R]:
+        """All that is pending, out of the table: no scheduler has anything any more."""
+        for number in list(self.settling):
+            self._settle(number)
+        dropped = list(self.pending.values())
+        self.pending.clear()
+        return dropped

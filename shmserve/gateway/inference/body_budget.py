@@ -1,0 +1,85 @@
+"""The memory that request bodies may hold while the rest of them is still arriving, and eviction of
+the slowest where it is full: clients may take minutes to send the rest of theirs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from shmserve.errors import Unavailable
+
+# A body may take the body timeout and a second more for each of these bytes that came.
+SLOWEST_RATE = 64 * 1024
+
+
+class ArrivingBody(Protocol):
+    """A request's body of which more is to come."""
+
+    held: int  # bytes outside of the arena
+
+    @property
+    def has_block(self) -> bool:
+        """Whether `dismiss` gives back a block of the arena."""
+
+    def is_slow(self, now: float) -> bool:
+        """Whether it must give way when memory is full."""
+
+    def rate(self, now: float) -> float:
+        """Bytes for each second that was waited until now."""
+
+    def dismiss(self) -> None:
+        """Give its memory back now; who waits for the rest is told."""
+
+    def check(self) -> None:
+        """Raise what it ends with if it had to give way."""
+
+
+class BodyBudget:
+    """Accounts for the bodies that are arriving; `most` bounds, in bytes, what they hold together
+    outside of the arena. One alone has its own limit."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._used = 0
+        self._bodies: set[ArrivingBody] = set()
+
+    def take(self, body: ArrivingBody, more: int) -> None:
+        """`more` bytes of it are here; to be given back in any case.
+
+        Raises Unavailable when they are too many with those of others.
+        """
+        self._bodies.add(body)
+        body.held += more
+        self._used += more
+        if self._used > max(self._most, body.held):
+            for slow in self._slow(lambda other: other.held > 0):
+                slow.dismiss()
+                if self._used <= max(self._most, body.held):
+                    break
+            else:
+                raise Unavailable(f"server memory for request bodies ({self._most} bytes) is full")
+        body.check()
+
+    def give(self, body: ArrivingBody) -> None:
+        """What was taken is no longer here, or belongs to a whole body."""
+        self._used -= body.held
+        body.held = 0
+        self._bodies.discard(body)
+
+    def keep(self, body: ArrivingBody) -> None:
+        """It has a block of the arena."""
+        self._bodies.add(body)
+
+    def evict(self) -> Iterator[None]:
+        """The arena is full: at each step, the slowest of the bodies that hardly come and have a
+        block of it has given that back."""
+        for body in self._slow(lambda body: body.has_block):
+            body.dismiss()
+            yield
+
+    def _slow(self, useful: Callable[[ArrivingBody], bool]) -> list[ArrivingBody]:
+        """Those that hardly come and are `useful` to end, the slowest first."""
+        now = time.monotonic()
+        slow = [body for body in self._bodies if useful(body) and body.is_slow(now)]
+        return sorted(slow, key=lambda body: body.rate(now))

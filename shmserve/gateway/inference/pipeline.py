@@ -1,0 +1,83 @@
+"""What every inference passes, whatever protocol it came by: admission, the message to its
+scheduler, failures."""
+
+from __future__ import annotations
+
+import logging
+
+from shmserve.errors import QueueFull, ShmserveError, from_code
+from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.model_table import Model
+from shmserve.gateway.region_table import admit as admit_user
+from shmserve.ipc import messages as m
+from shmserve.ipc.inflight import make_submit
+
+logger = logging.getLogger(__name__)
+
+
+def admit(
+    gateway: Gateway,
+    built: BuiltRequest,
+    client: ClientIdentity,
+    arrived_ns: int,
+    call_limit_us: int = 0,
+) -> m.Submit:
+    """What a scheduler is to be told of a request, if its regions are `client`'s to use; else what
+    it holds is released.
+
+    `call_limit_us` is how long the client's own call lasts, 0: any. Raises NotFound,
+    PermissionDenied or Unsupported.
+    """
+    try:
+        if built.regions:
+            admit_user(built.regions, client.peer())
+        number = gateway.dispatcher.next_number()
+        return submission(gateway, built, number, arrived_ns, call_limit_us)
+    except BaseException:
+        built.release()
+        raise
+
+
+def submission(
+    gateway: Gateway, built: BuiltRequest, number: int, arrived_ns: int, call_limit_us: int = 0
+) -> m.Submit:
+    """The message to the scheduler; its deadline is the shortest of the limits that there are."""
+    wire = built.wire
+    return make_submit(
+        number,
+        built.admission,
+        arrived_ns,
+        built.pack,
+        request_id=wire.id,
+        priority=wire.priority,
+        timeout_us=wire.timeout_us,
+        limit_us=gateway.settings.request_timeout_us,
+        call_limit_us=call_limit_us,
+    )
+
+
+def failure(message: m.Failed) -> ShmserveError:
+    """The exception for a scheduler's refusal."""
+    if message.retry_after_s > 0:
+        return QueueFull(message.message, message.retry_after_s)
+    return from_code(message.code, message.message)
+
+
+def log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
+    """Log what is our fault, and at debug level what is the client's."""
+    if error.server_fault:
+        logger.error(
+            "inference of model '%s' failed: %s",
+            model.name,
+            error.message,
+            extra={"request_id": request_id},
+        )
+    elif logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "inference of model '%s' was refused: %s",
+            model.name,
+            error.message,
+            extra={"request_id": request_id},
+        )

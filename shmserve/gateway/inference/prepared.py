@@ -1,0 +1,122 @@
+"""Requests that were built and admitted, and what is kept of one for others with its header.
+
+Programs send the same header again and again with other numbers behind it. What such a header comes
+to is then known without parsing, checking and placing: only the tensors' bytes are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.region_table import Region, Uses
+from shmserve.ipc.tensors.inference import Inference, InferenceTemplate
+from shmserve.ipc.tensors.signature import Admission
+from shmserve.ipc.tensors.template_cache import TemplateCache
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+_MOST_TEMPLATES = 8  # of responses to requests with one header
+
+
+def nothing() -> None:
+    """The release of a request that holds nothing."""
+
+
+class BuiltRequest:
+    """A request with its tensors in place, and what it was admitted as.
+
+    `pack(deadline_ns)` gives its work for a worker; `release` ends what it holds, which may be uses
+    of `regions`. `templates` are for the listener to know responses by: to it, and to others with
+    its header.
+    """
+
+    __slots__ = ("admission", "pack", "regions", "release", "templates", "wire")
+
+    def __init__(
+        self,
+        wire: WireRequest,
+        admission: Admission,
+        pack: Callable[[int], bytes],
+        release: Callable[[], None],
+        regions: Sequence[Region] = (),
+        templates: TemplateCache[Any] | None = None,
+    ) -> None:
+        self.regions = regions
+        self.templates = templates
+        self.wire = wire
+        self.admission = admission
+        self.pack = pack
+        self.release = release
+
+
+class PreparedRequest:
+    """What a header that describes small tensors and places in regions always comes to."""
+
+    __slots__ = ("_admission", "_template", "_templates", "_uses", "_wire")
+
+    def __init__(self, built: BuiltRequest, work: Inference, uses: Uses | None) -> None:
+        self._wire = built.wire
+        self._admission = built.admission
+        self._template = InferenceTemplate(work)
+        self._uses = uses.pattern() if uses is not None else None
+        self._templates: TemplateCache[Any] = TemplateCache(_MOST_TEMPLATES)
+
+    def fill(self, body: bytes, at: int) -> BuiltRequest | None:
+        """The request whose inline tensors are in `body` from `at`, one behind the other; None: its
+        regions have changed.
+
+        Raises AlreadyExists when an output overlaps another one in flight and may not.
+        """
+        pack = partial(self._template.fill, body, at)
+        if self._uses is None:
+            return BuiltRequest(self._wire, self._admission, pack, nothing, (), self._templates)
+        uses = self._uses.again()
+        if uses is None:
+            return None
+        return BuiltRequest(
+            self._wire, self._admission, pack, uses.release, uses.regions, self._templates
+        )
+
+
+class PreparedCache(Generic[K, V]):
+    """What was prepared, by key: `most` at a time, after which all are forgotten."""
+
+    __slots__ = ("_known", "_most")
+
+    def __init__(self, most: int) -> None:
+        # None: it came once. Only what comes again may be worth a preparation.
+        self._known: dict[K, V | None] = {}
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, key: K) -> V | None:
+        """What was prepared for this key."""
+        return self._known.get(key)
+
+    def notice(self, key: K) -> bool:
+        """A request with this key is here; returns whether one came before."""
+        if key in self._known:
+            return True
+        self._make_room()
+        self._known[key] = None
+        return False
+
+    def remember(self, key: K, prepared: V) -> None:
+        """Keep what was prepared."""
+        if key not in self._known:
+            self._make_room()
+        self._known[key] = prepared
+
+    def forget(self, key: K) -> None:
+        """It is no good any more."""
+        del self._known[key]
+
+    def _make_room(self) -> None:
+        if len(self._known) >= self._most:
+            self._known.clear()

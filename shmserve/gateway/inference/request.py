@@ -1,0 +1,91 @@
+"""An inference request as its client states it, whatever protocol it came by: not checked against
+its model yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmserve.errors import InvalidArgument, Unsupported
+
+SEQUENCE_START, SEQUENCE_END = 1, 2
+LONGEST_CORRELATION_ID = 128
+
+# More than any program sends: millions fit into a request, and take every process that handles them
+# seconds in which it does nothing else. Inputs, outputs and parameters.
+_MOST_OF_A_KIND = 16384
+
+
+@dataclass(slots=True)
+class RegionRange:
+    """[offset, offset + byte_size) of a region, as the client says it: not checked yet."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+
+@dataclass(slots=True)
+class WireInput:
+    """An input: its bytes are `data`, or the next `binary_size` bytes of the body, or at `place`.
+
+    `count` is how many elements its shape has. A protocol's parser may keep values of its own in
+    `data`, until it has made bytes of them for the builder.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    count: int
+    data: Any = None
+    binary_size: int = -1
+    place: RegionRange | None = None
+
+
+@dataclass(slots=True)
+class WireOutput:
+    """A requested output and the form it is to have."""
+
+    name: str
+    binary: bool
+    place: RegionRange | None = None
+
+
+@dataclass(slots=True)
+class WireRequest:
+    """A request. Outputs that are not listed are sent in the form that `binary` says.
+
+    `version` is the model's as a gRPC request has it, "" for the latest. `empty_final`: a last
+    response without outputs is to be sent where only the end is left to be said.
+    """
+
+    id: str
+    inputs: list[WireInput]
+    outputs: list[WireOutput]
+    binary: bool = False
+    parameters: dict[str, Any] = field(default_factory=dict)
+    correlation_id: int | str = 0
+    flags: int = 0
+    timeout_us: int = 0
+    priority: int = 0
+    version: str = ""
+    empty_final: bool = False
+
+
+def check_number(members: Sized, noun: str) -> None:
+    """Raise InvalidArgument for more than any model has: nobody else is answered while a request is
+    understood, and there is room for millions in it."""
+    if len(members) > _MOST_OF_A_KIND:
+        raise InvalidArgument(
+            f"a request may have {_MOST_OF_A_KIND} {noun} at most, this one has {len(members)}"
+        )
+
+
+def correlation_id(value: int | str) -> int | str:
+    """A sequence's id; raises Unsupported for a text that is too long."""
+    if isinstance(value, str) and len(value) > LONGEST_CORRELATION_ID:
+        raise Unsupported(
+            f"string correlation ID cannot be longer than {LONGEST_CORRELATION_ID} characters"
+        )
+    return value

@@ -1,0 +1,42 @@
+"""A model version's statistics, updated with a few additions a request (pure).
+
+counters.py         everything that is counted, and the report of it
+timing.py           the phases of an execution, from what a worker says of it
+histogram.py        observations in fixed buckets
+quantiles.py        quantiles of the last minute: a sketch in a sliding window
+response_stats.py   responses of a decoupled model, by their index
+
+`Statistics.report` gives the entry of GET /v2/models/NAME/stats, field by field as Triton shows it:
+
+    name, version, last_inference, inference_count, execution_count, inference_stats,
+    response_stats, batch_stats, memory_usage
+
+and one key more, for metrics:
+
+    shmserve
+        failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
+        pending         requests in the queue now
+        executing       requests at workers now
+        batches_closed  {reason of dynamic.Closed: executions}
+        histograms      {"request_seconds" | "queue_seconds" (one observation a success) |
+                        "compute_seconds" | "batch_size" (one an execution) |
+                        "first_response_ms" (one a request; decoupled models only):
+                        {"buckets": upper bounds, "counts": observations per bucket, not
+                        cumulative, one more than bounds (+Inf), "sum", "count"}}
+        quantiles       {"request" | "queue" | "compute_input" | "compute_infer" |
+                        "compute_output": [[quantile, µs or None], ...]} of the last minute, one
+                        observation a success; empty unless they are asked for
+        instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
+        workers_lost    instances that died or were killed while they were in use
+        retried         requests that ran again, alone, after that
+        overruns        executions that passed the limit
+        malformed       frames and messages that were dropped
+        earlier         counters of what this one replaces, as counters.lasting gives them
+        copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from
+                        it; none for what is used where it lies}
+        families        the model's own metrics, as model_metrics.plain has them
+
+A request counts when its last response is known, before that is sent: who asks after its own sees
+itself. A decoupled model's request has failed if it ends with an error; one that is sent before the
+end is in `response_stats` alone.
+"""

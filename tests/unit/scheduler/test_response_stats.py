@@ -1,0 +1,168 @@
+"""Responses by their index: what each kind of response counts as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.ipc import messages as m
+from shmserve.scheduler.statistics.response_stats import LAST_INDEX
+from tests.rigs.scheduler_rig import MS, Rig
+
+NONE = {"count": 0, "ns": 0}
+
+
+def stats(rig: Rig) -> dict[str, dict[str, tuple[int, int]]]:
+    """What is not zero, as (count, ns)."""
+    return {
+        index: {name: (each["count"], each["ns"]) for name, each in row.items() if each != NONE}
+        for index, row in rig.report()["response_stats"].items()
+    }
+
+
+def begun(**options: Any) -> tuple[Rig, bytes, int, int]:
+    """A decoupled model with a request that was sent to its worker just now: number and key."""
+    rig = Rig(decoupled=True, **options)
+    peer = rig.start()
+    (number,) = rig.submit()
+    return rig, peer, number, rig.execute()[1].requests[0].key
+
+
+def give(rig: Rig, peer: bytes, key: int, infer_ns: int, output_ns: int, **fields: Any) -> None:
+    """A response after so much computing and writing."""
+    rig.now += infer_ns + output_ns
+    given = rig.now - output_ns
+    rig.respond(peer, key, given_ns=given, written_ns=rig.now, **fields)
+
+
+def test_each_response_counts_from_the_one_before_it() -> None:
+    rig, peer, _, key = begun()
+    give(rig, peer, key, 3 * MS, 1)
+    give(rig, peer, key, 2 * MS, 2)
+    give(rig, peer, key, 5 * MS, 0, text=b"", final=True)
+    assert stats(rig) == {
+        "0": {"compute_infer": (1, 3 * MS), "compute_output": (1, 1), "success": (1, 3 * MS + 1)},
+        "1": {"compute_infer": (1, 2 * MS), "compute_output": (1, 2), "success": (1, 2 * MS + 2)},
+        "2": {"compute_infer": (1, 5 * MS), "empty_response": (1, 5 * MS)},
+    }
+    assert set(rig.report()["response_stats"]["0"]) == {
+        *("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"),
+    }
+
+
+def test_the_last_response_may_be_the_end_as_well() -> None:
+    rig, peer, _, key = begun()
+    give(rig, peer, key, MS, 1, final=True)
+    (row,) = stats(rig).values()
+    assert row["success"] == (1, MS + 1)
+
+
+def test_an_error_is_a_response_that_failed() -> None:
+    rig, peer, _, key = begun()
+    give(rig, peer, key, MS, 0, text=b"", code="INTERNAL", message="no")
+    rig.respond(peer, key, final=True)
+    assert stats(rig)["0"] == {"compute_infer": (1, MS), "fail": (1, MS)}
+
+
+def test_a_cancelled_request_counts_once_where_it_was() -> None:
+    rig, peer, number, key = begun()
+    give(rig, peer, key, MS, 0)
+    rig.client(m.Cancel(number))
+    rig.respond(peer, key)
+    rig.pass_time(MS)
+    rig.respond(peer, key, b"", final=True)
+    assert stats(rig)["1"] == {"cancel": (1, MS)}
+
+
+def test_requests_add_up_by_index() -> None:
+    rig, peer, _, key = begun()
+    for batch, count in ((1, 3), (2, 2)):
+        for _ in range(count):
+            give(rig, peer, key, 10, 1)
+        rig.respond(peer, key, b"", final=True)
+        rig.returned(peer, m.Execute(batch, []))
+        rig.submit()
+        key = rig.execute()[1].requests[0].key
+    found = stats(rig)
+    assert [found[index].get("success", (0, 0))[0] for index in sorted(found)] == [2, 2, 1, 0]
+    assert [found[index].get("empty_response", (0, 0))[0] for index in sorted(found)] == [
+        *(0, 0, 1, 1),
+    ]
+
+
+def test_times_that_cannot_be_are_cut() -> None:
+    rig, peer, _, key = begun()
+    for given, written in ((-(2**63), 2**63 - 1), (2**63 - 1, -5), (0, 0)):
+        rig.pass_time(10)
+        rig.respond(peer, key, given_ns=given, written_ns=written)
+    found = stats(rig)
+    assert found["0"]["success"] == (1, 10)
+    assert all(ns >= 0 for row in found.values() for _, ns in row.values())
+
+
+def test_the_table_has_an_end() -> None:
+    rig, peer, _, key = begun()
+    for _ in range(LAST_INDEX + 5):
+        rig.respond(peer, key)
+    found = stats(rig)
+    assert len(found) == LAST_INDEX + 1
+    assert found[str(LAST_INDEX)]["success"][0] == 5
+
+
+def test_ordinary_models_have_none() -> None:
+    rig = Rig()
+    peer = rig.start()
+    rig.submit()
+    rig.finish(peer, rig.execute()[1])
+    report = rig.report()
+    assert report["response_stats"] == {}
+    assert "first_response_ms" not in report["shmserve"]["histograms"]
+
+
+def test_the_first_response_of_a_request_is_observed() -> None:
+    rig, peer, _, key = begun()
+    give(rig, peer, key, 300 * MS, 0)
+    give(rig, peer, key, 9_000 * MS, 0, final=True)
+    assert rig.report()["shmserve"]["histograms"]["first_response_ms"] == {
+        "buckets": [100, 500, 2000, 5000],
+        "counts": [0, 1, 0, 0, 0],
+        "sum": 300,
+        "count": 1,
+    }
+
+
+def test_an_end_alone_is_no_first_response() -> None:
+    rig, peer, _, key = begun()
+    rig.respond(peer, key, b"", final=True)
+    assert rig.report()["shmserve"]["histograms"]["first_response_ms"]["count"] == 0
+
+
+def test_a_successor_counts_on() -> None:
+    rig, peer, number, key = begun()
+    give(rig, peer, key, MS, 1)
+    give(rig, peer, key, MS, 0, text=b"", code="INTERNAL", message="no")
+    rig.client(m.Cancel(number))
+    rig.respond(peer, key, b"", final=True)
+    told = rig.report()
+    successor = Rig(decoupled=True)
+    successor.scheduler.go_on([told, [[]]], [], successor.now)
+    now = successor.report()
+    assert now["response_stats"] == told["response_stats"]
+    assert now["shmserve"]["histograms"] == told["shmserve"]["histograms"]
+
+
+def test_times_of_the_last_minute_are_kept_where_they_are_asked_for() -> None:
+    rig = Rig(quantiles=[0.5, 1.0])
+    peer = rig.start()
+    for ms in (2, 4, 30):
+        rig.submit()
+        rig.pass_time(ms * MS)
+        rig.finish(peer, rig.execute()[1])
+    found = rig.report()["shmserve"]["quantiles"]
+    assert set(found) == {"request", "queue", "compute_input", "compute_infer", "compute_output"}
+    (half, median), (_, most) = found["request"]
+    assert half == 0.5
+    assert 3_980 < median < 4_020 and 29_800 < most < 30_200
+    assert found["compute_infer"] == [[0.5, 0.0], [1.0, 0.0]]
+    rig.pass_time(61_000 * MS)
+    assert rig.report()["shmserve"]["quantiles"]["request"] == [[0.5, None], [1.0, None]]
+    assert Rig().report()["shmserve"]["quantiles"] == {}

@@ -1,0 +1,613 @@
+"""Decoupled models of the Python backend: any number of responses, when and where they like."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
+from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    RequestedOutput,
+    pack_inference,
+    unpack_inferred,
+)
+from shmserve.workers.backends.python import PythonBackend
+from shmserve.workers.batch import response_stream
+from tests.rigs.worker_rig import CLIENT_PID, Region, Rig, model_config, rig, tensor, tensor_config
+from tests.support.waiting import until
+
+FAILED = "Failed to process the request(s) for model 'm_0_0', message: "
+CLOSED = "Unable to send response. Response sender has been closed."
+PREAMBLE = """
+import asyncio, gc, threading
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+def given(request):
+    return pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+
+def response(*values, error=None):
+    error = pb_utils.TritonError(error) if error else None
+    return pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array(values, "f4"))], error)
+
+def told(call):
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+class TritonPythonModel:
+    said = []
+"""
+
+
+@dataclass
+class Model:
+    """A decoupled model in an instance, asked by a scheduler that this test plays."""
+
+    rig: Rig
+    backend: PythonBackend
+    seen: list[Any]
+
+    def serve(self, body: str) -> Model:
+        path = self.rig.context.version_dir / "model.py"
+        path.write_text(PREAMBLE + "".join(f"    {line}\n" for line in dedent(body).splitlines()))
+        config = model_config(
+            [tensor_config("X", "FP32", [-1])],
+            [tensor_config("Y", "FP32", [-1])],
+            model_transaction_policy={"decoupled": True},
+        )
+        self.rig.serve(self.backend, {**config, "backend": "python"})
+        return self
+
+    def begin(self, *values: float, place: Place | None = None, output: Any = None) -> None:
+        """One batch, a request for each value; their keys are 1, 2, ..."""
+        outputs = (RequestedOutput("Y", output),) if output is not None else ()
+        works = [
+            m.Work(
+                key,
+                CLIENT_PID,
+                pack_inference(
+                    Inference(
+                        f"id-{key}",
+                        (tensor("X", np.array([value], np.float32), place),),
+                        outputs,
+                    )
+                ),
+            )
+            for key, value in enumerate(values, 1)
+        ]
+        self.rig.execute(works)
+
+    def responses(self, key: int, count: int = 0) -> list[Any]:
+        """What the request was told: values, errors, "end"; up to its end, or so many."""
+        shown: list[Any] = []
+
+        def done() -> bool:
+            for message in self.rig.said(0.05):
+                self.seen.append(message)
+            shown[:] = [each for seen in self.seen for each in self.show(seen, key)]
+            return "end" in shown or (count > 0 and len(shown) >= count)
+
+        until("all has come", done)
+        return shown
+
+    def show(self, message: Any, key: int) -> Iterator[Any]:
+        if not isinstance(message, m.ExecutionResponded) or message.key != key:
+            return
+        assert message.given_ns <= message.written_ns
+        if message.code:
+            yield message.message
+        elif message.body:
+            (output,) = unpack_inferred(message.body).outputs
+            arena, data = self.rig.context.arena, output.data
+            if isinstance(data, Place) and data.memory.id != arena.memory.id:
+                yield "in its place"
+            else:
+                raw = data if isinstance(data, bytes) else arena.view(data)
+                yield np.frombuffer(raw, NUMPY[output.datatype]).tolist()
+        if message.final:
+            yield "end"
+
+    @property
+    def replies(self) -> list[str]:
+        return [reply.message for reply in self.rig.finished.replies]
+
+    @property
+    def said(self) -> list[Any]:
+        said: list[Any] = self.backend._model.said
+        return said
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Model]:
+    with rig(tmp_path) as made:
+        model = Model(made, PythonBackend(made.context), [])
+        yield model
+        model.backend.unload()
+
+
+@pytest.fixture
+def pumping(model: Model) -> Iterator[Callable[[], None]]:
+    """Starts a thread that does what the loop does while nothing runs: it reads the socket."""
+    stop = threading.Event()
+
+    def pump() -> None:
+        control = model.rig.context.control
+        while not stop.is_set():
+            control.wait(0.05)
+            model.rig.instance.link.pump()
+            model.rig.instance._writer.end_abandoned()
+
+    thread = threading.Thread(target=pump)
+    yield thread.start
+    stop.set()
+    if thread.ident is not None:
+        thread.join()
+
+
+# --- what is sent
+
+
+@pytest.mark.parametrize(
+    ("sends", "expected"),
+    [
+        ("send(flags=FINAL)", ["end"]),
+        ("send(response(1), FINAL)", [[1], "end"]),
+        ("send(response(1)); send(flags=FINAL)", [[1], "end"]),
+        ("send(response(1)); send(response(2, 3)); send(response(4), flags=FINAL)",
+         [[1], [2, 3], [4], "end"]),
+        ("send(response(1)); send(response(error='mid')); send(response(2)); send(flags=FINAL)",
+         [[1], "mid", [2], "end"]),
+        ("send(response(1)); send(response(5, error='last'), flags=FINAL)", [[1], "last", "end"]),
+    ],
+)  # fmt: skip
+def test_responses_in_order(model: Model, sends: str, expected: list[Any]) -> None:
+    model.serve(
+        f"""
+        def execute(self, requests):
+            send = requests[0].get_response_sender().send
+            {sends}
+        """
+    )
+    model.begin(0)
+    assert model.responses(1) == expected
+    assert model.rig.finished.replies == [] and model.rig.finished.executed
+
+
+def test_from_a_thread_after_execute_has_returned(model: Model) -> None:
+    """The inputs are still there, and its own."""
+    model.serve(
+        """
+        go = threading.Event()
+        def execute(self, requests):
+            for request in requests:
+                threading.Thread(target=self.answer, args=(request,)).start()
+        def answer(self, request):
+            self.go.wait(10)
+            array = given(request)
+            array += 1
+            sender = request.get_response_sender()
+            assert sender is request.get_response_sender()
+            for n in range(3):
+                sender.send(response(array[0], n))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(1, 5)
+    assert model.rig.finished.replies == []
+    model.backend._model.go.set()
+    assert model.responses(1) == [[2, 0], [2, 1], [2, 2], "end"]
+    assert model.responses(2) == [[6, 0], [6, 1], [6, 2], "end"]
+
+
+def test_inputs_in_memory_of_a_client_are_the_models_own(model: Model) -> None:
+    region = Region(4096)
+    place = region.write(0, np.array([3], np.float32))
+    model.serve(
+        """
+        def execute(self, requests):
+            array = given(requests[0])
+            array[:] = 7
+            requests[0].get_response_sender().send(response(*array), FINAL)
+        """
+    )
+    model.begin(3, place=place)
+    assert model.responses(1) == [[7], "end"]
+    assert region.read(0, 4) == np.array([3], np.float32).tobytes()
+    region.close()
+
+
+def test_large_responses_go_through_the_arena_and_come_back(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            sender = requests[0].get_response_sender()
+            for n in range(3):
+                sender.send(response(*[n] * 10_000))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(0)
+    assert [each[0] for each in model.responses(1)[:-1]] == [0, 1, 2]
+    arena = model.rig.context.arena
+    assert arena.used >= 3 * 40_000
+    offsets = [
+        output.data.offset
+        for seen in model.seen
+        if isinstance(seen, m.ExecutionResponded) and seen.body
+        for output in unpack_inferred(seen.body).outputs
+        if isinstance(output.data, Place)
+    ]
+    model.rig.release(offsets)
+    model.rig.instance.link.pump()
+    assert arena.used == 0
+
+
+def test_one_that_cannot_be_written_is_an_error_and_no_end(model: Model) -> None:
+    region = Region(4096)
+    model.serve(
+        """
+        def execute(self, requests):
+            sender = requests[0].get_response_sender()
+            sender.send(response(1, 2))
+            sender.send(response(3))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(0, output=region.place(0, 4))
+    assert model.responses(1)[1:] == ["in its place", "end"]
+    first, second, last = model.seen
+    assert "shared memory size specified with the request for output 'Y' (4 bytes)" in first.message
+    assert (second.code, last.final, region.read(0, 4)) == ("", True, np.float32(3).tobytes())
+    region.close()
+
+
+# --- what is refused
+
+
+def test_texts_of_what_is_refused(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            sender = requests[0].get_response_sender()
+            send = sender.send
+            self.said += [
+                told(lambda: send()),
+                told(lambda: send(None, 0)),
+                told(lambda: send(flags=2)),
+                told(lambda: send("x")),
+                told(lambda: send(response(1), "x")),
+                told(lambda: send(response(1), -1)),
+                told(lambda: send(response(1), None)),
+                told(lambda: send(response(1), FINAL)),
+                told(lambda: send(response(1))),
+                told(lambda: send(flags=FINAL)),
+            ]
+        """
+    )
+    model.begin(0)
+    assert model.responses(1) == [[1], "end"]
+    needed = "Inference Response object must be provided when the response flags is set to zero."
+    *refused, sent, again, ended = model.said
+    assert refused[:3] == [
+        f"TritonModelException: {needed}",
+        f"TritonModelException: {needed}",
+        "TritonModelException: Unable to send response. Unsupported flag provided.",
+    ]
+    assert all(
+        text.startswith("TypeError: send(): incompatible function arguments. The following")
+        for text in refused[3:]
+    )
+    assert (sent, again, ended) == (None, *[f"TritonModelException: {CLOSED}"] * 2)
+
+
+# --- how it ends without a final flag
+
+
+@pytest.mark.parametrize("returned", ["[]", "0", "'text'", "requests"])
+def test_execute_must_return_none(model: Model, returned: str) -> None:
+    model.serve(
+        f"""
+        def execute(self, requests):
+            self.kept = [request.get_response_sender() for request in requests]
+            self.kept[0].send(response(1), FINAL)
+            self.kept[1].send(response(2))
+            return {returned}
+        """
+    )
+    model.begin(0, 0, 0)
+    text = (
+        f"{FAILED}Python model 'm_0_0' is using the decoupled mode and the execute function must "
+        "return None."
+    )
+    assert model.replies == [text]
+    assert model.responses(1) == [[1], "end"]
+    assert model.responses(2) == [[2], text, "end"]
+    assert model.backend._model.kept[2]._channel._stream.closed
+
+
+def test_execute_raises(model: Model) -> None:
+    """Nothing is run again: who was answered was answered."""
+    model.serve(
+        """
+        calls = []
+        def execute(self, requests):
+            self.calls.append(len(requests))
+            self.kept = [request.get_response_sender() for request in requests]
+            self.kept[0].send(response(1), FINAL)
+            self.kept[1].send(response(2))
+            raise ValueError("early")
+        """
+    )
+    model.begin(0, 0, 0)
+    assert model.replies == [f"{FAILED}ValueError: early"]
+    assert model.responses(1) == [[1], "end"]
+    assert model.responses(2) == [[2], f"{FAILED}ValueError: early", "end"]
+    assert model.backend._model.calls == [3]
+    with pytest.raises(Exception, match="has been closed"):
+        model.backend._model.kept[2].send(flags=1)
+
+
+def test_a_sender_that_nobody_has_any_more(model: Model) -> None:
+    """Nobody can send any more, so it is the end: after none, or after some responses."""
+    model.serve(
+        """
+        def execute(self, requests):
+            requests[1].get_response_sender().send(response(5))
+        """
+    )
+    model.begin(0, 0)
+    model.rig.instance._writer.end_abandoned()
+    assert model.responses(1) == ["end"]
+    assert model.responses(2) == [[5], "end"]
+
+
+def test_a_kept_request_keeps_its_sender(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            self.kept = requests
+        """
+    )
+    model.begin(0)
+    model.rig.instance._writer.end_abandoned()
+    model.backend._model.kept[0].get_response_sender().send(flags=1)
+    assert model.responses(1) == ["end"]
+
+
+# --- coroutines
+
+
+def test_coroutines_run_on_after_their_batch(model: Model) -> None:
+    """Two batches at once in one loop, in which tasks go on that `execute` has left."""
+    model.serve(
+        """
+        tasks = set()
+        async def execute(self, requests):
+            for request in requests:
+                self.tasks.add(asyncio.create_task(self.answer(request)))
+        async def answer(self, request):
+            sender = request.get_response_sender()
+            for n in range(3):
+                await asyncio.sleep(0.01)
+                sender.send(response(*given(request), n))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(1, 2)
+    assert model.responses(1) == [[1, 0], [1, 1], [1, 2], "end"]
+    assert model.responses(2) == [[2, 0], [2, 1], [2, 2], "end"]
+
+
+def test_a_coroutine_raises(model: Model) -> None:
+    model.serve(
+        """
+        async def execute(self, requests):
+            requests[0].get_response_sender().send(response(1))
+            await asyncio.sleep(0)
+            raise ValueError("late")
+        """
+    )
+    model.begin(0)
+    assert model.responses(1, 2) == [[1], f"{FAILED}ValueError: late", "end"]
+
+
+# --- cancellation
+
+
+def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
+    """Whoever asks reads the socket, while the loop is busy elsewhere."""
+    model.serve(
+        """
+        def execute(self, requests):
+            threading.Thread(target=self.wait, args=(requests[0],)).start()
+        def wait(self, request):
+            sender = request.get_response_sender()
+            self.said.append((request.is_cancelled(), sender.is_cancelled()))
+            while not request.is_cancelled():
+                pass
+            self.said.append(sender.is_cancelled())
+            self.said.append(sender.send(response(1)))
+            self.said.append(sender.send(flags=FINAL))
+        """
+    )
+    model.begin(0)
+    until("it has begun", lambda: bool(model.said))
+    model.rig.scheduler.post(model.rig._peer, m.CancelExecution(1))
+    model.rig.scheduler.flush()
+    assert model.responses(1) == ["end"]
+    until("it is over", lambda: len(model.said) == 4)
+    assert model.said == [(False, False), True, None, None]
+
+
+def test_a_scheduler_that_is_lost_cancels(model: Model) -> None:
+    """Its successor gives keys of its own, which are not those of what is left."""
+    model.serve(
+        """
+        def execute(self, requests):
+            self.kept = requests[0].get_response_sender()
+        """
+    )
+    model.begin(0)
+    old = model.backend._model.kept
+    model.rig.scheduler.close()
+    assert old.is_cancelled()
+    model.rig.attach()
+    model.begin(0)
+    new = model.backend._model.kept
+    assert not new.is_cancelled()
+    old.send(flags=1)
+    new.send(flags=1)
+    assert model.responses(1) == ["end"]
+
+
+# --- back-pressure
+
+
+def test_a_client_that_does_not_read_stops_send(model: Model, pumping: Callable[[], None]) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            threading.Thread(target=self.answer, args=(requests[0],)).start()
+        def answer(self, request):
+            sender = request.get_response_sender()
+            for n in range(100):
+                self.said.append(n)
+                sender.send(response(n))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(0)
+    pumping()
+    assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
+    assert model.rig.said(0.1) == []
+    assert len(model.said) == FIRST_CREDIT + 1
+    for granted in range(0, 100 - FIRST_CREDIT, 4):
+        model.rig.scheduler.post(model.rig._peer, m.GrantExecution(1, 4))
+        model.rig.scheduler.flush()
+        model.responses(1, FIRST_CREDIT + granted + 4)
+    assert model.responses(1) == [*([n] for n in range(100)), "end"]
+
+
+def test_so_it_is_in_execute_itself(model: Model) -> None:
+    """The loop's thread waits, and reads the socket while it does."""
+    model.serve(
+        """
+        def execute(self, requests):
+            sender = requests[0].get_response_sender()
+            for n in range(40):
+                sender.send(response(n))
+            sender.send(flags=FINAL)
+        """
+    )
+
+    def grant() -> None:
+        model.responses(1, FIRST_CREDIT)
+        model.rig.scheduler.post(model.rig._peer, m.GrantExecution(1, 8))
+        model.rig.scheduler.flush()
+
+    reader = threading.Thread(target=grant)
+    reader.start()
+    model.begin(0)
+    reader.join()
+    assert len(model.responses(1)) == 41
+
+
+def test_responses_with_one_place_go_there_one_by_one(
+    model: Model, pumping: Callable[[], None]
+) -> None:
+    region = Region(64)
+    model.serve(
+        """
+        def execute(self, requests):
+            threading.Thread(target=self.answer, args=(requests[0],)).start()
+        def answer(self, request):
+            sender = request.get_response_sender()
+            for n in range(1, 4):
+                sender.send(response(n))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(0, output=region.place(0, 4))
+    pumping()
+    for n in (1, 2):
+        assert model.responses(1, n) == ["in its place"] * n
+        assert model.rig.said(0.1) == []
+        assert np.frombuffer(region.read(0, 4), "f4")[0] == n
+        model.rig.scheduler.post(model.rig._peer, m.GrantExecution(1, 1))
+        model.rig.scheduler.flush()
+    assert model.responses(1) == ["in its place"] * 3 + ["end"]
+    region.close()
+
+
+def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[], None]) -> None:
+    size = MOST_UNREAD_BYTES // 2
+    model.serve(
+        f"""
+        def execute(self, requests):
+            threading.Thread(target=self.answer, args=(requests[0],)).start()
+        def answer(self, request):
+            sender = request.get_response_sender()
+            for n in range(4):
+                sender.send(response(*np.full({size} // 4, n, "f4")))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(0)
+    pumping()
+    assert len(model.responses(1, 2)) == 2
+    assert model.rig.said(0.1) == []
+    model.rig.scheduler.post(model.rig._peer, m.GrantExecution(1, 2))
+    model.rig.scheduler.flush()
+    assert len(model.responses(1)) == 5
+
+
+def test_a_client_that_never_reads_is_given_up(
+    model: Model, pumping: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_stream, "MOST_WAIT_S", 0.2)
+    model.serve(
+        """
+        def execute(self, requests):
+            self.sender = requests[0].get_response_sender()
+            for n in range(100):
+                self.sender.send(response(n))
+        """
+    )
+    model.begin(0)
+    *_, told, end = model.responses(1)
+    assert (told, end) == ("the client has taken no response for 0.2 s: no more are sent", "end")
+    assert model.backend._model.sender.is_cancelled()
+
+
+def test_a_cancelled_request_does_not_wait(model: Model, pumping: Callable[[], None]) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            threading.Thread(target=self.answer, args=(requests[0],)).start()
+        def answer(self, request):
+            sender = request.get_response_sender()
+            for n in range(100):
+                sender.send(response(n))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(0)
+    model.responses(1, FIRST_CREDIT)
+    model.rig.scheduler.post(model.rig._peer, m.CancelExecution(1))
+    model.rig.scheduler.flush()
+    assert model.responses(1)[FIRST_CREDIT:] == ["end"]

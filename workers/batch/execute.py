@@ -1,0 +1,212 @@
+"""One batch of an instance: unpack, run, scatter; how each of its requests ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import partial
+
+from shmserve.errors import Cancelled, Internal, ShmserveError
+from shmserve.ipc.messages import BatchFinished, Reply
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.workers.backends import Backend, ModelContext
+from shmserve.workers.batch.request import Request, Response
+from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
+from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.failures import WrongCount
+from shmserve.workers.scheduler_link import Batch, OpenRequest
+from shmserve.workers.user_code import in_words
+
+logger = logging.getLogger(__name__)
+
+# Input bytes; a batch of more runs in parts. Many requests may name the same memory of a client's:
+# what is copied for them, or gathered, is no longer bounded by what that client has.
+LARGEST_PART = 1 << 30
+
+_CANCELLED = Cancelled("Request was cancelled")
+
+
+class Executor:
+    """Runs batches of one model. `decoupled`: its requests have streams, and may outlast theirs."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        backend: Backend,
+        unpacker: Unpacker,
+        writer: ResponseWriter,
+        decoupled: bool,
+    ) -> None:
+        self._context = context
+        self._backend = backend
+        self._unpacker = unpacker
+        self._writer = writer
+        self._link = writer.link
+        self._failures = writer.failures
+        self._decoupled = decoupled
+        self._pid = os.getpid()
+        # Set for good once the model has failed because it writes into its inputs.
+        self._copy_inputs = False
+
+    def finish(self, batch: Batch) -> BatchFinished:
+        """Run one batch; every request that does not stay open has a reply, or had its end."""
+        start_ns = time.monotonic_ns()
+        watch = self._context.stopwatch
+        watch.input_end_ns = watch.output_start_ns = 0
+        replies: list[Reply] = []
+        part: list[tuple[OpenRequest, Request]] = []
+        byte_size = 0
+        ran = False
+        for opened in batch.requests:
+            unpacked = _CANCELLED if opened.cancelled else self._unpack(opened)
+            if not isinstance(unpacked, Request):
+                replies.append(self._failed(opened, unpacked))
+                continue
+            byte_size += unpacked.byte_size
+            if byte_size > LARGEST_PART and part:
+                replies += self._run(part)
+                part, byte_size = [], unpacked.byte_size
+            part.append((opened, unpacked))
+            ran = True
+        if part:
+            replies += self._run(part)
+        end_ns = time.monotonic_ns()
+        input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)
+        output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
+        times = (start_ns, input_end_ns, output_start_ns, end_ns)
+        return BatchFinished(batch.number, *times, replies, *self._context.copied.take(), ran)
+
+    def _unpack(self, opened: OpenRequest) -> Request | ShmserveError:
+        try:
+            with self._link.lock:
+                request = self._unpacker.request(
+                    opened.key,
+                    opened.client_pid,
+                    opened.work,
+                    partial(self._link.is_cancelled, opened),
+                )
+                if self._copy_inputs:
+                    for item in request.inputs.values():
+                        self._context.copied.inputs += item.detach()
+        except ShmserveError as error:
+            return error
+        except MalformedMessage as error:
+            logger.error("a request cannot be read: %s", error)
+            return Internal("internal error")
+        except Exception as error:  # no memory for a copy of an input, a device that fails
+            return self._failures.explain(error)
+        return request
+
+    def _failed(self, opened: OpenRequest, error: ShmserveError) -> Reply:
+        self._link.close(opened)
+        return Reply(opened.key, error.code, error.message, b"")
+
+    def _end_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            os._exit(1)  # the model has forked, and this is not the process that was asked
+
+    def _take_times(self, before_ns: int) -> None:
+        watch = self._context.stopwatch
+        watch.input_end_ns = watch.input_end_ns or before_ns
+        watch.output_start_ns = watch.output_start_ns or time.monotonic_ns()
+
+    # --- decoupled
+
+    def _run(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
+        if not self._decoupled:
+            return self._run_together(part)
+        # Never again one by one: the model may have begun to answer.
+        streams = [ResponseStream(self._writer, *each) for each in part]
+        before_ns = time.monotonic_ns()
+        try:
+            try:
+                self._backend.execute_decoupled(streams)
+            finally:
+                self._end_if_forked()
+            self._take_times(before_ns)
+        except BaseException as error:  # SystemExit too: a model does not end its worker so
+            return _fail(streams, streams[0].explain(error))
+        return []
+
+    # --- one response for each request
+
+    def _run_together(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
+        """Execute and scatter; a batch that fails as a whole is run again one by one.
+
+        So a request that the model cannot take fails alone, and its neighbours are answered.
+        """
+        error: BaseException
+        requests = [request for _, request in part]
+        try:
+            responses = self._execute(requests)
+        except BaseException as raised:  # SystemExit too: a model does not end its worker so
+            error = raised
+        else:
+            with self._link.lock:
+                self._link.pump()
+                pairs = zip(part, responses, strict=True)
+                replies = [self._scatter(*each, response) for each, response in pairs]
+                self._writer.scatterer.settle()
+            return replies
+        if _wrote_into_inputs(error, requests):
+            logger.warning(
+                "model '%s' writes into its inputs, so each is copied for it",
+                self._context.model_name,
+            )
+            self._copy_inputs = True
+        elif len(part) == 1:
+            ((opened, request),) = part
+            # Named nowhere: with its traceback it would keep what the model was given.
+            return [
+                self._failed(opened, self._failures.explain(error, request.inference.request_id))
+            ]
+        else:
+            logger.warning("a batch failed (%r) and is run again one by one", error)
+        self._link.pump()
+        return [self._run_alone(opened) for opened, _ in part]
+
+    def _run_alone(self, opened: OpenRequest) -> Reply:
+        if opened.cancelled:
+            return self._failed(opened, _CANCELLED)
+        # From the message once more: the model may have written into what it was given.
+        request = self._unpack(opened)
+        if not isinstance(request, Request):
+            return self._failed(opened, request)
+        return self._run_together([(opened, request)])[0]
+
+    def _execute(self, requests: list[Request]) -> list[Response]:
+        before_ns = time.monotonic_ns()
+        try:
+            responses = self._backend.execute(requests)
+        finally:
+            self._end_if_forked()
+        if type(responses) is not list or len(responses) != len(requests):
+            raise WrongCount(len(requests), len(responses) if isinstance(responses, list) else 0)
+        self._take_times(before_ns)
+        return responses
+
+    def _scatter(self, opened: OpenRequest, request: Request, response: Response) -> Reply:
+        if opened.cancelled:
+            return self._failed(opened, _CANCELLED)
+        if response.error is not None:
+            return self._failed(opened, response.error)
+        try:
+            body = self._writer.scatterer.write(request, response)
+        except BaseException as error:
+            return self._failed(opened, self._failures.explain(error, request.inference.request_id))
+        self._link.close(opened)
+        return Reply(opened.key, "", "", body)
+
+
+def _fail(streams: list[ResponseStream], error: ShmserveError) -> list[Reply]:
+    replies = [stream.fail(error) for stream in streams]
+    return [reply for reply in replies if reply is not None]
+
+
+def _wrote_into_inputs(error: BaseException, requests: list[Request]) -> bool:
+    # numpy and what builds on it say so in these words, each in its own sentence.
+    text = in_words(error)
+    return ("read-only" in text or "readonly" in text) and any(
+        item.shared for request in requests for item in request.inputs.values()
+    )

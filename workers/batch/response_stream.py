@@ -1,0 +1,176 @@
+"""The responses to a request of a decoupled model: any number, from any thread, until the last.
+
+send ──> credit? ──> scatter ──> ExecutionResponded, at once
+
+A client that does not read its responses has its model's `send` wait (back-pressure), and after
+`MOST_WAIT_S` its request ended, so that it costs nobody else more than that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from shmserve.errors import ShmserveError, Unavailable
+from shmserve.ipc.messages import ExecutionResponded, Reply
+from shmserve.workers.batch.request import Copied, Request, Response
+from shmserve.workers.batch.scatter import Scatterer
+from shmserve.workers.control import Control
+from shmserve.workers.failures import Failures
+from shmserve.workers.memory.outputs import OutputMemory
+from shmserve.workers.metrics import MetricsReports
+from shmserve.workers.scheduler_link import OpenRequest, SchedulerLink
+
+MOST_WAIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseWriter:
+    """What the streams of one instance write with, all under the link's lock. `abandoned`: those
+    that their model has let go of without an end, for the loop to end."""
+
+    link: SchedulerLink
+    scatterer: Scatterer
+    memory: OutputMemory
+    metrics: MetricsReports
+    failures: Failures
+    control: Control
+    copied: Copied
+    abandoned: deque[ResponseStream] = field(default_factory=deque)
+
+    def end_abandoned(self) -> None:
+        """End what the model has let go of."""
+        while self.abandoned:
+            self.abandoned.popleft().send(final=True)
+
+
+class ResponseStream:
+    """The way back to the client of one `request`; safe to use from any thread.
+
+    Once the request is cancelled, what is sent is dropped, and only the end is told.
+    """
+
+    __slots__ = ("_closed", "_open", "_sent", "_writer", "request")
+
+    def __init__(self, writer: ResponseWriter, opened: OpenRequest, request: Request) -> None:
+        self.request = request
+        self._writer = writer
+        self._open = opened
+        self._sent = False
+        self._closed = False
+        if any(output.place is not None for output in request.inference.outputs):
+            opened.credit = min(opened.credit, 1)  # each response goes over the one before it
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended: what is sent from now on is dropped."""
+        return self._closed
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for its responses any more; looks at what has arrived until now."""
+        return self._writer.link.is_cancelled(self._open)
+
+    def send(self, response: Response | None = None, final: bool = False) -> None:
+        """Send a response, and with `final` the end; waits while the client takes no more.
+
+        The outputs have been read when it returns. One that cannot be written becomes an error.
+        """
+        given_ns = time.monotonic_ns()
+        link, opened = self._writer.link, self._open
+        while True:
+            with link.lock:
+                if self._closed:
+                    return
+                if opened.cancelled:
+                    response = None
+                if response is None or opened.may_respond:
+                    if response is not None or final:
+                        self._post(response, final, given_ns)
+                    return
+            if not link.wait_for_credit(opened, MOST_WAIT_S):
+                self._overrun()
+                return
+
+    def fail(self, error: ShmserveError) -> Reply | None:
+        """End it with an error, unless it has ended; as a reply of its batch where no response was
+        sent before."""
+        with self._writer.link.lock:
+            if self._closed:
+                return None
+            if self._sent:
+                self._post(Response(error=error), True, time.monotonic_ns())
+                return None
+            self._end()
+            return Reply(self._open.key, error.code, error.message, b"")
+
+    def abandon(self) -> None:
+        """Nobody is left who could send. May be called by the garbage collector, at any moment:
+        the end is the loop's to send."""
+        if not self._closed:
+            self._writer.abandoned.append(self)
+            self._writer.control.wake(always=True)
+
+    def _overrun(self) -> None:
+        with self._writer.link.lock:
+            if not self._closed:
+                error = Unavailable(
+                    f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
+                )
+                self._post(Response(error=error), True, time.monotonic_ns())
+                self._open.cancelled = True
+
+    def _post(self, response: Response | None, final: bool, given_ns: int) -> None:
+        """Write and send, with the lock held."""
+        writer = self._writer
+        code = message = ""
+        body = b""
+        copied_before = writer.copied.outputs
+        if response is not None and response.error is not None:
+            code, message = response.error.code, response.error.message
+        elif response is not None:
+            try:
+                body = writer.scatterer.write(self.request, response)
+                writer.scatterer.settle()
+            except BaseException as raised:
+                code, message = _told(self.explain(raised))
+        copied = writer.copied.outputs - copied_before
+        writer.copied.outputs = copied_before
+        told = False
+        if writer.link.is_open(self._open):
+            writer.metrics.before_responses(writer.link)
+            told = writer.link.send(
+                ExecutionResponded(
+                    self._open.key,
+                    code,
+                    message,
+                    body,
+                    final,
+                    given_ns,
+                    time.monotonic_ns(),
+                    copied,
+                )
+            )
+        taken = writer.memory.delivered() if told else writer.memory.undelivered()
+        if response is not None:
+            self._sent = True
+            self._open.responded(len(body) + taken)
+        if final:
+            self._end()
+
+    def explain(self, error: BaseException) -> ShmserveError:
+        """What its client is told of what the model, or writing a response, raised."""
+        try:
+            return self._writer.failures.explain(error, self.request.inference.request_id)
+        except BaseException as lost:
+            self._writer.control.inbox.append(lost)  # the loop ends the process
+            self._writer.control.wake(always=True)
+            return Unavailable("the device of the model was lost")
+
+    def _end(self) -> None:
+        self._closed = True
+        self._writer.link.close(self._open)
+
+
+def _told(error: ShmserveError) -> tuple[str, str]:
+    return error.code, error.message

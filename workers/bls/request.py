@@ -1,0 +1,129 @@
+"""A call of another model: what it asks for, the memory its inputs take, and its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    INLINE_LIMIT,
+    Inference,
+    RequestedOutput,
+    pack_inference,
+)
+from shmserve.ipc.tensors.signature import Admission, Signature
+from shmserve.workers.batch.request import Input
+
+
+@dataclass(frozen=True, slots=True)
+class CallInput:
+    """A tensor to send; `data` is its wire form, or where that already lies."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes | memoryview | Place
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """One inference of another model; `version` "" is the latest, no `outputs` all of them.
+
+    `timeout_us` is the call's own limit, `deadline_ns` (monotonic) when its caller's ends; 0: none.
+    """
+
+    model: str
+    version: str
+    inputs: Sequence[CallInput]
+    outputs: Sequence[str] = ()
+    request_id: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    correlation_id: int | str = 0
+    flags: int = 0
+    timeout_us: int = 0
+    deadline_ns: int = 0
+
+    def admit(
+        self, signature: Signature, inputs: tuple[TensorRef, ...]
+    ) -> tuple[Admission, Callable[[int], bytes]]:
+        """What the scheduler of a model with this signature is told of it, with its inputs where
+        they lie now; and what packs it with a deadline.
+
+        Raises InvalidArgument when it does not fit the model.
+        """
+        outputs = tuple(map(RequestedOutput, dict.fromkeys(self.outputs)))
+        admission = signature.admit(self.request_id, inputs, outputs)
+
+        def pack(deadline_ns: int) -> bytes:
+            return pack_inference(
+                Inference(
+                    self.request_id,
+                    inputs,
+                    outputs,
+                    self.parameters,
+                    self.correlation_id,
+                    self.flags,
+                    self.timeout_us,
+                    deadline_ns=deadline_ns,
+                )
+            )
+
+        return admission, pack
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the other model answered; the outputs are this process's own."""
+
+    outputs: list[Input]
+    parameters: dict[str, Any]
+
+
+class CallMemory:
+    """The arena for large inputs, of `byte_size`, made when it is needed."""
+
+    def __init__(self, byte_size: int) -> None:
+        self._byte_size = byte_size
+        self._arena: Arena | None = None
+
+    def place(self, inputs: Sequence[CallInput]) -> PlacedInputs:
+        """The inputs as they travel. Raises Unavailable when the arena is full."""
+        loose = sum(len(item.data) for item in inputs if not isinstance(item.data, Place))
+        refs: list[TensorRef] = []
+        taken: list[int] = []
+        try:
+            for item in inputs:
+                data = item.data
+                if not isinstance(data, Place):
+                    data = bytes(data) if loose <= INLINE_LIMIT else self._written(data, taken)
+                refs.append(TensorRef(item.name, item.datatype, item.shape, data))
+        except ShmserveError:
+            self.free(taken)
+            raise
+        return PlacedInputs(tuple(refs), taken)
+
+    def _written(self, data: bytes | memoryview, taken: list[int]) -> Place:
+        if self._arena is None:
+            self._arena = Arena(self._byte_size)
+        place = self._arena.allocate(len(data))
+        taken.append(place.offset)
+        self._arena.view(place)[:] = data
+        return place
+
+    def free(self, taken: list[int]) -> None:
+        """These blocks are used no more; the list is empty then."""
+        while taken:
+            assert self._arena is not None
+            self._arena.free(taken.pop())
+
+
+@dataclass(slots=True)
+class PlacedInputs:
+    """Inputs as they travel, and the offsets of the blocks that they take in the arena."""
+
+    refs: tuple[TensorRef, ...]
+    taken: list[int]

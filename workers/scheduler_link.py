@@ -1,0 +1,237 @@
+"""A worker's link to the scheduler that feeds its instance: thread-safe, with credit for responses.
+
+    Execute ──> batches (for the loop)      CancelExecution, GrantExecution ──> OpenRequest
+
+Whoever needs to know something reads the socket: the loop when it waits, a model's thread when it
+asks whether its request was cancelled, or waits for credit. What a thread takes that is the loop's
+wakes the loop; what anyone takes that another thread waits for wakes that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from shmserve.ipc.messages import (
+    CancelExecution,
+    Execute,
+    GrantExecution,
+    InstanceReady,
+    ReleaseOutputs,
+)
+from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.workers.control import Control
+
+logger = logging.getLogger(__name__)
+
+
+class OpenRequest:
+    """A request that this worker has, and what its scheduler has said of it since.
+
+    `cancelled`: nobody waits for it. `credit`: how many more responses its client takes; `unread`:
+    the bytes of those that it has not taken yet, oldest first.
+    """
+
+    __slots__ = ("cancelled", "client_pid", "credit", "key", "unread", "unread_bytes", "work")
+
+    def __init__(self, key: int, client_pid: int, work: bytes) -> None:
+        self.key = key
+        self.client_pid = client_pid
+        self.work = work
+        self.cancelled = False
+        self.credit = FIRST_CREDIT
+        self.unread: deque[int] = deque()
+        self.unread_bytes = 0
+
+    @property
+    def may_respond(self) -> bool:
+        """Whether its client takes another response now."""
+        return self.credit > 0 and self.unread_bytes < MOST_UNREAD_BYTES
+
+    def responded(self, byte_size: int) -> None:
+        """A response of so many bytes is on its way."""
+        self.credit -= 1
+        self.unread.append(byte_size)
+        self.unread_bytes += byte_size
+
+    def grant(self, responses: int) -> None:
+        """The client has taken so many responses."""
+        self.credit += responses
+        for _ in range(min(responses, len(self.unread))):
+            self.unread_bytes -= self.unread.popleft()
+
+
+class Batch(NamedTuple):
+    """An `Execute` with its requests opened."""
+
+    number: int
+    requests: list[OpenRequest]
+    live: int
+
+
+class SchedulerLink:
+    """The link, through one `Dealer` at a time; `lock` guards it, and what else a model's threads
+    share with the loop.
+
+    `on_release(client_pid, offsets)` hears of outputs that were read.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        index: int,
+        pid: int,
+        on_release: Callable[[int, list[int]], None],
+    ) -> None:
+        self.lock = threading.RLock()
+        self.batches: deque[Batch] = deque()
+        self._control = control
+        self._index = index
+        self._pid = pid
+        self._on_release = on_release
+        self._dealer: Dealer | None = None
+        self._open: dict[int, OpenRequest] = {}
+        self._waiting: dict[int, OpenRequest] = {}  # eventfd of a thread -> whose credit it needs
+
+    # --- the socket
+
+    def attach(self, endpoint: str) -> None:
+        """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
+        with self.lock:
+            if self._dealer is not None:
+                self._control.unwatch(self._dealer.fd)
+                self._dealer.close()
+                self._forget()
+            self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
+            self._control.watch(self._dealer.fd)
+            self._dealer.post(InstanceReady(self._index, self._pid))
+
+    def post(self, message: Any) -> None:
+        """Queue a message for the next that is sent."""
+        with self.lock:
+            assert self._dealer is not None
+            self._dealer.post(message)
+
+    def flush(self) -> bool:
+        """Send what is queued; False: the scheduler has gone, and will not have it."""
+        with self.lock:
+            return self._dealer is not None and self._dealer.flush()
+
+    def send(self, message: Any) -> bool:
+        """`post` and `flush`."""
+        with self.lock:
+            return self._dealer is not None and self._dealer.send(message)
+
+    def pump(self) -> None:
+        """Take all that has arrived; most often nothing has, which `wait` finds sooner."""
+        with self.lock:
+            while self._dealer is not None and self._dealer.wait(0):
+                self.receive()
+
+    def receive(self) -> None:
+        """Take what has arrived, where something has."""
+        with self.lock:
+            dealer = self._dealer
+            if dealer is None:
+                return
+            for message in dealer.receive():
+                self._take(message)
+            if not dealer.connected:
+                # What it had given us is run again elsewhere, or refused: its clients' memory may
+                # be in use for something else by the time that we would write to it.
+                self._forget()
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Execute():
+                self.batches.append(self.opened(message))
+                self._control.wake()
+            case CancelExecution(key=key):
+                request = self._open.get(key)
+                if request is not None:
+                    request.cancelled = True
+                    self._wake(request)
+            case GrantExecution(key=key, responses=responses):
+                request = self._open.get(key)
+                if request is not None:
+                    request.grant(responses)
+                    self._wake(request)
+            case ReleaseOutputs(client_pid=pid, offsets=offsets):
+                self._on_release(pid, offsets)
+            case _:
+                logger.warning("unexpected %s", type(message).__name__)
+
+    def _forget(self) -> None:
+        """The scheduler is gone: nobody waits for what it gave us."""
+        self.batches.clear()
+        for request in self._open.values():
+            request.cancelled = True
+        self._open.clear()
+        for waiting in self._waiting:
+            os.eventfd_write(waiting, 1)
+
+    # --- requests
+
+    def opened(self, message: Execute) -> Batch:
+        """The batch of a message, its requests open until `close`."""
+        requests = [OpenRequest(each.key, each.client_pid, each.work) for each in message.requests]
+        with self.lock:
+            for request in requests:
+                self._open[request.key] = request
+        return Batch(message.batch, requests, message.live)
+
+    def close(self, request: OpenRequest) -> None:
+        """It has ended: another one may get its key."""
+        with self.lock:
+            if self._open.get(request.key) is request:
+                del self._open[request.key]
+
+    def is_open(self, request: OpenRequest) -> bool:
+        """Whether the scheduler that gave us the request waits for its end."""
+        return self._open.get(request.key) is request
+
+    def is_cancelled(self, request: OpenRequest) -> bool:
+        """Whether nobody waits for a request any more; looks at what has arrived until now."""
+        if not request.cancelled:
+            self.pump()
+        return request.cancelled
+
+    def wait_for_credit(self, request: OpenRequest, timeout_s: float) -> bool:
+        """Wait until the client takes another response, or has cancelled; False: neither in time.
+
+        Whichever thread reads the socket meanwhile, this one hears of it.
+        """
+        deadline = time.monotonic() + timeout_s
+        awaited = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with self.lock:
+            self._waiting[awaited] = request
+        try:
+            while True:
+                self.pump()
+                with self.lock:
+                    if request.may_respond or request.cancelled:
+                        return True
+                    poll = select.poll()
+                    poll.register(awaited, select.POLLIN)
+                    if self._dealer is not None:
+                        poll.register(self._dealer.fd, select.POLLIN)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                poll.poll(left_s * 1000)
+        finally:
+            with self.lock:
+                del self._waiting[awaited]
+            os.close(awaited)
+
+    def _wake(self, request: OpenRequest) -> None:
+        for waiting, awaited in self._waiting.items():
+            if awaited is request:
+                os.eventfd_write(waiting, 1)
