@@ -16,7 +16,8 @@ _LONGEST_MESSAGE = 256  # bytes: who listens has nothing to say but topics
 class Xpub:
     """Listens at ipc://PATH, for this user's programs.
 
-    on_told(bytes): a subscriber's message. Raises OSError where there is no room for it. libzmq's threads are this process's alone: it must not fork after this.
+    on_told(bytes): a subscriber's message. Raises OSError where there is no room for it. libzmq's
+    threads are this process's alone: it must not fork after this.
     """
 
     def __init__(self, endpoint: str, on_told: Callable[[bytes], None]) -> None:
