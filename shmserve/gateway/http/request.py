@@ -11,6 +11,7 @@ from multidict import CIMultiDictProxy, istr
 
 from shmserve.gateway.client_identity import ClientIdentity
 
+ACCEPT = istr("Accept")
 ACCEPT_ENCODING = istr("Accept-Encoding")
 CONTENT_ENCODING = istr("Content-Encoding")
 CONTENT_LENGTH = istr("Content-Length")

@@ -72,9 +72,11 @@ class LoadPlanner:
 
     def _plans(self, folder: ModelFolder, override: str) -> list[VersionSpec]:
         name, problem = folder.name, ""
+        labels: dict[str, list[str]] = {}
         try:
             config, source = self._read(folder, override)
             self._validate(config, folder, source, complete=False)
+            labels = model_config.read_labels(config, folder.path)
         except model_config.LoadProblem as error:
             problem = error.message
         except ShmserveError as error:
@@ -104,6 +106,7 @@ class LoadPlanner:
                 repository=folder.path.parent,
                 config=as_dict,
                 complete=complete,
+                labels=labels,
             )
             for version in versions
         ]
@@ -167,9 +170,12 @@ class LoadPlanner:
         return model_config.to_dict(merged)
 
     @staticmethod
-    def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
-        """What GET /v2/models/NAME shows."""
-        return model_config.metadata(model_config.from_json(config), map(int, versions))
+    def metadata(
+        config: dict[str, Any], versions: list[str], labels: dict[str, list[str]]
+    ) -> dict[str, Any]:
+        """What GET /v2/models/NAME shows, and the labels of outputs."""
+        shown = model_config.metadata(model_config.from_json(config), map(int, versions))
+        return {**shown, "labels": labels} if labels else shown
 
 
 def _not_polled(name: str, error: ShmserveError) -> Internal:

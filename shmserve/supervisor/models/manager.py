@@ -445,7 +445,9 @@ class Models:
             name=model.name,
             version=deployment.plan.version,
             config=deployment.config,
-            metadata=self._planner.metadata(deployment.config, sorted(model.serving, key=int)),
+            metadata=self._planner.metadata(
+                deployment.config, sorted(model.serving, key=int), deployment.plan.labels
+            ),
             endpoint=deployment.endpoint,
             ready=deployment.ready,
             latest=deployment.plan.version == model.latest,
