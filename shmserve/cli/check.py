@@ -73,7 +73,7 @@ async def _report(supervisor: Supervisor) -> int:
         seconds = 0.0
         if not failure:
             try:
-                where = await supervisor.models.find(row["name"], row["version"])
+                where = supervisor.registry.find(row["name"], row["version"])
                 failure, seconds = await asyncio.to_thread(_run_one_batch, where)
             except ShmserveError as error:
                 failure = error.message

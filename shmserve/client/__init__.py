@@ -10,6 +10,7 @@ tensors through shared memory.
     session.py, discovery.py     which server, and again when it was started anew
     connection.py, models.py     its listener: models, losses, shared memory
     inflight.py, links.py        requests in flight, and the sockets that they go by
+    streaming.py                 those with any number of responses
     errors.py                    what went wrong here
     request/                     a program's tensors -> a request; a response -> its tensors
     memory/                      shared memory, of the host or a device, and arrays over it
@@ -23,6 +24,7 @@ from shmserve.client.errors import Disconnected, Released, TimedOut
 from shmserve.client.memory.region import Region
 from shmserve.client.request.results import Result
 from shmserve.client.session import Session
+from shmserve.client.streaming import ResponseStream
 from shmserve.client.sync import Server
 from shmserve.errors import (
     AlreadyExists,
@@ -49,6 +51,7 @@ __all__ = [
     "QueueFull",
     "Region",
     "Released",
+    "ResponseStream",
     "Result",
     "Server",
     "ShmserveError",

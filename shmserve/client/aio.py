@@ -7,9 +7,10 @@ async with shmserve.client.aio.connect() as server:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from shmserve.client.connection import Connection
@@ -19,6 +20,7 @@ from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
+from shmserve.client.streaming import StreamPending, unwrapped
 from shmserve.errors import InvalidArgument, Unavailable
 
 
@@ -61,6 +63,96 @@ class _Turns:
             self.loop.call_soon_threadsafe(self.close)
         except RuntimeError:  # it has ended
             self.close()
+
+
+class ResponseStream:
+    """The responses to one request, each when it comes: see `shmserve.client.ResponseStream`.
+
+    `aclose`, or the end of an `async with`, or of this object, cancels what has not ended.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Callable[[], None]], Awaitable[tuple[_Turns, StreamPending]]],
+    ) -> None:
+        self._start: Callable[..., Awaitable[tuple[_Turns, StreamPending]]] | None = start
+        self._turns: _Turns
+        self._pending: StreamPending | None = None
+        self._arrived = asyncio.Event()
+        self._read = -1  # the bytes of the response before, which its reader has had until now
+
+    async def _begun(self) -> StreamPending | None:
+        if self._start is not None:
+            start, self._start = self._start, None
+            self._turns, self._pending = await start(self._arrived.set)
+        return self._pending
+
+    def __aiter__(self) -> ResponseStream:
+        return self
+
+    async def __anext__(self) -> Result:
+        pending = self._pending or await self._begun()
+        if pending is None:
+            raise StopAsyncIteration
+        if self._read >= 0:
+            responses, self._read = pending.read(self._read), -1
+            if responses:
+                self._turns.channel.grant(pending, responses)
+                self._turns.flush_soon()
+        if not pending.items:
+            await self._attend(pending)
+            if not pending.items:
+                raise StopAsyncIteration
+        item, self._read = pending.items.popleft()
+        return unwrapped(item)
+
+    async def _attend(self, pending: StreamPending) -> None:
+        deadline_ns = pending.prepared.options.deadline_ns
+        left_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
+        try:
+            async with asyncio.timeout(left_s):
+                while not pending.ready():
+                    self._arrived.clear()
+                    await self._arrived.wait()
+        except TimeoutError:
+            self._cancel()
+            raise TimedOut(LATE) from None
+        except asyncio.CancelledError:
+            self._cancel()
+            raise
+
+    def _cancel(self) -> None:
+        pending = self._pending
+        if pending is not None:
+            if not pending.over and not pending.abandoned:
+                self._turns.channel.cancel(pending)
+                self._turns.flush_soon()
+            pending.leave()
+
+    async def aclose(self) -> None:
+        """Read no more. A second time is fine."""
+        self._start = None
+        self._cancel()
+
+    async def __aenter__(self) -> ResponseStream:
+        await self._begun()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        pending = self._pending
+        if pending is None or pending.over or pending.abandoned:
+            return
+        turns = self._turns
+
+        def cancel() -> None:
+            turns.channel.cancel(pending)
+            turns.flush_soon()
+
+        with contextlib.suppress(RuntimeError):  # its loop has ended
+            turns.loop.call_soon_threadsafe(cancel)
 
 
 class Server:
@@ -115,11 +207,37 @@ class Server:
         turns.channel.cancel(pending)
         turns.flush_soon()
 
-    async def stream(
-        self, model: str, inputs: Tensors | None = None, /, **options: Any
-    ) -> AsyncIterator[Result]:
-        """The responses to one request as they come; today a model gives exactly one."""
-        yield await self.infer(model, inputs, **options)
+    def stream(
+        self,
+        model: str,
+        inputs: Tensors | None = None,
+        /,
+        *,
+        outputs: Outputs | None = None,
+        version: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        request_id: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        **tensors: Any,
+    ) -> ResponseStream:
+        """As `shmserve.client.Server.stream`: `async for response in server.stream(...)`.
+
+        The request is sent when the first response is asked for, or by `async with`; cancelling the
+        task that waits for a response cancels the request.
+        """
+        options = options_of(request_id, parameters, priority, timeout)
+
+        async def start(on_item: Callable[[], None]) -> tuple[_Turns, StreamPending]:
+            turns = await self._connected()
+            prepared = self._session.prepared(
+                model, inputs, outputs, version, options, tensors, stream=True
+            )
+            pending = turns.channel.start(StreamPending(turns.channel, prepared, on_item))
+            turns.flush_soon()
+            return turns, pending
+
+        return ResponseStream(start)
 
     async def allocate(self, tensors: Specs, **options: Any) -> Region:
         """As `shmserve.client.Server.allocate`."""

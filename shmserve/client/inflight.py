@@ -13,32 +13,26 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.links import Links
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import Prepared
-from shmserve.client.request.results import Result, read
+from shmserve.client.request.results import Result, discard, read
 from shmserve.errors import (
     Internal,
     InvalidArgument,
     QueueFull,
     ShmserveError,
     Unavailable,
+    Unsupported,
     from_code,
 )
 from shmserve.ipc.capabilities import LARGEST_WORK
-from shmserve.ipc.inflight import (
-    ENDED as NOBODY_SERVES,
-)
-from shmserve.ipc.inflight import (
-    InflightRequest,
-    InflightTable,
-    Response,
-    make_submit,
-)
-from shmserve.ipc.messages import Cancel, Failed, Finished, Release, Responded, Settled, Submit
+from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
+from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
+from shmserve.ipc.messages import Cancel, Failed, Finished, Grant, Release, Responded, Settled
 from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
@@ -49,6 +43,7 @@ if TYPE_CHECKING:
 LATE = "nobody answered within the timeout"
 ENDED = "the connection to the server ended before it answered"
 FULL = "this program has no descriptor left for another link"
+DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"
 _TWICE = "the server ended the connection, twice"
 
 
@@ -61,10 +56,8 @@ class Pending(InflightRequest):
         self,
         channel: RequestChannel,
         prepared: Prepared,
-        submit: Submit,
         on_done: Callable[[Pending], None] | None,
     ) -> None:
-        self.submit = submit
         self.endpoint = prepared.model.endpoint
         self.responses = 0
         self.channel = channel
@@ -95,6 +88,16 @@ class Pending(InflightRequest):
             self._finish(message.body)
         elif type(message) is Failed:
             self.done(_error(self, message))
+        elif type(message) is Responded:  # its model was loaded again, and is another one
+            self.discard(message)
+            self.done(Unsupported(DECOUPLED % self.prepared.model.name))
+            self.channel.cancel(self)
+
+    def discard(self, message: Response) -> None:
+        """Nobody reads this response, and its outputs take up a worker's memory."""
+        if isinstance(message, Finished | Responded) and message.body:
+            with contextlib.suppress(MalformedMessage):
+                discard(self.prepared, message.body, self.release)
 
     def _finish(self, body: bytes) -> None:
         channel = self.channel
@@ -102,7 +105,7 @@ class Pending(InflightRequest):
         end, self.end = self.end, nothing
         outcome: Result | ShmserveError
         try:
-            outcome = read(self.prepared, body, channel.connection.copied, self._release)
+            outcome = read(self.prepared, body, channel.connection.copied, self.release)
         except ShmserveError as error:
             self.end = end
             over = self.again or self.abandoned or runs_once(self.submit.work)
@@ -116,7 +119,8 @@ class Pending(InflightRequest):
             outcome = Internal("the answer cannot be read")
         self.done(outcome)
 
-    def _release(self, pid: int, offsets: list[int]) -> None:
+    def release(self, pid: int, offsets: list[int]) -> None:
+        """Tell a worker that its outputs have been read."""
         self.channel.release(self.endpoint, pid, offsets)
 
     def goes_elsewhere(self, message: Failed) -> bool:
@@ -126,6 +130,10 @@ class Pending(InflightRequest):
         end, self.end = self.end, nothing
         end()
 
+    def ready(self) -> bool:
+        """Whether there is something for who waits."""
+        return self.outcome is not None
+
     def done(self, outcome: Result | ShmserveError) -> None:
         """That is how it ended; who waits for it hears so."""
         if self.abandoned:
@@ -134,6 +142,9 @@ class Pending(InflightRequest):
         on_done, self.on_done = self.on_done, None  # it may refer to this: no cycle stays
         if on_done is not None:
             on_done(self)
+
+
+P = TypeVar("P", bound=Pending)
 
 
 class RequestChannel:
@@ -165,7 +176,11 @@ class RequestChannel:
         """Queue a request for the next `flush`. Raises Disconnected once this is closed, or the
         server that it was made for gone, InvalidArgument when it is too large,
         Unavailable when it cannot be sent."""
-        connection = self.connection
+        return self.start(Pending(self, prepared, on_done))
+
+    def start(self, pending: P) -> P:
+        """`submit` what stands for a request already."""
+        connection, prepared = self.connection, pending.prepared
         another = prepared.model.source is not connection.models
         if self._closed or not connection.alive or another:
             prepared.end()
@@ -177,7 +192,7 @@ class RequestChannel:
                 f"{LARGEST_WORK}"
             )
         options = prepared.options
-        submit = make_submit(
+        pending.submit = make_submit(
             next(self._numbers),
             prepared,
             time.monotonic_ns(),
@@ -187,7 +202,6 @@ class RequestChannel:
             timeout_us=options.timeout_us,
             ends_ns=options.deadline_ns,
         )
-        pending = Pending(self, prepared, submit, on_done)
         try:
             self.send(pending)
         except OSError as error:
@@ -207,6 +221,11 @@ class RequestChannel:
         pending.abandoned = True
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Cancel(pending.submit.id))
+
+    def grant(self, pending: Pending, responses: int) -> None:
+        """So many responses of it have been read: as many more may come."""
+        if pending.submit.id in self._table.pending:
+            self._post(pending.endpoint, Grant(pending.submit.id, responses))
 
     def expire(self, number: int) -> None:
         """The time of a request is over: it fails, unless it was answered."""
@@ -268,8 +287,12 @@ class RequestChannel:
             self.flush()
 
     def _handle(self, message: Any) -> None:
-        if type(message) in (Finished, Responded, Failed, Settled):
-            self._table.take(message)
+        if type(message) not in (Finished, Responded, Failed, Settled):
+            return
+        if not self._table.take(message):
+            settling = self._table.settling.get(message.id)
+            if settling is not None:  # a worker goes on with what has failed here
+                settling.discard(message)
 
     def moved(self, pending: Pending) -> bool:
         """Submit to who serves the model now, if that is another scheduler than had it."""

@@ -18,11 +18,13 @@ _MOST_PLANS = 64
 class Model:
     """One version of a model: where its scheduler is, and what it takes. `plans` is what the client
     remembers of requests it has made, `answers` packed answers that it has read; `source` are the
-    models of which it is one. `closed`: another has taken its place, or none."""
+    models of which it is one. `decoupled`: it gives any number of responses to a request. `closed`:
+    another has taken its place, or none."""
 
     __slots__ = (
         "answers",
         "closed",
+        "decoupled",
         "endpoint",
         "name",
         "plans",
@@ -37,6 +39,8 @@ class Model:
         self.version = published.version
         self.endpoint = published.endpoint
         self.signature = Signature(published.config, published.version)
+        policy = published.config.get("model_transaction_policy") or {}
+        self.decoupled = bool(policy.get("decoupled", False))
         self.plans: dict[Any, Plan] = {}
         self.answers: dict[bytes, Inferred] = {}
         self.closed = False

@@ -13,13 +13,13 @@ from typing import Any
 from shmserve.client import discovery
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import FULL
+from shmserve.client.inflight import DECOUPLED, FULL
 from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.options import Options
 from shmserve.client.request.prepare import Prepared, prepare
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.memory.cuda_ipc import Exporting
 
 Tensors = Mapping[str, Any]
@@ -96,9 +96,13 @@ class Session:
         version: str,
         options: Options,
         tensors: Tensors,
+        *,
+        stream: bool = False,
     ) -> Prepared:
-        """A request that can be sent."""
+        """A request that can be sent; without `stream`, one that has exactly one response."""
         found = self.connection().models.resolve(model, version)
+        if found.decoupled and not stream:
+            raise Unsupported(DECOUPLED % found.name)
         if inputs is None:
             inputs = tensors
         elif tensors:

@@ -9,16 +9,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from typing import Any, Protocol
 
 from shmserve.client.connection import Connection
-from shmserve.client.errors import TimedOut
+from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight import LATE, Pending, RequestChannel
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.prepare import Prepared
 from shmserve.client.request.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
+from shmserve.client.streaming import ResponseStream, StreamPending
 from shmserve.errors import ShmserveError
 from shmserve.ipc.capabilities import MOST_LINKS
 
@@ -38,6 +40,15 @@ class _Way(Protocol):
 
     def wait(self, submitted: Any) -> Result:
         """The result; raises the error that it ended with, or TimedOut."""
+
+    def open(self, prepared: Prepared) -> StreamPending:
+        """Send a request that may have any number of responses."""
+
+    def attend(self, pending: Any) -> None:
+        """Wait until there is something for who waits; raises TimedOut."""
+
+    def grant(self, pending: Any, responses: int) -> None:
+        """So many responses have been read."""
 
     def cancel(self, left: Iterable[Any]) -> None:
         """Nobody waits for these any more."""
@@ -70,7 +81,26 @@ class _Waiter:
             with self.lock:
                 self.channel.flush()
 
+    def open(self, prepared: Prepared) -> StreamPending:
+        try:
+            with self.lock:
+                pending = self.channel.start(StreamPending(self.channel, prepared))
+                self.channel.flush()
+                return pending
+        finally:
+            if self.leaving:
+                self.close()
+
+    def grant(self, pending: StreamPending, responses: int) -> None:
+        with self.lock:
+            self.channel.grant(pending, responses)
+            self.channel.flush()
+
     def wait(self, pending: Pending) -> Result:
+        self.attend(pending)
+        return pending.result()
+
+    def attend(self, pending: Pending) -> None:
         try:
             with self.lock:
                 try:
@@ -82,7 +112,6 @@ class _Waiter:
         finally:
             if self.leaving:
                 self.close()
-        return pending.result()
 
     def cancel(self, left: Iterable[Pending]) -> None:
         self._left.extend(left)
@@ -101,13 +130,13 @@ class _Waiter:
         self.channel.flush()
 
     def until(self, pending: Pending) -> None:
-        """Return when it is answered; raises TimedOut when its deadline passes first."""
+        """Return when it is `ready`; raises TimedOut when its deadline passes first."""
         channel = self.channel
-        if pending.outcome is not None:
+        if pending.ready():
             return
         channel.flush()
         deadline_ns = pending.prepared.options.deadline_ns
-        while pending.outcome is None:
+        while not pending.ready():
             timeout_s: float | None = None
             if deadline_ns:
                 timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
@@ -130,6 +159,9 @@ class _Borrower:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        # Locked until something has come for the stream that this was opened for: see `_Answer` of
+        # the connection for why it is no Event.
+        self._arrived = threading.Lock()
 
     def submit(self, prepared: Prepared) -> Future[Result]:
         future: Future[Result] = Future()
@@ -147,9 +179,45 @@ class _Borrower:
             future.cancel()
             del future  # no cycle of it and its error's traceback
 
-    def cancel(self, left: Iterable[Future[Result]]) -> None:
-        for future in left:
-            future.cancel()
+    def open(self, prepared: Prepared) -> StreamPending:
+        future: Future[StreamPending] = Future()
+        arrived = self._arrived
+        arrived.acquire()
+
+        def on_item() -> None:
+            with contextlib.suppress(RuntimeError):  # released already
+                arrived.release()
+
+        def start(channel: RequestChannel) -> None:
+            try:
+                future.set_result(channel.start(StreamPending(channel, prepared, on_item)))
+            except ShmserveError as error:
+                future.set_exception(error)
+
+        self.connection.call(start)
+        return future.result()
+
+    def attend(self, pending: StreamPending) -> None:
+        deadline_ns = pending.prepared.options.deadline_ns
+        while not pending.ready():
+            timeout_s = -1.0
+            if deadline_ns:
+                timeout_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+            if not self._arrived.acquire(timeout=timeout_s) and not pending.ready():
+                self.cancel((pending,))
+                raise TimedOut(LATE)
+
+    def grant(self, pending: StreamPending, responses: int) -> None:
+        with contextlib.suppress(Disconnected):
+            self.connection.call(lambda channel: channel.grant(pending, responses))
+
+    def cancel(self, left: Iterable[Future[Result] | StreamPending]) -> None:
+        for each in left:
+            if isinstance(each, Future):
+                each.cancel()
+            else:
+                with contextlib.suppress(Disconnected):
+                    self.connection.call(partial(RequestChannel.cancel, pending=each))
 
 
 class Server:
@@ -219,10 +287,35 @@ class Server:
             waiter.cancel(waiting)
 
     def stream(
-        self, model: str, inputs: Tensors | None = None, /, **options: Any
-    ) -> Iterator[Result]:
-        """The responses to one request as they come; today a model gives exactly one."""
-        yield self.infer(model, inputs, **options)
+        self,
+        model: str,
+        inputs: Tensors | None = None,
+        /,
+        *,
+        outputs: Outputs | None = None,
+        version: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        request_id: str = "",
+        parameters: Mapping[str, Any] | None = None,
+        **tensors: Any,
+    ) -> ResponseStream:
+        """Run a model that gives any number of responses, and iterate over them as they come.
+
+        What it takes is what `infer` takes. Who does not read stops the model, and nobody else.
+        Outputs that go to a region are written there once for each response: it holds one until the
+        next is asked for. `timeout` is for all of the responses. Leaving the iterator cancels:
+
+        >>> with server.stream("words", TEXT=[b"..."]) as responses:  # doctest: +SKIP
+        ...     for response in responses:
+        ...         print(response["WORD"])
+        """
+        options = options_of(request_id, parameters, priority, timeout)
+        way = self._waiter()
+        prepared = self._session.prepared(
+            model, inputs, outputs, version, options, tensors, stream=True
+        )
+        return ResponseStream(way, way.open(prepared), self)
 
     def infer_async(
         self,

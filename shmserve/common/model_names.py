@@ -1,4 +1,4 @@
-"""What may be a model's name; the gateways and the supervisor ask (pure)."""
+"""What may be a model's name, and how a model that is a class in a file is named (pure)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from shmserve.errors import InvalidArgument, clip
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+CLASS_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 
 
 def is_model_name(name: str) -> bool:
@@ -28,3 +29,8 @@ def check_model_name(name: str) -> None:
             f"invalid model name '{shown}', model name must be 1 to 128 letters, digits, '.', '_' "
             "or '-', the first a letter, digit or '_'"
         )
+
+
+def is_inline(text: str) -> bool:
+    """Whether a command-line argument is "path/file.py:Class" rather than a folder."""
+    return CLASS_IN_FILE.fullmatch(text) is not None

@@ -18,6 +18,7 @@ from shmserve.common.auth_tokens import (
     parse_restrictions,
     read_tokens,
 )
+from shmserve.common.model_names import is_inline
 from shmserve.common.shm_access import NO_GROUP, ShmPolicy
 from shmserve.config import grpc
 from shmserve.config.grpc import GrpcConfig
@@ -26,7 +27,6 @@ from shmserve.config.options import Parsed
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
-from shmserve.supervisor.models.repository import is_inline
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import logs
+from shmserve.common.group_access import admit_group
 from shmserve.common.shm_access import NO_GROUP
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.capabilities import Capabilities
@@ -21,7 +22,6 @@ from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.local_clients import Fronts, LocalClientListener
 from shmserve.scheduler.loop import Loop
 from shmserve.scheduler.settings import Settings
-from shmserve.supervisor.host.run_directory import admit_group
 
 _PARTING_S = 0.3  # for the last answers to leave
 

@@ -41,7 +41,10 @@ from shmserve.supervisor.host.listeners import close, hold, listen, listen_unix
 from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.poller import Poller
+from shmserve.supervisor.models.status import ModelRegistry
 from shmserve.supervisor.processes.control_socket import Control
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
@@ -221,7 +224,7 @@ class Supervisor:
         )
         found = accelerators.accelerators(visible=self.config.visible_devices)
         self.handles = HandleCheck(
-            found.count, lambda device_id: self.models.workers_on(device_id), control.send
+            found.count, lambda device_id: self.registry.workers_on(device_id), control.send
         )
         # A server that has no descriptor left could start no process again.
         most = min(self.config.shm.max_regions, fd_limits.for_regions())
@@ -241,22 +244,26 @@ class Supervisor:
             self._told_to_local_clients,
             self._local_client_left,
         )
-        self.models = Models(
-            self.host,
-            self.gateways,
-            found,
-            self._asked,
-            self._update_health,
-            lambda: self._feed.models_changed(),
-        )
+        planner = LoadPlanner(self.config, folder, found)
+        self.registry = ModelRegistry(planner.metadata)
         self._feed = EventFeed(
             events,
-            self.models.states,
+            self.registry.states,
             children.all,
             self.regions.active,
             lambda: self._health,
-            self.models.count,
+            self.registry.publish_counters,
         )
+        self.models = Models(
+            self.host,
+            self.gateways,
+            planner,
+            self.registry,
+            self._asked,
+            self._update_health,
+            self._feed.models_changed,
+        )
+        self._poller = Poller(self.host, planner, self.registry, self.models)
         events.open(endpoints.events(folder), self._feed.subscribed)
 
     def _preloads(self) -> tuple[str, ...]:
@@ -282,7 +289,7 @@ class Supervisor:
         self._log_addresses(time.monotonic() - began)
         _give_memory_back()
         if self.config.model_control_mode == "poll":
-            self.host.background(self.models.poll_forever())
+            self.host.background(self._poller.run())
         return 0
 
     def _log_addresses(self, seconds: float) -> None:
@@ -310,13 +317,13 @@ class Supervisor:
         self.regions.gateway_exited(child.pid)
         self.host.background(self.regions.abandoned(child.pid))
         self.gateways.process_exited(child)
-        self.models.process_exited(child)
+        self.registry.process_exited(child)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
             self.host.background(self.regions.drop_shrunk())
         self.host.broadcast(m.ProcessExited(child.pid), "gateway", "scheduler", "worker", "guest")
 
     def _told_to_local_clients(self) -> Iterator[Any]:
-        yield from self.models.published()
+        yield from self.registry.published()
         yield self._health
 
     def _local_client_left(self, number: int) -> None:
@@ -334,10 +341,10 @@ class Supervisor:
             self._events.publish(health)
 
     def _models_ready(self) -> bool:
-        return not self.config.strict_readiness or self.models.all_ready()
+        return not self.config.strict_readiness or self.registry.all_ready()
 
     def _snapshot(self) -> Iterator[Any]:
-        yield from self.models.published()
+        yield from self.registry.published()
         for region in self.regions.active():
             yield region.published(0)
         yield self._health
@@ -372,9 +379,12 @@ class Supervisor:
             case m.ChangeLogging(id=number, changes=changes):
                 self._answer(pid, number, self._change_logging(changes))
             case m.FindModel(id=number, name=name, version=version):
-                self._answer(pid, number, self.models.find(name, version))
+                self._answer(pid, number, self._find(name, version))
             case _:
                 logger.warning("dropped a %s", type(message).__name__)
+
+    async def _find(self, name: str, version: str) -> dict[str, Any]:
+        return self.registry.find(name, version)
 
     async def _index(self, only_ready: bool) -> dict[str, Any]:
         return {"models": self.models.index(only_ready)}

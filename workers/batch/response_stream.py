@@ -59,6 +59,8 @@ class ResponseStream:
         self._open = opened
         self._sent = False
         self._closed = False
+        if any(output.place is not None for output in request.inference.outputs):
+            opened.credit = min(opened.credit, 1)  # each response goes over the one before it
 
     @property
     def closed(self) -> bool:

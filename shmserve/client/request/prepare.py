@@ -220,7 +220,10 @@ class _Loose:
 
     def plan(self, key: tuple[Any, ...], outputs: Sequence[str]) -> Plan:
         """Make the plan for all that are like it."""
-        plan = Plan(self._model.signature, tuple(self._forms), outputs, self._memories)
+        model = self._model
+        # Each of many responses would go over the one before it.
+        rooms = not model.decoupled
+        plan = Plan(model.signature, tuple(self._forms), outputs, self._memories, rooms=rooms)
         return self._model.remember(key, plan)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> Prepared:

@@ -106,8 +106,11 @@ class Plan:
         forms: Sequence[Form],
         outputs: Sequence[str],
         memories: Memories,
+        *,
+        rooms: bool = True,
     ) -> None:
-        """Raises InvalidArgument when they do not fit the model."""
+        """`rooms`: large outputs have room in the slots. Raises InvalidArgument when the inputs do
+        not fit the model."""
         self._forms = forms
         self._memories = memories
         self._asked = tuple(map(RequestedOutput, outputs))
@@ -116,9 +119,9 @@ class Plan:
         self.batch_size, self.shape_key = admission.batch_size, admission.shape_key
         self._inline = sum(form.byte_size for form in forms) <= INLINE_LIMIT
         wanted = outputs or tuple(signature.outputs)
-        rooms = {name: signature.output_size(name, self.batch_size) for name in wanted}
-        placed = sum(filter(None, rooms.values())) > INLINE_LIMIT
-        self._rooms = rooms if placed else {}
+        sizes = {name: signature.output_size(name, self.batch_size) for name in wanted}
+        placed = rooms and sum(filter(None, sizes.values())) > INLINE_LIMIT
+        self._rooms = sizes if placed else {}
         self.slotted = placed or not self._inline
         self._pieces = [] if self.slotted else self._cut()
         self._ring: deque[Slot] = deque()

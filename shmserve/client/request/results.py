@@ -82,19 +82,51 @@ def read(
     copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
 ) -> Result:
-    """The result in an answer. `copied(place)` gives what is in a worker's memory, and
-    `release(pid, offsets)` tells the worker that it was read.
+    """The result in the only response of a request. `copied(place)` gives what is in a worker's
+    memory, and `release(pid, offsets)` tells the worker that it was read.
 
     The request's memory is given back, or kept by the arrays over it. Raises Unavailable when the
     worker's memory is gone, Unsupported when only the server's own user may read it; the request
     has its memory still then.
     """
+    lease = None if prepared.slot is None else Lease(nothing)
+    result, placed = _read(prepared, body, lease, copied, release)
+    if lease is None or not placed:
+        prepared.end()
+    else:
+        lease.on_end = prepared.end  # it ends with the last array
+    return result
+
+
+def read_one_of_many(
+    prepared: Prepared,
+    body: bytes,
+    copied: Callable[[Place], bytes],
+    release: Callable[[int, list[int]], None],
+) -> Result:
+    """As `read`, of a response that others may follow: the request keeps its memory."""
+    return _read(prepared, body, None, copied, release)[0]
+
+
+def discard(prepared: Prepared, body: bytes, release: Callable[[int, list[int]], None]) -> None:
+    """Nobody reads this response. Raises MalformedMessage."""
+    for pid, offsets in _of_workers(unpack_inferred(body), prepared.segments).items():
+        release(pid, offsets)
+
+
+def _read(
+    prepared: Prepared,
+    body: bytes,
+    lease: Lease | None,
+    copied: Callable[[Place], bytes],
+    release: Callable[[int, list[int]], None],
+) -> tuple[Result, bool]:
+    """The result, and whether outputs of it may lie in memory."""
     plan = prepared.plan
     if plan is not None:
         small = plan.reader.read(body)
         if small is not None:
-            prepared.end()
-            return _result(small, {}, None, prepared.as_torch)
+            return _result(small, {}, None, prepared.as_torch), False
     answers = prepared.model.answers
     answer = answers.get(body)
     if answer is None:
@@ -105,18 +137,13 @@ def read(
             answers[body] = answer  # the same places again give the same answer again
     if plan is not None:
         plan.reader.learn(body, answer)
-    lease = None if prepared.slot is None else Lease(nothing)
     found = _Outputs(prepared, lease, copied)
     try:
         outputs = {tensor.name: found.array(tensor) for tensor in answer.outputs}
     finally:
         for pid, offsets in _of_workers(answer, prepared.segments).items():
             release(pid, offsets)
-    if lease is None:
-        prepared.end()
-    else:
-        lease.on_end = prepared.end  # it ends with the last array
-    return _result(outputs, dict(answer.parameters), lease, prepared.as_torch)
+    return _result(outputs, dict(answer.parameters), lease, prepared.as_torch), True
 
 
 def _result(

@@ -33,7 +33,7 @@ class OpenRequest:
     of the others that have come, and then `abandon`.
     """
 
-    __slots__ = ("_dispatcher", "_owed", "_pending", "model", "over", "wire")
+    __slots__ = ("_dispatcher", "_owed", "_pending", "_together", "model", "over", "wire")
 
     def __init__(
         self,
@@ -45,6 +45,9 @@ class OpenRequest:
     ) -> None:
         self._dispatcher = gateway.dispatcher
         self._owed = 0  # responses that were passed on and are not granted again yet
+        # Each response goes over the one before it where they have places: they come one by one.
+        placed = any(output.place is not None for output in built.wire.outputs)
+        self._together = 1 if placed else _GRANTED_TOGETHER
         self.model = model
         self.wire = built.wire
         self.over = False  # the last response is here, or nobody waits for one
@@ -83,7 +86,7 @@ class OpenRequest:
         if self.over:
             return
         self._owed += 1
-        if self._owed >= _GRANTED_TOGETHER or _is_elsewhere(answer):
+        if self._owed >= self._together or _is_elsewhere(answer):
             self._dispatcher.grant(self._pending, self._owed)
             self._owed = 0
 

@@ -61,7 +61,6 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
-        Event.RESPOND: State.RESPONDING,
         Event.ANSWER: State.DONE,
         Event.ANSWER_EARLY: State.ANSWERED,
         Event.CANCEL: State.CANCELLED,

@@ -87,7 +87,8 @@ class Responses:
 
     def relay(self, request: Request, message: ExecutionResponded) -> None:
         """Pass on a response that is not the last."""
-        request.meet(Event.RESPOND)
+        if request.state is State.EXECUTING:
+            request.meet(Event.RESPOND)
         request.responses += 1
         self._clients.post(
             request.client.peer,

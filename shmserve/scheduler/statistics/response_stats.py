@@ -41,25 +41,22 @@ class ResponseStats:
         row = self._row(request.responses)
         began_ns = request.responded_ns
         given_ns = written_ns = now_ns
-        if isinstance(response, ExecutionResponded):
-            written_ns = min(max(response.written_ns, began_ns), now_ns)
-            given_ns = min(max(response.given_ns, began_ns), written_ns)
+        if type(response) is ExecutionResponded:
+            given_ns, written_ns = response.given_ns, response.written_ns
+            if not began_ns <= given_ns <= written_ns <= now_ns:
+                written_ns = min(max(written_ns, began_ns), now_ns)
+                given_ns = min(max(given_ns, began_ns), written_ns)
         request.responded_ns = written_ns
-        infer_ns, output_ns, total_ns = given_ns - began_ns, written_ns - given_ns, 0
-        total_ns = infer_ns + output_ns
-        row[_INFER] += 1
-        row[_INFER + 1] += infer_ns
-        if response.code:
-            ended = _FAIL
-        elif response.body:
-            ended = _SUCCESS
-        else:
-            ended = _EMPTY
         if response.body:
             row[_OUTPUT] += 1
-            row[_OUTPUT + 1] += output_ns
-        row[ended] += 1
-        row[ended + 1] += total_ns
+            row[_OUTPUT + 1] += written_ns - given_ns
+        else:
+            given_ns = written_ns
+        row[_INFER] += 1
+        row[_INFER + 1] += given_ns - began_ns
+        kind = _FAIL if response.code else _SUCCESS if response.body else _EMPTY
+        row[kind] += 1
+        row[kind + 1] += written_ns - began_ns
 
     def cancelled(self, request: Request, now_ns: int) -> None:
         """A request ended that nobody waited for any more."""
@@ -68,10 +65,12 @@ class ResponseStats:
         row[_CANCEL + 1] += max(now_ns - request.responded_ns, 0)
 
     def _row(self, index: int) -> list[int]:
-        index = min(index, LAST_INDEX)
-        while len(self._rows) <= index:
-            self._rows.append([0] * 12)
-        return self._rows[index]
+        rows = self._rows
+        if index >= len(rows):
+            index = min(index, LAST_INDEX)
+            while len(rows) <= index:
+                rows.append([0] * 12)
+        return rows[index]
 
     def restore(self, report: dict[str, Any]) -> None:
         """Go on from there; raises KeyError, TypeError or ValueError for what is no report."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from shmserve.common.group_access import admit_group
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
@@ -199,9 +200,3 @@ def _empty(path: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 entry.unlink(missing_ok=True)
-
-
-def admit_group(path: Path, group: int) -> None:
-    """Let a group pass through a folder, or connect to a socket."""
-    os.chown(path, -1, group)
-    path.chmod(0o710 if path.is_dir() else 0o660)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.common import fd_limits
+from shmserve.common.group_access import admit_group
 from shmserve.common.peer_credentials import credentials
 from shmserve.common.shm_access import NO_GROUP, Peer
 from shmserve.common.tasks import in_background
@@ -44,7 +45,6 @@ from shmserve.ipc.tensors.ranges import fits, whole
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.listener import Listener, listening, no_room
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.supervisor.host.run_directory import admit_group
 from shmserve.supervisor.local_clients import fd_passing
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
 from shmserve.supervisor.regions.registry import RegionRegistry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,12 +32,23 @@ class Instance:
     child: Child | None = None
     inbox: asyncio.Queue[Any] = field(default_factory=inbox)
     ready_at: float = 0.0
-    row: RestartBackoff = field(default_factory=RestartBackoff)
+    backoff: RestartBackoff = field(default_factory=RestartBackoff)
     failed_loads: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process that has not been seen to end."""
+        return self.child is not None and self.child.alive
 
     def event(self, name: str) -> None:
         """Move to the next state."""
         self.state = instance_after(self.state, name)
+
+    def loaded(self) -> None:
+        """Its model is loaded."""
+        self.event("loaded")
+        self.ready_at = time.monotonic()
+        self.failed_loads = 0
 
 
 def expand_instances(config: dict[str, Any]) -> list[Instance]:

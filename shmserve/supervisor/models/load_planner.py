@@ -170,12 +170,9 @@ class LoadPlanner:
         return model_config.to_dict(merged)
 
     @staticmethod
-    def metadata(
-        config: dict[str, Any], versions: list[str], labels: dict[str, list[str]]
-    ) -> dict[str, Any]:
-        """What GET /v2/models/NAME shows, and the labels of outputs."""
-        shown = model_config.metadata(model_config.from_json(config), map(int, versions))
-        return {**shown, "labels": labels} if labels else shown
+    def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
+        """What GET /v2/models/NAME shows."""
+        return model_config.metadata(model_config.from_json(config), map(int, versions))
 
 
 def _not_polled(name: str, error: ShmserveError) -> Internal:

@@ -21,14 +21,13 @@ from pathlib import Path
 
 from google.protobuf import text_format
 
-from shmserve.common.model_names import check_model_name, is_model_name
+from shmserve.common.model_names import CLASS_IN_FILE, check_model_name, is_model_name
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
 
 CONFIG_FILE = "config.pbtxt"
 IN_SEVERAL = "model appears in two or more repositories"
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
-_CLASS_SUFFIX = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 _OUTSIDE = "the model's folder leads out of its repository"
 _BYTECODE = ("__pycache__",)  # written by loading a model: no change of it
 
@@ -179,7 +178,7 @@ def inline_model(spec: str, base_dir: Path) -> ModelFolder:
     For the others it looks like any folder: `base_dir`, the server's own, gets NAME/1, a link to
     where the file is. Raises InvalidArgument when there is no such file or its name is not valid.
     """
-    match = _CLASS_SUFFIX.fullmatch(spec)
+    match = CLASS_IN_FILE.fullmatch(spec)
     if match is None:
         raise InvalidArgument(f"'{spec}' is not of the form FILE.py:CLASS")
     file = Path(match["file"]).resolve()
@@ -196,11 +195,6 @@ def inline_model(spec: str, base_dir: Path) -> ModelFolder:
     return ModelFolder(
         name, path, base_dir, versions=(1,), class_name=class_name, file=path / "1" / file.name
     )
-
-
-def is_inline(text: str) -> bool:
-    """Whether a command-line argument is "path/file.py:Class" rather than a folder."""
-    return _CLASS_SUFFIX.fullmatch(text) is not None
 
 
 def _subfolders(repository: Path) -> list[Path]:

@@ -1,10 +1,13 @@
-"""The states of a model version, and those of an instance as a table, {state: {event: state}}. An
-event that a state does not know raises."""
+"""The states of a model version, and the state machine of an instance as a table, {state: {event:
+state}}. An event that a state does not know raises."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+
+from shmserve.errors import Unavailable
 
 
 class ModelState(StrEnum):
@@ -59,3 +62,16 @@ def instance_after(state: InstanceState, event: str) -> InstanceState:
         return INSTANCE[state][event]
     except KeyError:
         raise IllegalTransition(f"{event} in state {state}") from None
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """How far a model version is on its way out; its parts share it."""
+
+    retiring: bool = False  # it finishes what it has
+    stopping: bool = False  # its processes end
+
+    def refuse_if_stopping(self) -> None:
+        """Raise Unavailable: whoever stops it may not have seen what was only just started."""
+        if self.stopping:
+            raise Unavailable("the model is unloaded")

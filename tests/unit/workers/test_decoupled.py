@@ -527,6 +527,33 @@ def test_so_it_is_in_execute_itself(model: Model) -> None:
     assert len(model.responses(1)) == 41
 
 
+def test_responses_with_one_place_go_there_one_by_one(
+    model: Model, pumping: Callable[[], None]
+) -> None:
+    region = Region(64)
+    model.serve(
+        """
+        def execute(self, requests):
+            threading.Thread(target=self.answer, args=(requests[0],)).start()
+        def answer(self, request):
+            sender = request.get_response_sender()
+            for n in range(1, 4):
+                sender.send(response(n))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(0, output=region.place(0, 4))
+    pumping()
+    for n in (1, 2):
+        assert model.responses(1, n) == ["in its place"] * n
+        assert model.rig.said(0.1) == []
+        assert np.frombuffer(region.read(0, 4), "f4")[0] == n
+        model.rig.scheduler.post(model.rig._peer, m.GrantExecution(1, 1))
+        model.rig.scheduler.flush()
+    assert model.responses(1) == ["in its place"] * 3 + ["end"]
+    region.close()
+
+
 def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[], None]) -> None:
     size = MOST_UNREAD_BYTES // 2
     model.serve(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from shmserve.common.accelerators import Accelerators
 from shmserve.errors import InvalidArgument
 from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.poller import Poller
+from shmserve.supervisor.models.repository import ModelFolder
+from shmserve.supervisor.models.status import ModelRegistry
 from shmserve.supervisor.models.version_spec import VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
 
@@ -34,9 +38,9 @@ class Repository:
         self.present = True
         self.planned = self.discarded = 0
 
-    def scan(self) -> dict[str, object]:
+    def scan(self) -> dict[str, ModelFolder]:
         """What is there."""
-        return {"m": None} if self.present else {}
+        return {"m": ModelFolder("m", Path("/m"), Path("/"))} if self.present else {}
 
     def has(self, name: str) -> bool:
         """Whether it is there."""
@@ -64,14 +68,18 @@ class Repository:
 
 def models(processes: Processes, repository: Repository) -> Models:
     """Of one repository."""
+    return server(processes, repository)[0]
+
+
+def server(processes: Processes, repository: Repository) -> tuple[Models, Poller]:
+    """The models of one repository, and what looks at it."""
     gateways: Any = Gateways()
-    made: Any = Models(
-        processes.host, gateways, Accelerators("", 0), lambda pid, message: None, lambda: None
-    )
-    made._planner = repository
-    processes.on_end = made.process_exited
-    known: Models = made
-    return known
+    planner: Any = repository
+    registry = ModelRegistry(repository.metadata)
+    nobody = MagicMock()
+    made = Models(processes.host, gateways, planner, registry, nobody, nobody, nobody)
+    processes.on_end = registry.process_exited
+    return made, Poller(processes.host, planner, registry, made)
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -92,18 +100,18 @@ def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
         loop, asked = asyncio.get_running_loop(), []
 
         def unload() -> None:
-            asked.append(asyncio.ensure_future(served._unload("m")))
+            asked.append(asyncio.ensure_future(served.unload("m")))
 
         def once() -> None:
             repository.reading = lambda: None
             loop.call_soon_threadsafe(unload)
 
-        loads = [asyncio.ensure_future(served._load("m"))]
+        loads = [asyncio.ensure_future(served.load("m"))]
         if moment == "reading":
             repository.reading = once
         else:
             await until(lambda: len(processes.started) == 2)
-            loads.append(asyncio.ensure_future(served._load("m")))
+            loads.append(asyncio.ensure_future(served.load("m")))
             await turns()
             unload()
         async with asyncio.timeout(10):
@@ -111,7 +119,7 @@ def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
             await asyncio.gather(*asked)
         assert repository.discarded == repository.planned == len(loads)
         processes.hanging = False
-        await served._load("m")
+        await served.load("m")
         assert [row["state"] for row in served.index(ready=False)] == ["READY"]
         await served.stop()
         await processes.end()
@@ -129,7 +137,7 @@ def test_a_file_that_changes_while_its_model_is_read() -> None:
 
     async def live() -> int:
         processes, repository = Processes(), Repository()
-        served = models(processes, repository)
+        served, poller = server(processes, repository)
         readings = []
 
         def read() -> None:
@@ -139,7 +147,7 @@ def test_a_file_that_changes_while_its_model_is_read() -> None:
 
         repository.reading = read
         for _ in range(3):
-            await served._follow("m", present=True)
+            await poller.follow("m", present=True)
         await served.stop()
         await processes.end()
         return len(readings)
@@ -152,10 +160,10 @@ def test_a_model_that_hangs_is_removed() -> None:
 
     async def live() -> list[Any]:
         processes, repository = Processes(), Repository()
-        served: Any = models(processes, repository)
-        object.__setattr__(served._host.config, "repository_poll_s", 0)
+        served, poller = server(processes, repository)
+        object.__setattr__(processes.host.config, "repository_poll_s", 0)
         processes.hanging = True
-        polling = asyncio.ensure_future(served.poll_forever())
+        polling = asyncio.ensure_future(poller.run())
         await until(lambda: len(processes.started) == 2)
         repository.present = False
         await until(lambda: not any(child.alive for child in processes.started))
@@ -178,7 +186,7 @@ def test_the_end_of_a_server_waits_for_no_load() -> None:
         processes = Processes()
         processes.hanging = True
         served = models(processes, Repository())
-        loading = asyncio.ensure_future(served._load("m"))
+        loading = asyncio.ensure_future(served.load("m"))
         await until(lambda: len(processes.started) == 2)
         loading.cancel()
         await asyncio.wait({loading})

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.common.accelerators import Accelerators
-from shmserve.common.model_names import check_model_name
+from shmserve.common.model_names import check_model_name, is_inline
 from shmserve.config.options import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import InvalidArgument
@@ -23,7 +23,6 @@ from shmserve.supervisor.models.repository import (
     find,
     fingerprint,
     inline_model,
-    is_inline,
     materialise_override,
     missing_versions,
     read_config,

@@ -37,7 +37,7 @@ def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
         async with asyncio.timeout(10):
             await model.until_ready()
         assert len(processes.started) == 4  # a worker, the scheduler, and two more workers
-        states = [instance.state for instance in model.instances]
+        states = model.instances.states()
         await processes.end()
         return states
 
@@ -61,7 +61,7 @@ def test_only_the_process_is_killed_that_its_scheduler_means(
         second = processes.started[-1]
         monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
         for child in (first, second):
-            model._from_scheduler(m.KillInstance(0, "it takes too long", child.pid))
+            model._scheduler_said(m.KillInstance(0, "it takes too long", child.pid))
         await processes.end()
         return second
 

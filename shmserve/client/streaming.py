@@ -1,0 +1,177 @@
+"""Requests with any number of responses: flow control by credit, and the iterator over them.
+
+    submit ──> response* ──> the end, or an error
+       └──> closed, collected, timed out: cancelled at the scheduler, what comes yet is discarded
+
+`FIRST_CREDIT` responses come unasked, others for what was read; small ones are granted together.
+Responses that are written to one place in a region come one at a time: the next is granted when
+the reader asks for it, so that nothing goes over what is being read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from shmserve.client.inflight import Pending, RequestChannel
+from shmserve.client.memory.views import nothing
+from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.results import Result, read_one_of_many
+from shmserve.errors import Internal, ShmserveError, from_code
+from shmserve.ipc.inflight import Response
+from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
+from shmserve.ipc.tensors.inference import unpack_inference
+from shmserve.ipc.transport.records import MalformedMessage
+
+_GRANTED_TOGETHER = FIRST_CREDIT // 2
+_BYTES_TOGETHER = MOST_UNREAD_BYTES // 4
+
+
+class StreamPending(Pending):
+    """A request with any number of responses. `items` are those that have come and were not read;
+    `on_item` hears of each, and of the end; `over`: no more will come."""
+
+    __slots__ = ("_owed", "_owed_bytes", "_together", "items", "on_item", "over")
+
+    def __init__(
+        self, channel: RequestChannel, prepared: Prepared, on_item: Callable[[], None] = nothing
+    ) -> None:
+        super().__init__(channel, prepared, None)
+        self.items: deque[tuple[Result | ShmserveError, int]] = deque()
+        self.on_item = on_item
+        self.over = False
+        self._owed = 0  # responses that were read, and are not granted again yet
+        self._owed_bytes = 0
+        self._together = 1 if _is_placed(prepared) else _GRANTED_TOGETHER
+
+    def ready(self) -> bool:
+        return bool(self.items) or self.over or self.abandoned
+
+    def respond(self, message: Response) -> None:
+        if type(message) is not Responded:
+            super().respond(message)
+        elif self.abandoned or self.over:
+            self.discard(message)
+        else:
+            if message.code:
+                self.items.append((from_code(message.code, message.message), 0))
+            elif message.body:
+                self._read(message.body)
+            self.over = self.over or message.final
+            self.on_item()
+
+    def _read(self, body: bytes) -> None:
+        item: Result | ShmserveError
+        copied: list[int] = [len(body)]
+
+        def copy(place: Any) -> bytes:
+            copied.append(place.byte_size)
+            return self.channel.connection.copied(place)
+
+        try:
+            item = read_one_of_many(self.prepared, body, copy, self.release)
+        except ShmserveError as error:
+            item = error
+        except MalformedMessage:
+            item = Internal("the response cannot be read")
+        self.items.append((item, sum(copied)))
+        if not isinstance(item, Result):
+            self.over = True
+            self.channel.cancel(self)
+
+    def done(self, outcome: Result | ShmserveError) -> None:
+        if not self.abandoned and not self.over:
+            self.items.append((outcome, 0))
+            self.over = True
+            self.on_item()
+
+    def read(self, byte_size: int) -> int:
+        """A response of so many bytes was read: how many are to be granted now."""
+        self._owed += 1
+        self._owed_bytes += byte_size
+        if self.over or (self._owed < self._together and self._owed_bytes < _BYTES_TOGETHER):
+            return 0
+        responses, self._owed, self._owed_bytes = self._owed, 0, 0
+        return responses
+
+    def leave(self) -> None:
+        """Nobody reads what has come, nor what may come yet."""
+        self.abandoned = True
+        self.items.clear()
+
+
+class Attending(Protocol):
+    """How a thread waits for what is in flight."""
+
+    def attend(self, pending: Any) -> None:
+        """Wait until it is `ready`; raises TimedOut, for which it is cancelled."""
+
+    def grant(self, pending: Any, responses: int) -> None:
+        """So many responses have been read."""
+
+    def cancel(self, left: Iterable[Any]) -> None:
+        """Nobody waits for these any more; at any moment, in any thread."""
+
+
+class ResponseStream:
+    """The responses to one request, each when it comes. For one thread at a time.
+
+    `next` raises the error that a response is (others may follow), or that the request ended with.
+    `close`, or the end of a `with`, or of this object, cancels what has not ended.
+    """
+
+    def __init__(self, way: Attending, pending: StreamPending, owner: object) -> None:
+        self._way = way
+        self._pending = pending
+        self._owner = owner  # the client is not closed meanwhile, though nobody else may have it
+        self._read = -1  # the bytes of the response before, which its reader has had until now
+
+    def __iter__(self) -> ResponseStream:
+        return self
+
+    def __next__(self) -> Result:
+        pending = self._pending
+        if self._read >= 0:
+            responses, self._read = pending.read(self._read), -1
+            if responses:
+                self._way.grant(pending, responses)
+        if not pending.items:
+            self._way.attend(pending)
+            if not pending.items:
+                raise StopIteration
+        item, self._read = pending.items.popleft()
+        return unwrapped(item)
+
+    def close(self) -> None:
+        """Read no more. A second time is fine."""
+        pending = self._pending
+        if not pending.over and not pending.abandoned:
+            self._way.cancel((pending,))
+        pending.leave()
+
+    def __enter__(self) -> ResponseStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def unwrapped(item: Result | ShmserveError) -> Result:
+    """The response; raises the error that it is."""
+    if isinstance(item, Result):
+        return item
+    try:
+        raise item
+    finally:
+        del item  # no cycle of it and its traceback
+
+
+def _is_placed(prepared: Prepared) -> bool:
+    """Whether outputs go to places of the client's: each response to the same."""
+    if not prepared.segments:
+        return False
+    return any(output.place is not None for output in unpack_inference(prepared.work).outputs)

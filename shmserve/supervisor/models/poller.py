@@ -1,0 +1,73 @@
+"""Polling: the repositories are looked at every few seconds; what changed is loaded, reloaded or
+unloaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from shmserve.errors import ShmserveError
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.status import ModelRegistry
+
+logger = logging.getLogger(__name__)
+
+
+class Poller:
+    """Follows the repositories every `repository_poll_s` seconds. A model that takes long to load,
+    or hangs, keeps no other waiting, and is given up when it is removed."""
+
+    def __init__(
+        self,
+        context: SupervisorContext,
+        planner: LoadPlanner,
+        registry: ModelRegistry,
+        models: Models,
+    ) -> None:
+        self._context = context
+        self._planner = planner
+        self._registry = registry
+        self._models = models
+        self._busy: set[tuple[str, bool]] = set()  # names, and whether they are there
+
+    async def run(self) -> None:
+        """Poll until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._context.config.repository_poll_s)
+            try:
+                found = await asyncio.to_thread(self._planner.scan)
+            except ShmserveError as error:
+                logger.error("%s", error.message)
+                continue
+            except Exception:
+                logger.exception("the model repositories could not be looked at")
+                continue
+            for name in sorted({*found, *self._registry.names()}):
+                look = (name, name in found)
+                if look not in self._busy:
+                    self._busy.add(look)
+                    self._context.background(self._follow_in_background(*look))
+
+    async def _follow_in_background(self, name: str, present: bool) -> None:
+        try:
+            await self.follow(name, present)
+        except ShmserveError as error:
+            logger.error("model %s: %s", name, error.message)
+        except Exception:
+            logger.exception("model %s: loading failed", name)
+        finally:
+            self._busy.discard((name, present))
+
+    async def follow(self, name: str, present: bool) -> None:
+        """Have a model be as the repositories have it; raises ShmserveError when it cannot be."""
+        model = self._registry.get(name)
+        if not present:
+            if model is not None and (model.serving or model.failed or model.coming):
+                await self._models.unload(name)
+            return
+        fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
+        if model is None or model.fingerprint != fingerprint:  # one that failed, too
+            await self._models.load(name)

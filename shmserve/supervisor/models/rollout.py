@@ -1,0 +1,145 @@
+"""Which versions serve: new ones take over from old ones without downtime, and those that leave
+finish what they have.
+
+switch:   new versions are in -> published until every gateway knows that all are ready -> old ones
+          retire; or, where a new one breaks for good before that, rolled back
+retire:   withdrawn, if nobody serves the version now -> drained and stopped -> what reached it too
+          late goes to who serves now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc import messages as m
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.gateways import Gateways
+from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.states import ModelState
+from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, Status
+from shmserve.supervisor.models.version import ModelVersion
+
+_MOST_ANNOUNCEMENTS = 8
+
+
+def load_failed(model: Model, reasons: Mapping[str, str]) -> InvalidArgument:
+    """What is said of a model whose versions could not be loaded, for these reasons."""
+    failures = "".join(
+        f"version {version} is at UNAVAILABLE state: {reason};\n"
+        for version, reason in reasons.items()
+    )
+    return InvalidArgument(f"load failed for model '{model.name}': {failures}")
+
+
+class Rollout:
+    """Puts versions in service and out of it. `on_change` hears of states."""
+
+    def __init__(
+        self,
+        context: SupervisorContext,
+        gateways: Gateways,
+        registry: ModelRegistry,
+        planner: LoadPlanner,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._gateways = gateways
+        self._registry = registry
+        self._planner = planner
+        self._on_change = on_change
+
+    async def switch(self, model: Model, new: dict[str, ModelVersion]) -> None:
+        """Have `new` serve instead of what does now; that comes back when `new` breaks for good
+        before every gateway knows that it is ready. Raises InvalidArgument then."""
+        old, model.serving = model.serving, new
+        before = model.status
+        model.status = {
+            number: status
+            for number, status in before.items()
+            # What failed and is not wanted any more is nobody's concern.
+            if number in old or not status.failed
+        }
+        for number in old.keys() - new.keys():
+            model.status[number] = Status(ModelState.UNLOADING)
+        for number in old.keys() & new.keys():
+            old[number].hand_counts_to(new[number])
+        for number, version in new.items():
+            try:
+                await self._announce(model, version)
+            except Unavailable as error:
+                model.serving, model.status = old, before
+                for former in old.values():
+                    former.hand_counts_to(None)
+                    self.changed(model, former)
+                reason = f"{error.title}: {error.message}"
+                for lost in new.keys() - old.keys():
+                    model.status[lost] = Status(ModelState.UNAVAILABLE, reason)
+                await self.dismiss(model, new)
+                raise load_failed(model, {number: reason}) from None
+        for number in new:
+            model.status[number] = Status(ModelState.READY)
+        await self.dismiss(model, old)
+
+    async def _announce(self, model: Model, version: ModelVersion) -> None:
+        """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
+        be, or is never so for long enough to be told."""
+        for _ in range(_MOST_ANNOUNCEMENTS):
+            await version.until_ready()
+            changes = version.changes
+            publication = partial(self._registry.publication, model, version)
+            await self._gateways.publish_model(publication)
+            if version.ready and version.changes == changes:
+                return
+        raise Unavailable("its processes end as soon as they are ready")
+
+    async def dismiss(self, model: Model, leaving: Mapping[str, ModelVersion]) -> None:
+        """These do not serve any more: the versions that no other serves are withdrawn, and what is
+        in flight is finished."""
+        for number in leaving.keys() - model.serving.keys():
+            await self._gateways.publish_model(partial(m.ModelWithdrawn, model.name, number))
+            self._context.broadcast(m.ModelWithdrawn(model.name, number, 0), "worker")
+        self._on_change()
+        for version in leaving.values():
+            self._context.background(self._retire(model, version))
+
+    async def _retire(self, model: Model, version: ModelVersion) -> None:
+        number = version.spec.version
+        await version.stop()
+        # What reached the old scheduler too late to be answered, or died with it, goes to who
+        # serves now.
+        self._context.broadcast(_lost(model, version), "gateway")
+        self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "worker", "guest")
+        self.forget([version])
+        status = model.status.get(number)
+        last = all(
+            (other.spec.name, other.spec.version) != (model.name, number)
+            for other in self._registry.live
+        )
+        if status is not None and status.state is ModelState.UNLOADING and last:
+            model.status[number] = Status(ModelState.UNAVAILABLE, UNLOADED)
+        self._on_change()
+
+    def forget(self, ended: Iterable[ModelVersion]) -> None:
+        """The last processes of these have ended: what was written for them alone is removed."""
+        ended = list(ended)
+        self._registry.ended(ended)
+        used = {version.spec.model_dir for version in self._registry.live}
+        for spec in {version.spec.model_dir: version.spec for version in ended}.values():
+            if spec.model_dir not in used:
+                self._planner.discard(spec)
+
+    def changed(self, model: Model, version: ModelVersion) -> None:
+        """A version's readiness, endpoint or failure is another one now."""
+        if model.serving.get(version.spec.version) is version:
+            self._gateways.tell(self._registry.publication(model, version, 0))
+            if version.failure:
+                model.status[version.spec.version] = Status(ModelState.UNAVAILABLE, version.failure)
+            self._on_change()
+
+
+def _lost(model: Model, version: ModelVersion) -> m.SchedulerLost:
+    now = model.serving.get(version.spec.version)
+    same = now is not None and now.config == version.config
+    return m.SchedulerLost(version.endpoint, now.endpoint if now and same else "")

@@ -1,0 +1,161 @@
+"""The scheduler process of a model version: started, told, drained, stopped.
+
+Every one has a number of its own, and with it endpoints of its own: what is sent to one that died
+reaches no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from shmserve.errors import Unavailable
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.events.counters import counted
+from shmserve.supervisor.models.carry_over import CarryOver
+from shmserve.supervisor.models.states import Lifetime
+from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.processes.table import Child
+
+_STOP_PATIENCE_S = 5.0
+
+
+class SchedulerProcess:
+    """One at a time, or none. `on_message` takes what is not about its own life."""
+
+    def __init__(
+        self,
+        context: SupervisorContext,
+        spec: VersionSpec,
+        lifetime: Lifetime,
+        on_message: Callable[[Any], None],
+    ) -> None:
+        self._context = context
+        self._spec = spec
+        self._lifetime = lifetime
+        self._on_message = on_message
+        self._number = next(context.numbers)
+        self._child: Child | None = None  # the last that was started
+        self._serving: Child | None = None  # the one that is at `endpoint`
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._drained: asyncio.Future[None] = loop.create_future()
+        self.counts = CarryOver(self.tell)
+        self._publish_counters = False
+
+    @property
+    def number(self) -> int:
+        """The number of the one that serves, or of the first."""
+        return self._number
+
+    @property
+    def endpoint(self) -> str:
+        """Where requests are submitted."""
+        return endpoints.scheduler(self._context.run_dir, self._number)
+
+    @property
+    def instances_endpoint(self) -> str:
+        """Where instances offer themselves."""
+        return endpoints.instances(self._context.run_dir, self._number)
+
+    @property
+    def serves(self) -> bool:
+        """Whether one takes requests."""
+        return self._serving is not None and self._serving.alive
+
+    @property
+    def serving(self) -> Child:
+        """The process at `endpoint`, dead or alive; there has been one."""
+        assert self._serving is not None
+        return self._serving
+
+    def children(self) -> list[Child]:
+        """The process that was started last, if any was."""
+        return [] if self._child is None else [self._child]
+
+    async def start(self, config: dict[str, Any], workers: list[int], first: bool = False) -> None:
+        """Start one, in the place of the last (`first`: there was none), which knows the worker
+        processes `workers`.
+
+        Raises Unavailable when it ends while it starts, or is not wanted any more.
+        """
+        number = self._number if first else next(self._context.numbers)
+        ready = self._ready = asyncio.get_running_loop().create_future()
+        child = await self._spawn(number, config, workers)
+        self._child = child
+        self._context.enrol(child.pid, "scheduler", self._heard)
+        if not self._lifetime.stopping:
+            await self._context.either(ready, child.exited)
+        if self._lifetime.stopping:
+            child.kill()
+        self._lifetime.refuse_if_stopping()
+        if not ready.done():
+            raise Unavailable(f"the scheduler ended while starting ({child.exited.result()})")
+        self._number = number  # now there is something at its endpoints
+        self._serving = child
+        self.counts.scheduler_started()
+
+    async def _spawn(self, number: int, config: dict[str, Any], workers: list[int]) -> Child:
+        context, server = self._context, self._context.config
+        return await context.front_zygote.spawn(
+            f"scheduler {self._spec.name}",
+            "shmserve.scheduler.main:run",
+            {
+                "number": number,
+                "version": self._spec.version,
+                "config": config,
+                "run_dir": str(context.run_dir),
+                "kept": self.counts.kept,
+                "alive": workers,
+                "log": asdict(context.log),
+                "guests": {"key": context.capabilities.key, "group": server.shm.group},
+                "settings": {
+                    "execution_timeout_s": server.execution_timeout_s,
+                    "request_timeout_us": server.request_timeout_us,
+                    "max_queue_size": server.max_queue_size,
+                    "delay_scheduler": server.delay_scheduler,
+                    "quantiles": server.metrics.kept_quantiles,
+                },
+            },
+        )
+
+    def _heard(self, message: Any) -> None:
+        match message:
+            case m.SchedulerReady():
+                if not self._ready.done():
+                    self._ready.set_result(None)
+            case m.Drained():
+                if not self._drained.done():
+                    self._drained.set_result(None)
+            case m.StatisticsKept(statistics, metrics):
+                self.counts.keep(statistics, metrics)
+                if self._publish_counters:
+                    self._publish_counters = False
+                    self._context.events.publish(counted(statistics))
+            case _:
+                self._on_message(message)
+
+    def tell(self, message: Any) -> None:
+        """Send a message to the one that was started last."""
+        if self._child is not None:
+            self._context.control.send(self._child.pid, message)
+
+    def publish_counters(self) -> None:
+        """Have its counters published as an event."""
+        self._publish_counters = True
+        self.tell(m.KeepStatistics())
+
+    async def drain(self) -> None:
+        """Have it finish what it has; returns when it did, or is gone."""
+        assert self._child is not None
+        self.tell(m.Drain())
+        await self._context.either(self._drained, self._child.exited)
+
+    async def stop(self) -> None:
+        """End it, in order."""
+        self.tell(m.Stop())
+        await self._context.end(self._child, _STOP_PATIENCE_S)

@@ -1,0 +1,219 @@
+"""What is known of every model: which versions serve, the state of each, and what clients are told
+of them (no process is started or ended here).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmserve.errors import NotFound
+from shmserve.ipc import messages as m
+from shmserve.supervisor.models.repository import ModelFolder
+from shmserve.supervisor.models.states import ModelState
+from shmserve.supervisor.models.version import ModelVersion
+from shmserve.supervisor.processes.table import Child
+
+UNLOADED = "unloaded"
+_RESTARTING = "a process that ended is started again"
+
+
+@dataclass(slots=True)
+class Status:
+    """What the repository index shows for a version; version "" stands for a model that has
+    none."""
+
+    state: ModelState
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it should serve and cannot."""
+        return self.state is ModelState.UNAVAILABLE and self.reason != UNLOADED
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """Everything about one name; `serving` by version."""
+
+    name: str
+    serving: dict[str, ModelVersion] = field(default_factory=dict)
+    status: dict[str, Status] = field(default_factory=dict)
+    fingerprint: str = ""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changes: int = 0  # that have their turn, or wait for it
+    coming: list[ModelVersion] = field(default_factory=list)  # of the load that has its turn
+    unloads: int = 0  # that were asked for: each gives up the loads before it
+
+    @property
+    def failed(self) -> bool:
+        """Whether a version of it could not be loaded, or broke."""
+        return any(status.failed for status in self.status.values())
+
+    def states(self) -> dict[str, Status]:
+        """The status of each version, as it is this moment: one whose last process has just died is
+        not ready, though it was loaded."""
+        return {
+            version: Status(ModelState.LOADING, _RESTARTING)
+            if status.state is ModelState.READY and not self.serving[version].ready
+            else status
+            for version, status in self.status.items()
+        }
+
+    @property
+    def latest(self) -> str:
+        """The version that serves requests that name none; "" when there is none."""
+        return max(self.serving, key=int, default="")
+
+
+class ModelRegistry:
+    """The models by name. `metadata(config, versions)` gives what GET /v2/models/NAME shows."""
+
+    def __init__(self, metadata: Callable[[dict[str, Any], list[str]], dict[str, Any]]) -> None:
+        self._metadata = metadata
+        self._models: dict[str, Model] = {}
+        self._live: set[ModelVersion] = set()  # from creation to the end of its last process
+
+    def get(self, name: str) -> Model | None:
+        """The model of this name, if anything is known of it."""
+        return self._models.get(name)
+
+    def model(self, name: str) -> Model:
+        """The model of this name, entered if need be."""
+        return self._models.setdefault(name, Model(name))
+
+    def names(self) -> set[str]:
+        """Of all models of which anything is known."""
+        return set(self._models)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, name: str) -> AsyncIterator[Model]:
+        """One change of a model after the other; of a name that is none's nothing stays."""
+        model = self.model(name)
+        model.changes += 1
+        try:
+            async with model.turn:
+                yield model
+        finally:
+            model.changes -= 1
+            if not (model.changes or model.status or model.serving):
+                del self._models[name]
+
+    # --- processes
+
+    @property
+    def live(self) -> set[ModelVersion]:
+        """The versions that may have a process, serving or not."""
+        return set(self._live)
+
+    def created(self, versions: Iterable[ModelVersion]) -> None:
+        """These may have processes from now on."""
+        self._live.update(versions)
+
+    def ended(self, versions: Iterable[ModelVersion]) -> None:
+        """These have no process any more."""
+        self._live.difference_update(versions)
+
+    def process_exited(self, child: Child) -> None:
+        """A process of the server has ended: its version deals with it."""
+        for version in self._live:
+            version.process_exited(child)
+
+    def workers_on(self, device_id: int) -> list[int]:
+        """The worker processes that serve on an accelerator now."""
+        return [pid for version in self._live for pid in version.pids_on(device_id)]
+
+    # --- what is told of them
+
+    def find(self, name: str, version: str) -> dict[str, Any]:
+        """Where a model's requests go, for a model that calls it; raises NotFound."""
+        model = self._models.get(name)
+        if model is None or not model.status:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if not model.serving:
+            raise NotFound(f"Request for unknown model: '{name}' has no available versions")
+        found = model.serving.get(version or model.latest)
+        if found is None:
+            raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+        return {
+            "endpoint": found.endpoint,
+            "config": found.config,
+            "version": found.spec.version,
+            "ready": found.ready,
+        }
+
+    def index(self, found: Mapping[str, ModelFolder], ready: bool) -> list[dict[str, Any]]:
+        """The repository index; `found` is what the repositories hold. Models never loaded have a
+        name, and why they cannot be, if so."""
+        rows: list[dict[str, Any]] = []
+        known = {name: model.states() for name, model in self._models.items() if model.status}
+        for name in sorted({*found, *known}):
+            status = known.get(name)
+            if status is None:
+                problem = found[name].problem
+                status = {"": Status(ModelState.UNAVAILABLE, problem)} if problem else {}
+                if not (problem or ready):
+                    rows.append({"name": name})
+            rows += [
+                _index_row(name, version, of_version)
+                for version, of_version in sorted(status.items(), key=lambda item: _number(item[0]))
+                if not ready or of_version.state is ModelState.READY
+            ]
+        return rows
+
+    def states(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """The state of each version, and the reason for it, by name and version."""
+        return {
+            (model.name, version): (str(status.state), status.reason)
+            for model in self._models.values()
+            for version, status in model.states().items()
+        }
+
+    def publish_counters(self) -> None:
+        """Have the counters of what serves published as events."""
+        for model in self._models.values():
+            for version in model.serving.values():
+                version.publish_counters()
+
+    def all_ready(self) -> bool:
+        """Whether every model that should serve does."""
+        return all(
+            status.state in (ModelState.READY, ModelState.UNLOADING) or status.reason == UNLOADED
+            for model in self._models.values()
+            for status in model.states().values()
+        )
+
+    def published(self) -> Iterator[m.ModelPublished | m.ModelWithdrawn]:
+        """What a new gateway must know."""
+        for model in self._models.values():
+            for number in model.status.keys() - model.serving.keys() - {""}:
+                yield m.ModelWithdrawn(model.name, number, 0)
+            for version in model.serving.values():
+                yield self.publication(model, version, 0)
+
+    def publication(self, model: Model, version: ModelVersion, number: int) -> m.ModelPublished:
+        """What is told of a version that serves; `number` asks for an acknowledgement."""
+        metadata = self._metadata(version.config, sorted(model.serving, key=int))
+        return m.ModelPublished(
+            name=model.name,
+            version=version.spec.version,
+            config=version.config,
+            metadata={**metadata, "labels": version.spec.labels},
+            endpoint=version.endpoint,
+            ready=version.ready,
+            latest=version.spec.version == model.latest,
+            load_seconds=version.load_seconds,
+            acknowledge=number,
+        )
+
+
+def _number(version: str) -> int:
+    return int(version or 0)
+
+
+def _index_row(name: str, version: str, status: Status) -> dict[str, Any]:
+    row = {"name": name, "version": version, "state": str(status.state), "reason": status.reason}
+    return {key: value for key, value in row.items() if value}

@@ -1,0 +1,353 @@
+"""shmserve.client with models that give many responses: order, credit, regions, leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve.client
+from shmserve.client import aio
+from shmserve.ipc.messages import FIRST_CREDIT
+from tests.support import repositories
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+CONFIG = """
+backend: "python"
+model_transaction_policy { decoupled: true }
+input [
+  { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] },
+  { name: "SIZE" data_type: TYPE_INT32 dims: [ 1 ] optional: true }
+]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ -1 ] } ]
+"""
+# Does one step after the other: a number is sent, SIZE times; the rest are words.
+MODEL = """
+import os, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,), daemon=True).start()
+
+    def answer(self, request):
+        sender = request.get_response_sender()
+        steps = pb_utils.get_input_tensor_by_name(request, "STEPS").as_numpy()
+        size = pb_utils.get_input_tensor_by_name(request, "SIZE")
+        size = int(size.as_numpy()[0]) if size else 1
+        for step in steps.tolist():
+            word, _, rest = step.decode().partition(" ")
+            if word.isdigit():
+                out = pb_utils.Tensor("OUT", np.full(size, int(word), np.int32))
+                sender.send(pb_utils.InferenceResponse([out]))
+            elif word == "error":
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(rest)))
+            elif word == "note":
+                open(rest, "w").close()
+            elif word == "left":
+                while not sender.is_cancelled():
+                    time.sleep(0.001)
+                open(rest, "w").close()
+            elif word == "die":
+                os._exit(1)
+        sender.send(flags=FINAL)
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("stream") / "models"
+    repository.mkdir()
+    repositories.add(repository, "repeat", "simple")
+    repositories.write(repository, "steps", CONFIG, MODEL)
+    repositories.add_identity(repository, "rows", "FP32", [8192], max_batch_size=8)
+    with running(repository) as started:
+        yield started
+
+
+@pytest.fixture
+def client(served: Server) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(served.run_dir) as connected:
+        yield connected
+
+
+def repeat(count: int) -> dict[str, Any]:
+    """The inputs for `count` responses."""
+    return {
+        "IN": np.arange(count, dtype=np.int32) + 7,
+        "DELAY": np.zeros(count, np.uint32),
+        "WAIT": np.zeros(1, np.uint32),
+    }
+
+
+def values(responses: Any) -> list[int]:
+    return [int(response["OUT"][0]) for response in responses]
+
+
+@pytest.mark.parametrize("count", [0, 1, FIRST_CREDIT, 10 * FIRST_CREDIT + 1])
+def test_every_response_comes_in_order(client: shmserve.client.Server, count: int) -> None:
+    responses = list(client.stream("repeat", **repeat(count)))
+    assert values(responses) == [7 + n for n in range(count)]
+    assert [int(response["IDX"][0]) for response in responses] == [*range(count)]
+
+
+def test_many_streams_at_once_and_inferences_between(client: shmserve.client.Server) -> None:
+    inputs = {"INPUT0": np.ones((1, 16), np.int32), "INPUT1": np.ones((1, 16), np.int32)}
+    streams = [client.stream("repeat", repeat(100)) for _ in range(8)]
+    for turn in range(100):
+        assert [values([next(stream)])[0] for stream in streams] == [7 + turn] * 8
+        assert client.infer("simple", inputs)["OUTPUT0"][0, 0] == 2
+    assert [list(stream) for stream in streams] == [[]] * 8
+
+
+def test_an_ordinary_model_gives_one_response(client: shmserve.client.Server) -> None:
+    rows = np.random.default_rng(0).random((2, 8192), np.float32)
+    for inputs in ({"INPUT0": rows}, {"INPUT0": rows[:1]}):
+        (response,) = client.stream("rows", inputs)
+        assert (response["OUTPUT0"] == inputs["INPUT0"]).all()
+
+
+def test_a_decoupled_model_takes_streams_only(client: shmserve.client.Server) -> None:
+    for ask in (client.infer, client.infer_async):
+        with pytest.raises(shmserve.client.Unsupported, match="`stream` yields them"):
+            ask("repeat", repeat(1))
+    with pytest.raises(shmserve.client.Unsupported, match="`stream` yields them"):
+        next(client.map("repeat", [repeat(1)]))
+
+
+def test_large_responses_are_copied_out_of_the_workers_memory(
+    client: shmserve.client.Server,
+) -> None:
+    """More of them than the credit in bytes; each is the program's own."""
+    steps = [b"%d" % n for n in range(12)]
+    size = np.array([1 << 18], np.int32)  # 1 MiB each
+    responses = list(client.stream("steps", STEPS=steps, SIZE=size))
+    assert [set(response["OUT"].tolist()) for response in responses] == [{n} for n in range(12)]
+
+
+def test_an_error_between_responses_does_not_end_them(client: shmserve.client.Server) -> None:
+    stream = client.stream("steps", STEPS=[b"1", b"error no second one", b"3"])
+    assert values([next(stream)]) == [1]
+    with pytest.raises(shmserve.client.ShmserveError, match="no second one"):
+        next(stream)
+    assert values(stream) == [3]
+
+
+def test_what_is_wrong_is_said_at_once(client: shmserve.client.Server) -> None:
+    with pytest.raises(shmserve.client.NotFound):
+        client.stream("nobody", X=[1])
+    with pytest.raises(shmserve.client.InvalidArgument, match="unexpected inference input 'X'"):
+        client.stream("steps", STEPS=[b"1"], X=[1])
+
+
+def test_a_worker_that_dies_between_responses_ends_them(client: shmserve.client.Server) -> None:
+    stream = client.stream("steps", STEPS=[b"1", b"die"])
+    assert values([next(stream)]) == [1]
+    with pytest.raises(shmserve.client.ShmserveError, match="before this request's last response"):
+        next(stream)
+    assert list(stream) == []
+    until("it serves again", lambda: values(client.stream("steps", STEPS=[b"5"])) == [5])
+
+
+# --- in a region
+
+
+def test_responses_in_a_region_come_one_by_one(
+    client: shmserve.client.Server, tmp_path: Path
+) -> None:
+    """What is read stays until the next is asked for."""
+    note = tmp_path / "second"
+    with client.allocate({"OUT": ((4,), "INT32")}) as region:
+        steps = [b"1", b"2", b"note " + os.fsencode(note), b"3"]
+        stream = client.stream("steps", {"STEPS": steps, "SIZE": [4]}, outputs=region)
+        first = next(stream)
+        assert first["OUT"].tolist() == region["OUT"].tolist() == [1] * 4
+        assert values(client.stream("steps", STEPS=[b"9"])) == [9]  # the model is not held up
+        assert region["OUT"].tolist() == [1] * 4 and not note.exists()
+        for n in (2, 3):
+            assert next(stream)["OUT"].tolist() == region["OUT"].tolist() == [n] * 4
+        assert note.exists() and list(stream) == []
+        assert region["OUT"].tolist() == [3] * 4
+
+
+def test_a_request_and_its_responses_in_one_region(client: shmserve.client.Server) -> None:
+    specs = {"IN": ((50,), "INT32"), "DELAY": ((50,), "UINT32"), "WAIT": ((1,), "UINT32")}
+    with client.allocate({**specs, "OUT": ((1,), "INT32"), "IDX": ((1,), "UINT32")}) as region:
+        for _ in range(2):
+            for name, array in repeat(50).items():
+                region[name][:] = array
+            for n, response in enumerate(client.stream("repeat", region)):
+                assert response["OUT"][0] == region["OUT"][0] == n + 7
+            assert n == 49
+
+
+def test_an_error_in_a_region_does_not_hold_up_the_next(client: shmserve.client.Server) -> None:
+    with client.allocate({"OUT": ((1,), "INT32")}) as region:
+        steps = [b"1", b"error two", b"error three", b"4"]
+        stream = client.stream("steps", {"STEPS": steps}, outputs=region)
+        assert next(stream)["OUT"][0] == 1
+        for text in ("two", "three"):
+            with pytest.raises(shmserve.client.ShmserveError, match=text):
+                next(stream)
+        assert values(stream) == [4]
+
+
+# --- leaving
+
+
+def left(path: Path) -> bytes:
+    return b"left " + os.fsencode(path)
+
+
+LEAVES: dict[str, Callable[[list[Any]], None]] = {
+    "close": lambda held: held[0].close(),
+    "with": lambda held: held[0].__exit__(None, None, None),
+    "collected": lambda held: held.clear(),
+}
+
+
+@pytest.mark.parametrize("how", LEAVES)
+def test_who_leaves_cancels(client: shmserve.client.Server, tmp_path: Path, how: str) -> None:
+    held = [client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")])]
+    assert values([next(held[0])]) == [1]
+    stream = held[0]
+    if how == "collected":
+        del stream
+    LEAVES[how](held)
+    gc.collect()
+    until("the model sees it", (tmp_path / "seen").exists)
+    if held:
+        assert list(held[0]) == []
+
+
+def test_who_takes_too_long_is_cancelled(client: shmserve.client.Server, tmp_path: Path) -> None:
+    stream = client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")], timeout=0.2)
+    assert values([next(stream)]) == [1]
+    with pytest.raises(shmserve.client.TimedOut):
+        next(stream)
+    assert list(stream) == []
+    until("the model sees it", (tmp_path / "seen").exists)
+
+
+def test_a_client_that_is_closed_ends_its_streams(served: Server, tmp_path: Path) -> None:
+    with shmserve.client.connect(served.run_dir) as client:
+        stream = client.stream("steps", STEPS=[b"1", left(tmp_path / "seen")])
+        assert values([next(stream)]) == [1]
+    with pytest.raises(shmserve.client.Disconnected):
+        next(stream)
+    until("the model sees it", (tmp_path / "seen").exists)
+
+
+def test_a_program_that_dies_cancels(served: Server, tmp_path: Path) -> None:
+    program = f"""
+import shmserve.client, sys
+server = shmserve.client.connect({str(served.run_dir)!r})
+stream = server.stream("steps", STEPS=[b"1", {left(tmp_path / "seen")!r}])
+print(next(stream)["OUT"][0], flush=True)
+next(stream)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"1\n"
+        process.send_signal(signal.SIGKILL)
+    until("the model sees it", (tmp_path / "seen").exists)
+
+
+def test_who_does_not_read_stops_only_its_own(
+    client: shmserve.client.Server, tmp_path: Path
+) -> None:
+    note = tmp_path / "sent"
+    steps = [*([b"1"] * (3 * FIRST_CREDIT)), b"note " + os.fsencode(note)]
+    lazy = client.stream("steps", STEPS=steps)
+    assert values(client.stream("steps", STEPS=[b"2"] * 200)) == [2] * 200
+    assert not note.exists()
+    assert values(lazy) == [1] * (3 * FIRST_CREDIT) and note.exists()
+
+
+def test_more_threads_than_have_links_of_their_own(client: shmserve.client.Server) -> None:
+    """Others have the connection's thread wait for them."""
+    failures: list[BaseException] = []
+    together = threading.Barrier(20)
+
+    def stream() -> None:
+        try:
+            together.wait(20)
+            for _ in range(3):
+                assert values(client.stream("repeat", repeat(100))) == [7 + n for n in range(100)]
+            with pytest.raises(shmserve.client.TimedOut):
+                list(client.stream("steps", STEPS=[b"left /dev/null"], timeout=0.1))
+            together.wait(60)
+        except BaseException as error:
+            failures.append(error)
+            together.abort()
+
+    threads = [threading.Thread(target=stream) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+# --- asyncio
+
+
+def test_asyncio(served: Server) -> None:
+    async def one(client: aio.Server, count: int) -> list[int]:
+        return [int(each["OUT"][0]) async for each in client.stream("repeat", repeat(count))]
+
+    async def all_of_them() -> list[list[int]]:
+        async with aio.connect(served.run_dir) as client:
+            with pytest.raises(shmserve.client.Unsupported):
+                await client.infer("repeat", repeat(1))
+            return await asyncio.gather(*(one(client, count) for count in (0, 1, 40, 200)))
+
+    assert asyncio.run(all_of_them()) == [[7 + n for n in range(k)] for k in (0, 1, 40, 200)]
+
+
+@pytest.mark.parametrize("how", ["aclose", "with", "collected", "cancelled", "timeout"])
+def test_who_leaves_in_asyncio_cancels(served: Server, tmp_path: Path, how: str) -> None:
+    async def leave() -> None:
+        async with aio.connect(served.run_dir) as client:
+            steps = [b"1", left(tmp_path / "seen")]
+            stream = client.stream("steps", STEPS=steps, timeout=0.3 if how == "timeout" else None)
+            assert (await anext(stream))["OUT"][0] == 1
+            match how:
+                case "aclose":
+                    await stream.aclose()
+                case "with":
+                    async with stream:
+                        pass
+                case "cancelled":
+                    task = asyncio.ensure_future(anext(stream))
+                    await asyncio.sleep(0)
+                    task.cancel()
+                case "timeout":
+                    with pytest.raises(shmserve.client.TimedOut):
+                        await anext(stream)
+            if how == "collected":
+                del stream
+                gc.collect()
+            deadline = time.monotonic() + 10
+            while not (tmp_path / "seen").exists():
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.005)
+            if how not in ("collected", "cancelled"):
+                assert [each async for each in stream] == []
+
+    asyncio.run(leave())

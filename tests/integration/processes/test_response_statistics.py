@@ -1,0 +1,138 @@
+"""Statistics and metrics of a decoupled model, as tritonclient and a scrape see them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from tests.support import repositories
+from tests.support.servers import Server
+from tests.support.waiting import until
+
+FIRST = "nv_inference_first_response_histogram_ms"
+BUCKETS = f"""
+model_metrics {{ metric_control {{
+    metric_identifier {{ family: "{FIRST}" }}
+    histogram_options {{ buckets: [ 0.001, 60000 ] }}
+}} }}
+"""
+
+
+@pytest.fixture
+def repeating(repository: Path, serve: Callable[..., Server]) -> Server:
+    """A server of a model that repeats each element of its input as a response."""
+    repositories.add(repository, "repeat", config=BUCKETS)
+    repositories.add_as(repository, "standard", "repeat")
+    return serve(repository, "--metrics-config=histogram_latencies=true", grpc=True)
+
+
+@contextmanager
+def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, queue.Queue[Any]]]:
+    """A stream, and what comes over it."""
+    told: queue.Queue[Any] = queue.Queue()
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: told.put(error or result.get_response()))
+        yield client, told
+        client.stop_stream(cancel_requests=True)
+
+
+def ask(client: triton.InferenceServerClient, values: list[int], delay_ms: int = 0) -> None:
+    """A request for these, `delay_ms` apart, whose end is told even if it comes alone."""
+    arrays = {
+        "IN": np.array(values, np.int32),
+        "DELAY": np.full(len(values), delay_ms, np.uint32),
+        "WAIT": np.zeros(1, np.uint32),
+    }
+    inputs = []
+    for name, array in arrays.items():
+        tensor = triton.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
+        inputs.append(tensor.set_data_from_numpy(array))
+    client.async_stream_infer("repeat", inputs, enable_empty_final_response=True)
+
+
+def ended(told: queue.Queue[Any]) -> int:
+    """The number of responses until the last one."""
+    for count in range(10_000):
+        if told.get(timeout=30).parameters["triton_final_response"].bool_param:
+            return count
+    raise AssertionError("there is no end")
+
+
+def test_responses_are_counted_by_their_index(repeating: Server) -> None:
+    with stream(repeating) as (client, told):
+        for count in (3, 1):
+            ask(client, list(range(count)))
+            assert ended(told) == count
+        (over_grpc,) = client.get_inference_statistics("repeat").model_stats
+    with repeating.http() as http:
+        (found,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
+    rows = found["response_stats"]
+    counts = {
+        index: {name: each["count"] for name, each in row.items()} for index, row in rows.items()
+    }
+    nothing = dict.fromkeys(
+        ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"), 0
+    )
+    good = {"compute_infer": 1, "compute_output": 1, "success": 1}
+    empty = {"compute_infer": 1, "empty_response": 1}
+    assert counts == {
+        "0": {**nothing, "compute_infer": 2, "compute_output": 2, "success": 2},
+        "1": {**nothing, "compute_infer": 2, "compute_output": 1, "success": 1}
+        | {"empty_response": 1},
+        "2": {**nothing, **good},
+        "3": {**nothing, **empty},
+    }
+    for row in rows.values():
+        parts = row["compute_infer"]["ns"] + row["compute_output"]["ns"]
+        assert parts == row["success"]["ns"] + row["empty_response"]["ns"]
+    assert (found["inference_count"], found["inference_stats"]["success"]["count"]) == (2, 2)
+    over_grpc_too = {index: row.success.count for index, row in over_grpc.response_stats.items()}
+    assert over_grpc_too == {"0": 2, "1": 1, "2": 1, "3": 0}
+    first = {
+        labels["le"]: n
+        for labels, n in repeating.samples(f"{FIRST}_bucket")
+        if labels["model"] == "repeat"
+    }
+    assert first == {"0.001": 0, "60000": 2, "+Inf": 2}
+    assert repeating.metric(f"{FIRST}_count", model="repeat") == 2
+    standard = {
+        labels["le"]
+        for labels, _ in repeating.samples(f"{FIRST}_bucket")
+        if labels["model"] == "standard"
+    }
+    assert standard == {"100", "500", "2000", "5000", "+Inf"}
+
+
+def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
+    with stream(repeating) as (client, told):
+        ask(client, [0] * 2000, delay_ms=20)
+        for _ in range(2):
+            told.get(timeout=30)
+
+    def cancelled() -> int:
+        with repeating.http() as http:
+            (found,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
+        return sum(row["cancel"]["count"] for row in found["response_stats"].values())
+
+    until("the cancellation is counted", lambda: cancelled() == 1)
+    assert repeating.metric("nv_inference_request_failure", reason="CANCELED") == 1
+
+
+def test_what_has_had_a_response_fails_with_its_worker(repeating: Server) -> None:
+    with stream(repeating) as (client, told):
+        ask(client, [0] * 2000, delay_ms=20)
+        told.get(timeout=30)
+        repeating.one("worker repeat.0").kill()
+        while not isinstance(last := told.get(timeout=30), triton.InferenceServerException):
+            pass
+        assert "died before this request's last response" in str(last)
+        until("there is another worker", lambda: bool(repeating.find("worker repeat.0")))
+        ask(client, [5])
+        assert ended(told) == 1

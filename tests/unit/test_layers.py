@@ -1,0 +1,189 @@
+"""Which room (a folder of code) may import which; and that no modules import one another."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# shmserve/ipc and shmserve/workers are links to these folders at the root.
+FOLDERS = {"shmserve": "shmserve", "shmserve.ipc": "ipc", "shmserve.workers": "workers"}
+# What every room may import; they import nothing of ours themselves.
+LEAVES = {"shmserve", "shmserve.errors", "shmserve.logs", "shmserve.model"}
+
+# room -> the rooms it may import besides itself; "x.*" is x and every room in it. From below to
+# above: a room that is not listed may import nothing, and nobody may import it.
+LAYERS: dict[str, tuple[str, ...]] = {
+    # the words and the memory that processes share
+    "ipc.transport": (),
+    "ipc.messages": ("ipc.transport",),
+    "ipc.tensors": ("ipc.transport",),
+    "ipc.memory": ("ipc.tensors",),
+    "ipc": ("ipc.*",),
+    # a worker's process
+    "workers.memory": ("ipc.*", "workers", "workers.batch"),
+    "workers.batch": ("ipc.*", "workers", "workers.memory", "workers.backends"),
+    "workers.bls": ("ipc.*", "workers", "workers.batch"),
+    "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.memory"),
+    "workers.backends.pytorch": ("ipc.*", "workers.*"),
+    "workers.backends.python": ("ipc.*", "workers.*"),
+    "workers.backends.native": ("ipc.*", "workers.*"),
+    "workers": ("ipc.*", "workers.*"),
+    # what the control plane's processes share
+    "common": (),
+    "proto": (),
+    "model_config": ("common",),
+    "config": ("common", "model_config"),
+    # a scheduler's process
+    "scheduler.requests": ("ipc.*", "scheduler", "scheduler.statistics"),
+    "scheduler.batchers": ("ipc.*", "scheduler", "scheduler.requests"),
+    "scheduler.statistics": ("ipc.*", "common", "scheduler.*"),
+    "scheduler.instances": ("ipc.*", "scheduler.*"),
+    "scheduler": ("ipc.*", "common", "scheduler.*"),
+    # a gateway's process: no listener knows another one, and what they share knows none
+    "gateway.links": ("ipc.*",),
+    "gateway.inference": ("ipc.*", "gateway", "gateway.links"),
+    "gateway.api": ("ipc.*", "common", "gateway"),
+    "gateway": ("ipc.*", "common", "gateway.links", "gateway.inference"),
+    "gateway.http.json": ("ipc.*", "common", "gateway.inference"),
+    "gateway.http.handlers": ("ipc.*", "common", "gateway", "gateway.api", "gateway.http.*"),
+    "gateway.http": (
+        *("ipc.*", "common", "gateway", "gateway.links", "gateway.inference", "gateway.api"),
+        "gateway.http.*",
+    ),
+    "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
+    "gateway.grpc.admin": ("ipc.*", "gateway", "gateway.api", "proto"),
+    "gateway.grpc": (
+        *("ipc.*", "common", "proto", "gateway", "gateway.links", "gateway.inference"),
+        *("gateway.api", "gateway.grpc.*"),
+    ),
+    # the supervisor's process
+    "supervisor.host": ("ipc.*", "common"),
+    "supervisor.processes": ("ipc.*", "supervisor.host"),
+    "supervisor.regions": ("ipc.*", "common"),
+    "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),
+    "supervisor.local_clients": (
+        *("ipc.*", "common"),
+        *("supervisor.host", "supervisor.processes", "supervisor.regions"),
+    ),
+    "supervisor.models": (
+        *("ipc.*", "common", "config", "model_config"),
+        *("supervisor", "supervisor.events", "supervisor.processes"),
+    ),
+    "supervisor": ("ipc.*", "common", "config", "supervisor.*"),
+    # a program that uses a server, and the command
+    "client.memory": ("ipc.*", "client", "client.request"),
+    "client.request": ("ipc.*", "client", "client.memory"),
+    "client": ("ipc.*", "client.*"),
+    "cli": ("ipc.*", "common", "config", "client", "supervisor", "supervisor.host"),
+    "__main__": ("cli",),
+}
+
+
+def _modules() -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for name, folder in FOLDERS.items():
+        for path, _, files in os.walk(ROOT / folder):
+            for file in files:
+                if file.endswith(".py") and not file.endswith("_pb2.py"):
+                    parts = Path(path, file).relative_to(ROOT / folder).with_suffix("").parts
+                    parts = parts[:-1] if parts[-1] == "__init__" else parts
+                    found[".".join((name, *parts))] = Path(path, file)
+    return found
+
+
+MODULES = _modules()
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The modules of ours that a file imports, wherever it does and be it for types alone."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module
+            deeper = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in deeper]
+        else:
+            continue
+        yield from (name for name in names if name in MODULES)
+
+
+IMPORTS = {module: set(_imported(path)) - {module} for module, path in MODULES.items()}
+
+
+def room(module: str) -> str:
+    """The folder that a module is in, as the table has it."""
+    path = MODULES[module]
+    name = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    name = "shmserve.__main__" if module == "shmserve.__main__" else name
+    return name.removeprefix("shmserve").removeprefix(".")
+
+
+def may(importer: str, imported: str) -> bool:
+    """Whether the table lets a room import another one."""
+    return importer == imported or any(
+        imported == allowed
+        or (
+            allowed.endswith(".*")
+            and (imported == allowed[:-2] or imported.startswith(allowed[:-1]))
+        )
+        for allowed in LAYERS.get(importer, ())
+    )
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {room(module) for module in MODULES if module not in LEAVES} - {""}
+    assert rooms == set(LAYERS)
+
+
+def test_rooms_import_as_the_table_says() -> None:
+    wrong = sorted(
+        f"{room(module)} -> {room(imported)}: {module} imports {imported}"
+        for module, found in IMPORTS.items()
+        for imported in found - LEAVES
+        if not may(room(module), room(imported))
+    )
+    assert not wrong, "\n".join(wrong)
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one module (Tarjan 1972)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for imported in sorted(imports[module]):
+            if imported not in number:
+                visit(imported)
+            if imported in stack:
+                lowest[module] = min(lowest[module], lowest[imported])
+        if lowest[module] == number[module]:
+            at = stack.index(module)
+            component = sorted(stack[at:])
+            del stack[at:]
+            if len(component) > 1:
+                found.append(component)
+
+    for module in sorted(imports):
+        if module not in number:
+            visit(module)
+    return found
+
+
+def test_circles_are_found() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert circles(imports) == [["d", "e"], ["a", "b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not for types either: who needs the other's type has a third thing to share."""
+    known = [["shmserve.client.connection", "shmserve.client.inflight"]]  # to be cut
+    assert [circle for circle in circles(IMPORTS) if circle not in known] == []
