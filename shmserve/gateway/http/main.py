@@ -16,6 +16,7 @@ from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, listener_kind
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http import aiohttp_parts
 from shmserve.gateway.http.connection_limits import Server
 from shmserve.gateway.http.handlers import metrics
 from shmserve.gateway.http.protocol import Answer
@@ -35,6 +36,7 @@ def run(args: dict[str, Any]) -> None:
     settings = Settings(**args["settings"])
     index = args["index"]
     process.prepare(f"gateway {index}", f"gateway http {index}", args["log"])
+    aiohttp_parts.check()
     sockets = [socket.socket(fileno=fd) for fd in args["fds"]]
     count = args["http_count"]
     uvloop.run(
