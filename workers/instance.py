@@ -118,7 +118,8 @@ class Instance:
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
         others = False
-        if self._busy_poll.worth(live):
+        # A model's threads need the interpreter that this one would keep busy.
+        if not self.link.has_open and self._busy_poll.worth(live):
             until_ns = began_ns + SPIN_NS
             while not others and not control.inbox and time.monotonic_ns() < until_ns:
                 os.sched_yield()

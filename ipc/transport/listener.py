@@ -14,8 +14,6 @@ import socket
 
 from shmserve.errors import Unavailable
 
-# linux/asm-generic/socket.h, since Linux 6.16; Python has no name for it
-_SO_PASSRIGHTS = 83
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
@@ -35,16 +33,6 @@ def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket
     except OSError as error:
         raise no_room(error) from None
     return sock
-
-
-def refuse_descriptors(sock: socket.socket) -> None:
-    """Who connects to `sock` cannot send descriptors.
-
-    The kernel closes those that nobody receives, in the process that reads the bytes: which then
-    waits, where one is of a socket that lingers. Before Linux 6.16 that cannot be refused.
-    """
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
 def no_room(error: OSError) -> Unavailable:

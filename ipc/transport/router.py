@@ -14,7 +14,7 @@ from typing import Any
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.connection import PREFIX, Connection, linger
 from shmserve.ipc.transport.frames import pack, unpack
-from shmserve.ipc.transport.listener import Listener, listening, no_room, refuse_descriptors
+from shmserve.ipc.transport.listener import Listener, listening, no_room
 from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ class Router:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # a server that was killed left it
         self._listener = Listener(listening(socket.SOCK_STREAM, self._path, _LISTEN_BACKLOG))
-        refuse_descriptors(self._listener.sock)
         try:
             self._made = os.stat(self._path)
         except OSError as error:  # the folder was removed just now

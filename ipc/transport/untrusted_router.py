@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +24,18 @@ _MOST_UNSENT = 4 << 20
 _MOST_HELD = 64 << 20
 _MUCH = 1 << 20
 _MOST_MALFORMED = 16
+# linux/asm-generic/socket.h, since Linux 6.16; Python has no name for it
+_SO_PASSRIGHTS = 83
+
+
+def refuse_descriptors(sock: socket.socket) -> None:
+    """Who connects to `sock` cannot send descriptors.
+
+    The kernel closes those that nobody receives, in the process that reads the bytes: which then
+    waits, where one is of a socket that lingers. Before Linux 6.16 that cannot be refused.
+    """
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
 class UntrustedRouter(Router):
@@ -31,6 +45,7 @@ class UntrustedRouter(Router):
 
     def __init__(self, endpoint: str, admits: Callable[[bytes], bool]) -> None:
         super().__init__(endpoint)
+        refuse_descriptors(self._listener.sock)
         self._admits = admits
         self._strangers: dict[Connection, None] = {}  # in the order of their arrival
 

@@ -17,8 +17,10 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
+from collections.abc import Callable
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
@@ -27,6 +29,7 @@ from shmserve.ipc.messages import (
     Cancel,
     Failed,
     Finished,
+    Grant,
     ModelWithdrawn,
     ProcessExited,
     Release,
@@ -49,19 +52,20 @@ logger = logging.getLogger(__name__)
 
 class Call(InflightRequest):
     """An inference that was begun. `outcome`: None until it has ended; `future` has it too, where a
-    coroutine began it."""
+    coroutine began it. `takes_many`: its model may give any number of responses."""
 
     __slots__ = ("arrived_ns", "client", "future", "inputs", "number", "outcome", "request")
+
+    takes_many = False
 
     def __init__(
         self,
         client: BlsClient,
-        number: int,
         request: CallRequest,
-        future: asyncio.Future[Reply] | None,
+        future: asyncio.Future[Reply] | None = None,
     ) -> None:
         self.client = client
-        self.number = number
+        self.number = client.next_number()
         self.request = request
         self.future = future
         self.arrived_ns = time.monotonic_ns()
@@ -83,6 +87,10 @@ class Call(InflightRequest):
             self.end(self.client.read(self, message.body))
         elif isinstance(message, Failed):
             self.end(from_code(message.code, message.message))
+        else:  # its model was loaded again, and is another one
+            self.client.discard(self, message.body)
+            if message.final:
+                self.end(_decoupled(self.request.model))
 
     def goes_elsewhere(self, message: Failed) -> bool:
         # Perhaps it was the old scheduler of a model that has been loaded again.
@@ -113,6 +121,17 @@ def _resolve(future: asyncio.Future[Reply], outcome: Reply | ShmserveError) -> N
         future.set_exception(outcome)
 
 
+def _decoupled(model: str) -> Internal:
+    return Internal(
+        f"Model {model} is using the decoupled. The current BLS request call doesn't support "
+        "models using the decoupled transaction policy. Please use 'decoupled=True' argument to "
+        "the 'exec' or 'async_exec' calls for decoupled models.'"
+    )
+
+
+C = TypeVar("C", bound=Call)
+
+
 class _Doubt(NamedTuple):
     """A call whose scheduler may not be the one that serves its model now; else it failed so."""
 
@@ -134,27 +153,33 @@ class BlsClient:
         self._lock = self._waiting.lock
         self._links: dict[str, Dealer] = {}
         self._table: InflightTable[Call] = InflightTable()
+        self._left: deque[Call] = deque()  # to be cancelled
         self._doubtful: list[_Doubt] = []
-        self._doubts_arose = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waiting.add(self._doubts_arose)
+        self._rouser = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._roused = False
+        self._waiting.add(self._rouser)
         self._waiting.add(control.dealer.fd)
         control.on_models_changed = self._hear
 
     # --- what a model asks for
 
-    def begin(self, request: CallRequest) -> Call:
-        """Submit an inference. Raises the ShmserveError that it cannot be submitted for."""
-        call = self._begin(request, None)
+    def begin(self, call: C) -> C:
+        """Submit a call. Raises the ShmserveError that it cannot be submitted for."""
+        self.submit(call)
         self._flush()
         return call
 
     def wait(self, call: Call) -> Reply:
         """Wait for what was begun. Raises the ShmserveError that it ended with."""
-        self._waiting.until(lambda: call.outcome is not None)
+        self.wait_until(lambda: call.outcome is not None)
         if isinstance(call.outcome, Reply):
             return call.outcome
         assert call.outcome is not None
         raise call.outcome
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Block this thread, and take what comes, until `done()`."""
+        self._waiting.until(done)
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[Reply]:
         """`begin`; the future, of the running event loop, gets what `wait` returns or raises.
@@ -164,17 +189,23 @@ class BlsClient:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Reply] = loop.create_future()
-        call = self._begin(request, future)
+        self.submit_soon(Call(self, request, future), future)
+        return future
+
+    def submit_soon(self, call: Call, future: asyncio.Future[Any]) -> None:
+        """Submit it at the end of this turn of the running loop, which takes what comes until the
+        future is done; where that is cancelled, so is the call."""
+        loop = asyncio.get_running_loop()
+        self.submit(call)
         loop.call_soon(self._flush)
         self._waiting.watch(loop)
 
-        def over(_: asyncio.Future[Reply]) -> None:
+        def over(ended: asyncio.Future[Any]) -> None:
             self._waiting.unwatch(loop)
-            if future.cancelled():
-                self._cancel(call)
+            if ended.cancelled():
+                self.cancel_soon(call)
 
         future.add_done_callback(over)
-        return future
 
     def forget(self, model: str) -> None:
         """Have the next call of `model` ask anew where it is."""
@@ -185,21 +216,25 @@ class BlsClient:
         self._control.on_models_changed = lambda news: None
         with self._lock:
             self._waiting.close()
-            os.close(self._doubts_arose)
+            os.close(self._rouser)
             for link in self._links.values():
                 link.close()
             self._links.clear()
 
     # --- out
 
-    def _begin(self, request: CallRequest, future: asyncio.Future[Reply] | None) -> Call:
-        call = Call(self, next(self._ids), request, future)
+    def next_number(self) -> int:
+        """A number for a call."""
+        return next(self._ids)
+
+    def submit(self, call: C) -> C:
+        """Have a call leave with the next flush. Raises the ShmserveError that it cannot."""
         while True:
             target = self._directory.find(call.key)
             with self._lock:
                 if not self._directory.knows(call.key, target):
                     continue  # lost while this thread waited for its turn
-                call.inputs = self.memory.place(request.inputs)
+                call.inputs = self.memory.place(call.request.inputs)
                 try:
                     self._submit(call, target)
                 except BaseException:
@@ -211,6 +246,8 @@ class BlsClient:
     def _submit(self, call: Call, target: Target) -> None:
         """Raises InvalidArgument when the request does not fit the model."""
         request = call.request
+        if target.decoupled and not call.takes_many:
+            raise _decoupled(request.model)
         admission, pack = request.admit(target.signature, call.inputs.refs)
         call.submit = make_submit(
             call.number,
@@ -234,15 +271,32 @@ class BlsClient:
 
     def _flush(self) -> None:
         with self._lock:
+            while self._left:
+                call = self._left.popleft()
+                self._tell(call, Cancel(call.number))
             for link in self._links.values():
                 link.flush()
 
-    def _cancel(self, call: Call) -> None:
+    def _tell(self, call: Call, message: Cancel | Grant) -> None:
+        link = self._links.get(call.endpoint)
+        if call.number in self._table.pending and link is not None:
+            link.post(message)
+
+    def grant(self, call: Call, responses: int) -> None:
+        """So many responses of a call were taken: as many more may come."""
         with self._lock:
-            link = self._links.get(call.endpoint)
-            if call.number in self._table.pending and link is not None:
-                link.post(Cancel(call.number))
+            self._tell(call, Grant(call.number, responses))
         self._flush()
+
+    def cancel_soon(self, call: Call) -> None:
+        """Nobody waits for a call any more. At any moment, in any thread: an object may be
+        collected in the middle of what needs the lock."""
+        self._left.append(call)
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            self._flush()
+        else:
+            self._rouse()
 
     # --- in
 
@@ -253,8 +307,10 @@ class BlsClient:
             for link in self._links.values():
                 self._drain(link)
             doubtful, self._doubtful = self._doubtful, []
-            if doubtful:
-                os.eventfd_read(self._doubts_arose)
+            if self._roused:
+                self._roused = False
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._rouser)
         for doubt in doubtful:
             self._look_again(doubt)
         self._flush()
@@ -263,14 +319,14 @@ class BlsClient:
         for message in link.receive():
             if not isinstance(message, Finished | Responded | Failed | Settled):
                 logger.warning("unexpected %s", type(message).__name__)
-            elif not self._table.take(message):
-                self._discard(message, link)
+            elif not self._table.take(message) and isinstance(message, Finished | Responded):
+                _discard(message.body, link)
 
-    def _discard(self, message: Response | Settled, link: Dealer) -> None:
-        """Nobody reads this response, and its outputs take up a worker's memory."""
-        if isinstance(message, Finished | Responded) and message.body:
-            with contextlib.suppress(MalformedMessage):
-                _release(unpack_inferred(message.body), link)
+    def discard(self, call: Call, body: bytes) -> None:
+        """Nobody reads this response to a call; with the lock."""
+        link = self._links.get(call.endpoint)
+        if link is not None:
+            _discard(body, link)
 
     def read(self, call: Call, body: bytes) -> Reply | ShmserveError:
         """What a call was answered, copied; with the lock."""
@@ -328,7 +384,12 @@ class BlsClient:
     def doubt(self, call: Call, error: ShmserveError) -> None:
         """Have somebody look, without the lock, who serves the model of a call that nobody has."""
         self._doubtful.append(_Doubt(call, error))
-        os.eventfd_write(self._doubts_arose, 1)
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Have whoever waits, now or next, `_take`."""
+        os.eventfd_write(self._rouser, 1)
+        self._roused = True  # in this order: otherwise it could stay readable, and unread
 
     def _look_again(self, doubt: _Doubt) -> None:
         """Submit a call to whoever serves its model now, unless that is who failed it."""
@@ -352,6 +413,12 @@ class BlsClient:
                 call.free()
                 call.end(outcome)
                 return
+
+
+def _discard(body: bytes, link: Dealer) -> None:
+    with contextlib.suppress(MalformedMessage):
+        if body:
+            _release(unpack_inferred(body), link)
 
 
 def _release(answer: Inferred, link: Dealer) -> None:

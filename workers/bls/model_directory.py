@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 from shmserve.ipc.messages import FindModel
 from shmserve.ipc.tensors.signature import Signature
@@ -14,10 +15,12 @@ Key = tuple[str, str]  # a model's name, and its version or "" for the latest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A model version that serves: its scheduler's endpoint, and what it takes."""
+    """A model version that serves: its scheduler's endpoint, what it takes, and whether it gives
+    any number of responses to a request."""
 
     endpoint: str
     signature: Signature
+    decoupled: bool
 
 
 class ModelDirectory:
@@ -40,9 +43,7 @@ class ModelDirectory:
             with self._lock:
                 # Otherwise the answer may be older than the news of a loss.
                 if losses == self._losses:
-                    self._known[key] = Target(
-                        found["endpoint"], Signature(found["config"], found["version"])
-                    )
+                    self._known[key] = _target(found)
         return target
 
     def knows(self, key: Key, target: Target) -> bool:
@@ -68,3 +69,10 @@ class ModelDirectory:
             self._losses += 1
             for key in [key for key, at in self._known.items() if at.endpoint == endpoint]:
                 del self._known[key]
+
+
+def _target(found: dict[str, Any]) -> Target:
+    config = found["config"]
+    policy = config.get("model_transaction_policy") or {}
+    signature = Signature(config, found["version"])
+    return Target(found["endpoint"], signature, bool(policy.get("decoupled", False)))

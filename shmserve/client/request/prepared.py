@@ -107,7 +107,7 @@ class Plan:
         outputs: Sequence[str],
         memories: Memories,
         *,
-        rooms: bool,
+        rooms: bool = True,
     ) -> None:
         """`rooms`: large outputs have room in the slots. Raises InvalidArgument when the inputs do
         not fit the model."""

@@ -7,11 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestPayloadError
-
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.http.aiohttp_parts import MalformedBody, StreamReader
 from shmserve.gateway.http.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.http.request import (
     CONTENT_ENCODING,
@@ -93,7 +90,7 @@ class Body:
         except TimeoutError:
             self.check()
             raise BodyTimeout("the request body did not arrive in time") from None
-        except (RequestPayloadError, HttpProcessingError):
+        except MalformedBody:
             raise BrokenBody("malformed HTTP request body") from None
         finally:
             self._waited_s = self._waited(time.monotonic())

@@ -12,9 +12,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from operator import itemgetter
-from typing import Any
-
-from aiohttp import web
 
 from shmserve.common.fd_limits import share_of
 from shmserve.common.peer_credentials import network
@@ -27,16 +24,17 @@ logger = logging.getLogger(__name__)
 _COMPLAINTS = 10  # about too many connections
 
 
-class Server(web.Server):
+class Server:
     """Makes connections through one listener, up to `most` of them."""
 
     def __init__(self, answer: Answer, settings: Settings, listener: Listener, most: int) -> None:
-        super().__init__(_unused, handler_cancellation=True)
+        self._loop = asyncio.get_running_loop()
         self._answer = answer
         self._settings = settings
         self._listener = listener
         self._most = most
         self._most_of_one = share_of(most)
+        self._connections: set[Connection] = set()
         self._of: dict[object, set[Connection]] = {}  # by peer
         self._crowded = 0
 
@@ -44,20 +42,31 @@ class Server(web.Server):
         """The protocol of a new connection."""
         return Connection(self, self._loop, self._answer, self._settings)
 
-    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+    @property
+    def connections(self) -> list[Connection]:
+        """Those that there are."""
+        return list(self._connections)
+
+    def connection_made(self, connection: Connection) -> ClientIdentity:
         """Enter a connection, or end it when there are too many."""
-        super().connection_made(handler, transport)
-        assert isinstance(handler, Connection)
-        client = handler.client = ClientIdentity(self._listener, transport.get_extra_info("socket"))
+        transport = connection.transport
+        assert transport is not None
+        client = ClientIdentity(self._listener, transport.get_extra_info("socket"))
+        self._connections.add(connection)
         peer = self._peer_of(client, transport)
         if peer is not None:
             its = self._of.setdefault(peer, set())
-            its.add(handler)
-            client.when_gone(lambda: self._leave(peer, handler))
+            its.add(connection)
+            client.when_gone(lambda: self._leave(peer, connection))
             if len(its) > self._most_of_one:
-                self._make_room(handler, its, self._most_of_one)
+                self._make_room(connection, its, self._most_of_one)
         if len(self._connections) > self._most:
-            self._make_room(handler, self._connections, self._most)
+            self._make_room(connection, self._connections, self._most)
+        return client
+
+    def connection_lost(self, connection: Connection) -> None:
+        """Forget a connection that has ended."""
+        self._connections.discard(connection)
 
     def _peer_of(self, client: ClientIdentity, transport: asyncio.Transport) -> object:
         """Who shares a limit; None on loopback, where nothing tells clients apart."""
@@ -73,11 +82,9 @@ class Server(web.Server):
         if not its:
             del self._of[peer]
 
-    def _make_room(self, newcomer: Connection, crowd: Collection[Any], most: int) -> None:
+    def _make_room(self, newcomer: Connection, crowd: Collection[Connection], most: int) -> None:
         others = [
-            connection
-            for connection in crowd
-            if isinstance(connection, Connection) and connection.open and connection is not newcomer
+            connection for connection in crowd if connection.open and connection is not newcomer
         ]
         if len(others) < most or not newcomer.open:
             return  # the rest is on its way out
@@ -101,8 +108,3 @@ def _longest(
 ) -> list[Connection]:
     found = [(began, connection) for connection in connections if (began := since(connection))]
     return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]
-
-
-async def _unused(request: web.BaseRequest) -> web.StreamResponse:
-    # aiohttp wants a handler, and calls it in the loop that `Connection.start` replaces.
-    raise AssertionError("connections answer by themselves")

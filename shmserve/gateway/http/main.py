@@ -14,6 +14,7 @@ from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, listener_kind
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http import aiohttp_parts
 from shmserve.gateway.http.connection_limits import Server
 from shmserve.gateway.http.handlers import metrics
 from shmserve.gateway.http.protocol import Answer
@@ -29,6 +30,7 @@ def run(data: bytes, *fds: int) -> None:
     sockets."""
     start = decode(GatewayStart, data)
     process.prepare(f"gateway {start.name}", f"gateway http {start.name}", start.log)
+    aiohttp_parts.check()
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
     uvloop.run(process.serve(start, lambda gateway: HttpFront(gateway, http, scrapes)))

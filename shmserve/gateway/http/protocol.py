@@ -1,10 +1,13 @@
-"""HTTP connections: aiohttp's protocol and parser, with a loop that creates little.
+"""HTTP connections: aiohttp's parser under a protocol of our own that creates little.
 
-aiohttp's loop makes a task, a request, a writer and a response for each request, a third of what a
-small inference costs here. Ours answers one request after the other in the connection's own task.
+aiohttp's server makes a task, a request, a writer and a response for each request, a third of what
+a small inference costs here. Ours answers one request after the other in the connection's own task.
 When the client leaves, that task is cancelled, wherever it is. And a head that is byte for byte the
 last one's, as programs send it again and again, is not parsed again, whether its body comes with it
 or, as most clients write it, right behind.
+
+Back-pressure: a connection is not read while a body is full that nobody reads, or while as many
+requests wait as `_MOST_QUEUED`.
 """
 
 from __future__ import annotations
@@ -12,15 +15,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
+from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
-
-from aiohttp import web
-from aiohttp.http import RawRequestMessage
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.streams import StreamReader
+from typing import Protocol, cast
 
 from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.http.aiohttp_parts import (
+    HttpProcessingError,
+    MalformedBody,
+    RawRequestMessage,
+    StreamReader,
+    make_parser,
+)
 from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, Request, WholeBody
 from shmserve.gateway.http.response import Reply, error_reply
 from shmserve.gateway.settings import Settings
@@ -29,77 +36,192 @@ logger = logging.getLogger(__name__)
 
 Answer = Callable[[Request], Awaitable[Reply]]
 
-_MOST_HEADERS = 128
-_LONGEST_LINE = 8190
+_MOST_QUEUED = 32
 _IDLE_S = 3600.0  # keep-alive connections that send nothing cost nothing
 _LINGER_S = 2.0
 _SMALL_BODY = 64 * 1024
 _LONGEST_KNOWN_HEAD = 2048
 
 
-class Connection(web.RequestHandler):
+class Owner(Protocol):
+    """Who counts connections."""
+
+    def connection_made(self, connection: Connection) -> ClientIdentity:
+        """It is here: who is it? It may be ended at once where there are too many."""
+
+    def connection_lost(self, connection: Connection) -> None:
+        """It has ended."""
+
+
+class Connection(asyncio.Protocol):
     """One client's connection. `answer` gives the reply to each request, and raises nothing.
 
-    `client` is the client, once the connection is made.
+    `client` is who that is, once the connection is made.
     """
 
     __slots__ = (
-        "_answer",
-        "_awaiting",
-        "_busy",
-        "_clock",
-        "_content",
-        "_deadline",
-        "_held",
-        "_known_head",
-        "_known_message",
-        "_known_size",
-        "_missing",
-        "_settings",
-        "_since",
-        "_starts",
-        "client",
+        *("_answer", "_awaiting", "_busy", "_clock", "_content", "_deadline", "_drained"),
+        *("_ended", "_held", "_idle_timer", "_known_head", "_known_message", "_known_size"),
+        *("_loop", "_messages", "_missing", "_owner", "_parser", "_reading_paused"),
+        *("_settings", "_since", "_starts", "_stream_full", "_task", "_too_many", "_understood"),
+        *("_waiter", "client", "transport", "writing_paused"),
     )
 
     client: ClientIdentity
 
     def __init__(
-        self,
-        manager: web.Server,
-        loop: asyncio.AbstractEventLoop,
-        answer: Answer,
-        settings: Settings,
+        self, owner: Owner, loop: asyncio.AbstractEventLoop, answer: Answer, settings: Settings
     ) -> None:
-        super().__init__(
-            manager,
-            loop=loop,
-            keepalive_timeout=_IDLE_S,
-            access_log=None,  # type: ignore[arg-type]
-            logger=logger,
-            max_line_size=_LONGEST_LINE,
-            max_field_size=_LONGEST_LINE,
-            max_headers=_MOST_HEADERS,
-            auto_decompress=False,
-        )
+        self._owner = owner
+        self._loop = loop
         self._answer = answer
         self._settings = settings
+        self.transport: asyncio.Transport | None = None
+        self.writing_paused = False
+        self._drained: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._ended = False
+        # --- what has come
+        self._parser = make_parser(self, loop, _MOST_QUEUED)
+        # Requests that wait for their turn; an error, behind which nothing is understood.
+        self._messages: deque[
+            tuple[RawRequestMessage | HttpProcessingError, StreamReader | WholeBody]
+        ] = deque()
+        self._waiter: asyncio.Future[None] | None = None  # of who answers, for a request
+        self._understood = True  # what follows; not behind an error, or in another protocol
+        self._stream_full = False
+        self._too_many = False  # requests wait
+        self._reading_paused = False
+        # --- what is missing
         self._clock: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # of what is missing now, by the loop's clock
         self._busy = False  # a request is being answered
         self._starts = False  # bytes of the next one are here, but not its whole head
         self._content: StreamReader | None = None  # a body that is not all here
         self._awaiting = False  # it is small, and awaited
+        # --- what is known
         self._known_head = b""  # of the last request with a small body
         self._known_size = 0  # of that request, with its body
+        self._known_message: RawRequestMessage | None = None
         self._held = b""  # a known head, whose body should come next
         # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
         # as after bytes of two requests in one piece. Then, for good, all goes to the parser.
         self._missing = 0
-        self._known_message: RawRequestMessage | None = None
         self._since = loop.time()  # the last request was answered, or the connection made
 
-    async def start(self) -> None:
-        """Answer requests until the connection is to end; replaces aiohttp's loop."""
+    # --- the connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Enter it, and answer from now on."""
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # it has ended already
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
+        self.client = self._owner.connection_made(self)
+        self._idle_timer = self._loop.call_later(_IDLE_S, self._end_if_idle)
+        self._task = self._loop.create_task(self._serve_all())
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Cancel who is answering."""
+        self._owner.connection_lost(self)
+        self.force_close()
+        self.resume_writing()
+        for timer in (self._clock, self._idle_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        self.client.gone()
+
+    def force_close(self) -> None:
+        """End it, now."""
+        self._ended = True
+        if self._waiter is not None:
+            self._waiter.cancel()
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+
+    @property
+    def open(self) -> bool:
+        """Whether it is not on its way out."""
+        return not self._ended
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a client."""
+        return self.transport is not None
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when no request is here, not even the whole head of one; None when one is."""
+        return None if self._busy or self._held or self._messages else self._since
+
+    @property
+    def sending_since(self) -> float | None:
+        """The same for the body of a request whose head is here; None when no body is missing."""
+        sending = self._held or (self._busy and self._content is not None)
+        return self._since if sending else None
+
+    def _end_if_idle(self) -> None:
+        since = self.idle_since
+        left_s = _IDLE_S if since is None else since + _IDLE_S - self._loop.time()
+        if left_s > 0:
+            self._idle_timer = self._loop.call_later(left_s, self._end_if_idle)
+        else:
+            self.force_close()
+
+    # --- back-pressure
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write."""
+        self.writing_paused = True
+
+    def resume_writing(self) -> None:
+        """It has caught up, or is gone."""
+        self.writing_paused = False
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+
+    async def drain(self) -> None:
+        """Wait until the client has read what was written; raises ConnectionError."""
+        if self.writing_paused and self.transport is not None:
+            self._drained = self._loop.create_future()
+            await self._drained
+        if self.transport is None:
+            raise ConnectionResetError("the client is gone")
+
+    def pause_reading(self) -> None:
+        """The stream of a body is full."""
+        self._stream_full = True
+        self._parser.pause_reading()
+        self._set_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """It is not full any more, or has ended."""
+        if self._stream_full:
+            self._stream_full = False
+            if resume_parser:
+                self._parse(b"", False)  # the rest of what came
+            self._set_reading()
+
+    def _set_reading(self) -> None:
+        paused = self._stream_full or self._too_many
+        if paused is not self._reading_paused and self.transport is not None:
+            self._reading_paused = paused
+            if paused:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()
+
+    # --- requests, one after the other
+
+    async def _serve_all(self) -> None:
+        """Answer requests until the connection is to end."""
         try:
             while await self._serve_next():
                 self._since = self._loop.time()
@@ -112,7 +234,7 @@ class Connection(web.RequestHandler):
             raise
         except Exception:
             logger.exception("a connection failed")
-        self._task_handler = None
+        self._task = None
         # What is behind the last one is not answered: the connection is idle until it is closed,
         # which takes as long as its client does not read the rest.
         self._messages.clear()
@@ -127,13 +249,15 @@ class Connection(web.RequestHandler):
             finally:
                 self._waiter = None
         message, content = self._messages.popleft()
-        if self._parser is not None:
-            self._parser.message_consumed()
-        if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
-            self._resume_reading_if_drained()
-        if not isinstance(message, RawRequestMessage):
+        if isinstance(message, HttpProcessingError):
             self._refuse(message)
             return False
+        if type(content) is not WholeBody:
+            self._parser.message_consumed()
+            if self._too_many and len(self._messages) <= _MOST_QUEUED // 2:
+                self._parse(b"", False)  # those that came and waited to be parsed
+                self._too_many = len(self._messages) >= _MOST_QUEUED
+                self._set_reading()
         self._busy = True
         try:
             return await self._serve(message, content)
@@ -159,16 +283,12 @@ class Connection(web.RequestHandler):
             return False
         return True
 
-    def _refuse(self, error: Any) -> None:
-        logger.debug("malformed request: %s", error.exc)
+    def _refuse(self, error: HttpProcessingError) -> None:
+        logger.debug("malformed request: %s", error)
         reply = error_reply(400, "malformed HTTP request", close=True)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(reply.pieces)
             self.transport.write(reply.head(None, len(body)) + body)
-
-    async def drain(self) -> None:
-        """Wait until the client has read what was written."""
-        await self._drain_helper()
 
     async def _await_small(self, request: Request, content: StreamReader) -> None:
         """Wait for all of a small body, so that handlers find it here, or find why it is not."""
@@ -181,10 +301,12 @@ class Connection(web.RequestHandler):
         self._start_clock(self._settings.body_timeout_s)
         try:
             await content.wait_eof()
-        except (TimeoutError, HttpProcessingError):
+        except (TimeoutError, MalformedBody):
             return  # the content raises it again
         finally:
             self._awaiting = False
+
+    # --- bytes
 
     def data_received(self, data: bytes) -> None:
         """Parse; bytes that complete no request start a clock."""
@@ -192,15 +314,16 @@ class Connection(web.RequestHandler):
         if held:
             data = held + data
         # Nothing is on its way: not a request that is answered, nor a part of one.
-        between = not (self._missing or self._busy or self._messages or self._close)
+        between = not (self._missing or self._busy or self._messages)
         waiter = self._waiter
         if waiter is None or waiter.done():
             pass  # the task has not begun, or has ended
         elif between and len(data) <= self._known_size and data.startswith(self._known_head):
             if len(data) == self._known_size:
-                self._request_count += 1
-                body: Any = WholeBody(data[len(self._known_head) :])
-                self._messages.append((self._known_message, body))  # type: ignore[arg-type]
+                assert self._known_message is not None
+                self._messages.append(
+                    (self._known_message, WholeBody(data[len(self._known_head) :]))
+                )
                 waiter.set_result(None)
                 return
             if not held:
@@ -210,7 +333,22 @@ class Connection(web.RequestHandler):
         self._parse(data, between)
 
     def _parse(self, data: bytes, between: bool) -> None:
-        super().data_received(data)
+        if self._ended or not self._understood:
+            return
+        try:
+            messages, upgraded, _ = self._parser.feed_data(data)
+        except HttpProcessingError as error:
+            self._messages.append((error, WholeBody(b"")))
+            self._understood = False
+        else:
+            self._messages += messages
+            self._understood = not upgraded
+        waiter = self._waiter
+        if self._messages and waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if len(self._messages) >= _MOST_QUEUED:
+            self._too_many = True
+            self._set_reading()
         if between:
             self._remember(data)
         elif data:
@@ -221,18 +359,17 @@ class Connection(web.RequestHandler):
                 self._content = None
             elif self._messages:
                 # What follows is no part of the body and no request: the parser gave up.
-                content.set_exception(HttpProcessingError(message="malformed body"))
-        if data and not self._busy and not self._messages:
-            if not self._starts:
-                self._starts = True
-                self._start_clock(self._settings.header_timeout_s)
-        else:
+                content.set_exception(MalformedBody("malformed body"))
+        if self._busy or self._messages:
             self._starts = False
+        elif data and not self._starts:
+            self._starts = True
+            self._start_clock(self._settings.header_timeout_s)
 
     def _remember(self, data: bytes) -> None:
         """Know the head of a request again, if `data` is the head of one and nothing behind it."""
         self._known_size, self._missing = 0, -1
-        if len(self._messages) != 1 or self._upgraded:
+        if len(self._messages) != 1 or not self._understood:
             return
         message, _ = self._messages[0]
         head_size = data.find(b"\r\n\r\n", 0, _LONGEST_KNOWN_HEAD) + 4
@@ -267,34 +404,12 @@ class Connection(web.RequestHandler):
             held, self._held = self._held, b""
             self._parse(held, True)
             for _, content in self._messages:
-                content.set_exception(TimeoutError())
+                if isinstance(content, StreamReader):
+                    content.set_exception(TimeoutError())
         elif self._starts:
             self.force_close()
         elif self._content is not None:
             self._content.set_exception(TimeoutError())
-
-    @property
-    def open(self) -> bool:
-        """Whether it is not on its way out."""
-        return not self._force_close
-
-    @property
-    def idle_since(self) -> float | None:
-        """Since when no request is here, not even the whole head of one; None when one is."""
-        return None if self._busy or self._held or self._messages else self._since
-
-    @property
-    def sending_since(self) -> float | None:
-        """The same for the body of a request whose head is here; None when no body is missing."""
-        sending = self._held or (self._busy and self._content is not None)
-        return self._since if sending else None
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        """Forget the clock too."""
-        if self._clock is not None:
-            self._clock.cancel()
-        super().connection_lost(exc)
-        self.client.gone()
 
 
 async def _linger(content: StreamReader | WholeBody) -> None:

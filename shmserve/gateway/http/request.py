@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from aiohttp.http import HttpVersion, RawRequestMessage
-from aiohttp.streams import StreamReader
 from multidict import CIMultiDictProxy, istr
 
 from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.http.aiohttp_parts import HttpVersion, RawRequestMessage, StreamReader
 
 ACCEPT_ENCODING = istr("Accept-Encoding")
 CONTENT_ENCODING = istr("Content-Encoding")

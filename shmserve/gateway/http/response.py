@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
-from aiohttp.http import HttpVersion10
 
+from shmserve.gateway.http.aiohttp_parts import HttpVersion10
 from shmserve.gateway.http.request import Request
 
 # What is larger goes to the socket piece by piece, as fast as the client reads.

@@ -3,9 +3,9 @@
     GONE -> EXPECTED -> IDLE <-> BUSY -> DOOMED -> GONE     (an exit leads to GONE from everywhere)
 
 The supervisor announces (`InstanceExpected`) and reports ends (`InstanceExited`, `ProcessExited`);
-a worker offers itself (`InstanceReady`). These come on two sockets, in any order: an offer that is
-ahead of the announcement is kept until then. Only the process that was announced is taken: the
-models of others run foreign code, which may offer itself too.
+a worker offers itself (`InstanceReady`). These come on two sockets, in any order: the last offer
+is kept until it is announced. Only the process that was announced is taken: the models of others
+run foreign code, which may offer itself too, though under no other's pid.
 
 An idle instance gets a batch at once. One that is busy may get more ahead, as many as it has credit
 for: that hides the messages' way between two batches, but what is sent ahead cannot grow any more
@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from shmserve.scheduler.batchers.dynamic import Closed
 from shmserve.scheduler.requests.request import NEVER, Request, Worker
-
-_MOST_OFFERS = 16
 
 
 class SlotState(StrEnum):
@@ -96,7 +94,7 @@ class Slot:
     peer: bytes = b""
     pid: int = 0
     awaited: int = 0  # the process that was announced
-    offers: dict[int, bytes] = field(default_factory=dict)  # the latest, by pid
+    offer: Worker | None = None  # the last one, as long as it is not taken
     executions: deque[Execution] = field(default_factory=deque)
     requests: dict[int, Request] = field(default_factory=dict)
 
@@ -141,9 +139,7 @@ class Pool:
         """A worker is ready for batches; it counts once the supervisor's word of it is here."""
         slot = self._slot(index)
         if slot.pid != pid:
-            slot.offers[pid] = peer
-            if len(slot.offers) > _MOST_OFFERS:
-                del slot.offers[next(iter(slot.offers))]
+            slot.offer = Worker(peer, pid)
             self._take_offer(slot)
 
     def exit(self, index: int) -> Lost:
@@ -153,7 +149,8 @@ class Pool:
     def exit_process(self, pid: int) -> Lost:
         """Some process is gone; returns what it had if it was an instance."""
         for slot in self._slots.values():
-            slot.offers.pop(pid, None)
+            if slot.offer is not None and slot.offer.pid == pid:
+                slot.offer = None
             if slot.awaited == pid != slot.pid:
                 slot.awaited = 0
             if slot.pid == pid:
@@ -176,12 +173,12 @@ class Pool:
         return slot
 
     def _take_offer(self, slot: Slot) -> None:
-        if slot.state is not SlotState.EXPECTED or slot.awaited not in slot.offers:
+        offer = slot.offer
+        if slot.state is not SlotState.EXPECTED or offer is None or offer.pid != slot.awaited:
             return
         slot.meet("offer")
-        slot.pid = slot.awaited
-        slot.peer = slot.offers[slot.pid]
-        slot.offers.clear()
+        slot.peer, slot.pid = offer
+        slot.offer = None
         self._by_peer[slot.peer] = slot
         self._free.append(slot)
         self._failure = ""

@@ -16,8 +16,8 @@ _LONGEST_MESSAGE = 256  # bytes: who listens has nothing to say but topics
 class Xpub:
     """Listens at ipc://PATH, for this user's programs.
 
-    on_told(bytes): a subscriber's message. Raises OSError (zmq.ZMQError is one) where there is no
-    room for it. libzmq's threads are this process's alone: it must not fork after this.
+    on_told(bytes): a subscriber's message. Raises OSError where there is no room for it. libzmq's
+    threads are this process's alone: it must not fork after this.
     """
 
     def __init__(self, endpoint: str, on_told: Callable[[bytes], None]) -> None:
@@ -32,9 +32,9 @@ class Xpub:
             self._socket.set(zmq.MAXMSGSIZE, _LONGEST_MESSAGE)
             self._socket.bind(endpoint)
             os.chmod(endpoint.removeprefix("ipc://"), 0o600)
-        except OSError:
+        except (zmq.ZMQError, OSError) as error:
             self._context.destroy(linger=0)
-            raise
+            raise OSError(error.errno, error.strerror) from None
         self._fd = self._socket.fileno()
         self._loop.add_reader(self._fd, self._take)
 

@@ -14,7 +14,7 @@ from typing import Any
 from shmserve.common.peer_credentials import is_loopback
 from shmserve.common.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.transport.listener import refuse_descriptors
+from shmserve.ipc.transport.untrusted_router import refuse_descriptors
 
 # Of the addresses that a name has, those of a family that this host does without.
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

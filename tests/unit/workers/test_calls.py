@@ -18,7 +18,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.workers.bls.calls import BlsClient
+from shmserve.workers.bls.calls import BlsClient, Call
 from shmserve.workers.bls.request import CallInput, CallRequest, Reply
 from tests.rigs.called_models import Others, finished, work
 from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
@@ -58,7 +58,7 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
 
 
 def call(calls: BlsClient, what: CallRequest) -> Reply:
-    return calls.wait(calls.begin(what))
+    return calls.wait(calls.begin(Call(calls, what)))
 
 
 def values(reply: Reply) -> list[float]:

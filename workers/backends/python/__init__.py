@@ -21,13 +21,13 @@ from shmserve.workers.backends import (
     parameters,
 )
 from shmserve.workers.backends.python import metrics, server
-from shmserve.workers.backends.python.background import BackgroundLoop
 from shmserve.workers.backends.python.config import ModelConfig
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.loading import file_name, model_class
 from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedRequest
 from shmserve.workers.backends.python.response import InferenceResponse, to_response
 from shmserve.workers.backends.python.sender import SingleResponse
+from shmserve.workers.event_loop import EventLoopThread
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class PythonBackend(Backend):
         server.install(self._server)
         self._lender = Lender(context.model_name, context.copied)
         self._runner: asyncio.Runner | None = None
-        self._background: BackgroundLoop | None = None
+        self._background: EventLoopThread | None = None
         self._class: Any = None
         self._model: Any = None
 
@@ -196,7 +196,7 @@ class PythonBackend(Backend):
         returned = self._model.execute([DecoupledRequest(stream) for stream in streams])
         if asyncio.iscoroutine(returned):
             if self._background is None:
-                self._background = BackgroundLoop()
+                self._background = EventLoopThread()
             self._background.run(returned, streams)
         elif returned is not None:
             raise self._misbehaved(

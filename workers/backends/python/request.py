@@ -29,6 +29,7 @@ from shmserve.workers.backends.python.sender import (
 )
 from shmserve.workers.backends.python.tensor import Tensor
 from shmserve.workers.bls.request import CallRequest, Reply
+from shmserve.workers.bls.streams import StreamCall
 
 
 class MemoryType(IntEnum):
@@ -168,12 +169,17 @@ class InferenceRequest:
     # --- calling another model
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Run it and wait. What goes wrong is in the response; `decoupled`: an iterator of one."""
+        """Run it and wait. What goes wrong is in the response; `decoupled`, which a model with any
+        number of responses needs: an iterator over them, when the first has come."""
         try:
-            response = from_reply(server.current().call(self._call_request()))
+            if not decoupled:
+                return from_reply(server.current().call(self._call_request()))
+            call = server.current().open(self._call_request())
         except ShmserveError as error:
             response = from_error(error)
-        return ResponseIterator(response) if decoupled else response
+            return ResponseIterator(None, response) if decoupled else response
+        call.wait()
+        return ResponseIterator(call)
 
     def async_exec(
         self, decoupled: bool = False
@@ -183,12 +189,21 @@ class InferenceRequest:
         Raises RuntimeError where no event loop runs.
         """
         loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Reply] | ShmserveError
+        reply: asyncio.Future[Reply]
         try:
+            if decoupled:
+                begun: asyncio.Future[None] = loop.create_future()
+                call = server.current().open_soon(self._call_request(), begun)
+                task = loop.create_task(_iterator(call, begun))
+                task.add_done_callback(lambda over: call.leave() if over.cancelled() else None)
+                return task
             reply = server.current().call_soon(self._call_request())
         except ShmserveError as error:
-            reply = error
-        return loop.create_task(_response(reply, decoupled))
+            failed = from_error(error)
+            over = loop.create_future()
+            over.set_result(ResponseIterator(None, failed) if decoupled else failed)
+            return over
+        return loop.create_task(_response(reply))
 
     def _call_request(self) -> CallRequest:
         version = self._model_version
@@ -216,16 +231,18 @@ class InferenceRequest:
         raise TritonModelException("only a request that a model received has a response sender")
 
 
-async def _response(
-    reply: asyncio.Future[Reply] | ShmserveError, decoupled: bool
-) -> InferenceResponse | ResponseIterator:
+async def _response(reply: asyncio.Future[Reply]) -> InferenceResponse | ResponseIterator:
     try:
-        if isinstance(reply, ShmserveError):
-            raise reply
-        response = from_reply(await reply)
+        return from_reply(await reply)
     except ShmserveError as error:
-        response = from_error(error)
-    return ResponseIterator(response) if decoupled else response
+        return from_error(error)
+
+
+async def _iterator(
+    call: StreamCall, begun: asyncio.Future[None]
+) -> InferenceResponse | ResponseIterator:
+    await begun
+    return ResponseIterator(call)
 
 
 class ReceivedRequest(InferenceRequest):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shmserve.errors import ShmserveError
@@ -16,6 +16,7 @@ from shmserve.workers.backends.python.errors import (
 from shmserve.workers.backends.python.tensor import Tensor
 from shmserve.workers.batch.request import Response
 from shmserve.workers.bls.request import Reply
+from shmserve.workers.bls.streams import StreamCall
 
 _INT64 = 2**63
 
@@ -103,17 +104,41 @@ def from_error(error: ShmserveError) -> InferenceResponse:
 
 
 class ResponseIterator:
-    """The responses to a call that may have several; today it has one."""
+    """The responses to a call, each when it comes; once all have, it can be iterated again.
 
-    def __init__(self, response: InferenceResponse) -> None:
-        self._responses = iter((response,))
+    Letting go of it cancels the call.
+    """
 
-    def __iter__(self) -> Iterator[InferenceResponse]:
+    def __init__(self, call: StreamCall | None, *responses: InferenceResponse) -> None:
+        self._call = call  # None: all have come
+        self._responses = list(responses)
+        self._next = 0
+
+    def __iter__(self) -> ResponseIterator:
+        if self._call is None:
+            self._next = 0
         return self
 
     def __next__(self) -> InferenceResponse:
-        return next(self._responses)
+        if self._next == len(self._responses):
+            self._receive()
+        response = self._responses[self._next]
+        self._next += 1
+        return response
+
+    def _receive(self) -> None:
+        item = self._call.take() if self._call is not None else None
+        if self._call is not None and self._call.finished:
+            self._call = None
+        if item is None:
+            raise StopIteration("Iteration is done for the responses.")
+        self._responses.append(from_reply(item) if isinstance(item, Reply) else from_error(item))
 
     def cancel(self) -> None:
-        """Ask for no more responses."""
-        self._responses = iter(())
+        """Ask for no more responses: those that have not come yet will not."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.leave()
+
+    def __del__(self) -> None:
+        self.cancel()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
@@ -12,8 +13,9 @@ from shmserve.ipc.messages import FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import BlsClient
+from shmserve.workers.bls.calls import BlsClient, Call
 from shmserve.workers.bls.request import CallRequest, Reply
+from shmserve.workers.bls.streams import StreamCall
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +38,30 @@ class Server:
 
     def call(self, request: CallRequest) -> Reply:
         """Run an inference of another model. Raises the ShmserveError that it ended with."""
-        try:
+        with _beginning(request):
             self._check(request)
-            begun = self.calls.begin(request)
-        except ShmserveError as error:
-            raise _not_begun(request.model, error) from None
+            begun = self.calls.begin(Call(self.calls, request))
         return self.calls.wait(begun)
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[Reply]:
         """Begin one, from the running event loop."""
-        try:
+        with _beginning(request):
             self._check(request)
             return self.calls.call_soon(request)
-        except ShmserveError as error:
-            raise _not_begun(request.model, error) from None
+
+    def open(self, request: CallRequest) -> StreamCall:
+        """Begin one that may have any number of responses."""
+        with _beginning(request):
+            self._check(request)
+            return self.calls.begin(StreamCall(self.calls, request))
+
+    def open_soon(self, request: CallRequest, begun: asyncio.Future[None]) -> StreamCall:
+        """Begin one from the running event loop; `begun` is done when there is a response."""
+        with _beginning(request):
+            self._check(request)
+            call = StreamCall(self.calls, request, begun)
+            self.calls.submit_soon(call, begun)
+            return call
 
     def _check(self, request: CallRequest) -> None:
         if not self.running:
@@ -78,6 +90,14 @@ class Server:
         except (NotFound, Unavailable):
             return False
         return bool(found["ready"])
+
+
+@contextlib.contextmanager
+def _beginning(request: CallRequest) -> Iterator[None]:
+    try:
+        yield
+    except ShmserveError as error:
+        raise _not_begun(request.model, error) from None
 
 
 def _not_begun(model: str, error: ShmserveError) -> ShmserveError:

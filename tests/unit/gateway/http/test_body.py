@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
-from aiohttp.base_protocol import BaseProtocol
-from aiohttp.streams import StreamReader
+from aiohttp import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from shmserve.errors import Unavailable
@@ -48,9 +47,9 @@ class Client:
     """A body that comes as the test sends it. Who was waited for it for 10 ms may be slow."""
 
     def __init__(self, body_timeout_s: float = 0.3) -> None:
-        protocol = BaseProtocol(asyncio.get_running_loop())
-        protocol.transport = asyncio.Transport()
-        self.content = StreamReader(protocol, 2**16, loop=asyncio.get_running_loop())
+        protocol = SimpleNamespace(connected=True, resume_reading=lambda **_: None)
+        loop = asyncio.get_running_loop()
+        self.content = StreamReader(cast("Any", protocol), 2**16, loop=loop)
         headers = CIMultiDictProxy(CIMultiDict({"Content-Length": str(MIB)}))
         request = SimpleNamespace(content=self.content, headers=headers)
         settings = Settings(max_input_size=MIB, arena_byte_size=MIB, body_timeout_s=body_timeout_s)

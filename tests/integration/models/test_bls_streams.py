@@ -1,0 +1,275 @@
+"""Models that call models with any number of responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import repositories
+from tests.support.raw_http import Http
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+STEPS = """
+backend: "python"
+model_transaction_policy { decoupled: true }
+input [ { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+# Sends each step as a response; "error TEXT", "final" (with the one before it), "left PATH".
+STEPS_MODEL = """
+import threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,), daemon=True).start()
+
+    def answer(self, request):
+        sender = request.get_response_sender()
+        steps = pb_utils.get_input_tensor_by_name(request, "STEPS").as_numpy().tolist()
+        last = steps.pop() if steps and steps[-1] in (b"final", b"raise") else None
+        for n, step in enumerate(steps):
+            word, _, rest = step.decode().partition(" ")
+            flags = FINAL if last == b"final" and n == len(steps) - 1 else 0
+            if word == "error":
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(rest)), flags)
+            elif word == "left":
+                while not sender.is_cancelled():
+                    time.sleep(0.001)
+                open(rest, "w").close()
+            else:
+                out = pb_utils.Tensor("OUT", np.array([step], np.object_))
+                sender.send(pb_utils.InferenceResponse([out]), flags)
+        if last is None:
+            sender.send(flags=FINAL)
+"""
+CALLER = """
+backend: "python"
+input [
+  { name: "CODE" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] }
+]
+output [ { name: "SEEN" data_type: TYPE_STRING dims: [ -1 ] } ]
+"""
+CALLER_MODEL = """
+import asyncio, gc
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+def shown(response):
+    if response.has_error():
+        return "error: " + response.error().message()
+    outputs = response.output_tensors()
+    return outputs[0].as_numpy()[0].decode() if outputs else "empty"
+
+class TritonPythonModel:
+    %s execute(self, requests):
+        responses = []
+        for request in requests:
+            code = pb_utils.get_input_tensor_by_name(request, "CODE").as_numpy()[0].decode()
+            steps = pb_utils.get_input_tensor_by_name(request, "STEPS")
+            def call(model="steps", steps=steps, **more):
+                inputs = [pb_utils.Tensor("STEPS", steps.as_numpy())]
+                return pb_utils.InferenceRequest(
+                    model_name=model, inputs=inputs, requested_output_names=["OUT"], **more
+                )
+            names = dict(globals(), call=call, seen=[])
+            body = "".join("\\n    " + line for line in code.splitlines())
+            exec("%s run():" + body, names)
+            %snames["run"]()
+            seen = pb_utils.Tensor("SEEN", np.array(names["seen"], np.object_))
+            responses.append(pb_utils.InferenceResponse([seen]))
+        return responses
+"""
+ORDINARY = """
+backend: "python"
+input [ { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] } ]
+"""
+ORDINARY_MODEL = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse(
+                [pb_utils.Tensor("OUT", pb_utils.get_input_tensor_by_name(r, "STEPS").as_numpy())]
+            )
+            for r in requests
+        ]
+"""
+NOT_DECOUPLED = (
+    "error: Model steps - Error when running inference: Model steps is using the decoupled. The "
+    "current BLS request call doesn't support models using the decoupled transaction policy. "
+    "Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled "
+    "models.'"
+)
+NOT_READY = (
+    "error: Model nope - Error when running inference: Failed for execute the inference request. "
+    "Model 'nope' is not ready."
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("bls") / "models"
+    repository.mkdir()
+    repositories.write(repository, "steps", STEPS, STEPS_MODEL)
+    repositories.write(repository, "ordinary", ORDINARY, ORDINARY_MODEL)
+    repositories.write(repository, "caller", CALLER, CALLER_MODEL % ("def", "def", ""))
+    asynchronous = CALLER_MODEL % ("async def", "async def", "await ")
+    repositories.write(repository, "async_caller", CALLER, asynchronous)
+    with running(repository) as started:
+        yield started
+
+
+@pytest.fixture
+def http(served: Server) -> Iterator[Http]:
+    with served.http() as connection:
+        yield connection
+
+
+def ran(http: Http, model: str, code: str, *steps: str) -> list[str]:
+    """What the caller has `seen`."""
+    inputs = [
+        {"name": "CODE", "datatype": "BYTES", "shape": [1], "data": [code]},
+        {"name": "STEPS", "datatype": "BYTES", "shape": [len(steps)], "data": list(steps)},
+    ]
+    answer = http.infer(model, {"inputs": inputs}).ok()
+    (output,) = answer.json()["outputs"]
+    seen: list[str] = output["data"]
+    return seen
+
+
+ITERATE = {
+    "caller": "for response in call().exec(decoupled=True): seen.append(shown(response))",
+    "async_caller": "for response in await call().async_exec(decoupled=True):\n"
+    "    seen.append(shown(response))",
+}
+
+
+@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize(
+    ("steps", "seen"),
+    [
+        ((), ["empty"]),
+        (("a", "b"), ["a", "b", "empty"]),
+        (("a", "b", "final"), ["a", "b"]),
+        (("a", "error no", "c"), ["a", "error: no", "c", "empty"]),
+        (("error no", "final"), ["error: no"]),
+        (tuple("abcdefgh" * 20), [*("abcdefgh" * 20), "empty"]),
+    ],
+)
+def test_each_response_and_the_end(
+    http: Http, model: str, steps: tuple[str, ...], seen: list[str]
+) -> None:
+    assert ran(http, model, ITERATE[model], *steps) == seen
+
+
+@pytest.mark.parametrize("model", ITERATE)
+def test_an_ordinary_model_s_one_response(http: Http, model: str) -> None:
+    code = ITERATE[model].replace("call()", "call('ordinary')")
+    assert ran(http, model, code, "only") == ["only"]
+
+
+def test_once_all_have_come_it_can_be_iterated_again(http: Http) -> None:
+    code = """
+iterator = call().exec(decoupled=True)
+first = [shown(each) for each in iterator]
+seen.extend([*first, "again"])
+try:
+    next(iterator)
+except StopIteration as error:
+    seen.append(str(error))
+seen.extend(map(shown, iterator))
+"""
+    over = "Iteration is done for the responses."
+    assert ran(http, "caller", code, "a", "final") == ["a", "again", over, "a"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("call().exec()", NOT_DECOUPLED),
+        ("call('nope').exec()", NOT_READY),
+        ("[*call('nope').exec(decoupled=True)][0]", NOT_READY),
+    ],
+)
+def test_errors_before_the_first_response(http: Http, call: str, error: str) -> None:
+    assert ran(http, "caller", f"seen.append(shown({call}))", "a") == [error]
+    call = call.replace("*call", "*await call") if "*" in call else f"await {call}"
+    code = f"seen.append(shown({call.replace('.exec', '.async_exec')}))"
+    assert ran(http, "async_caller", code, "a") == [error]
+
+
+@pytest.mark.parametrize("how", ["iterator.cancel()", "del iterator\ngc.collect()"])
+def test_who_lets_go_of_the_iterator_cancels(http: Http, tmp_path: Path, how: str) -> None:
+    path = tmp_path / "left"
+    code = f"""
+iterator = call().exec(decoupled=True)
+seen.append(shown(next(iterator)))
+{how}
+"""
+    assert ran(http, "caller", code, "a", f"left {path}") == ["a"]
+    until("the model sees it", path.exists)
+    code = code.replace("call().exec", "await call().async_exec")
+    path.unlink()
+    assert ran(http, "async_caller", code, "a", f"left {path}") == ["a"]
+    until("the model sees it", path.exists)
+
+
+def test_a_cancelled_iterator_has_what_has_come(http: Http) -> None:
+    code = """
+iterator = call().exec(decoupled=True)
+seen.append(shown(next(iterator)))
+iterator.cancel()
+seen.extend(map(shown, iterator))
+"""
+    assert ran(http, "caller", code, "a", "left /dev/null") == ["a", "a"]
+
+
+def test_a_task_that_is_cancelled_cancels_the_call(http: Http, tmp_path: Path) -> None:
+    path = tmp_path / "left"
+    code = """
+task = call().async_exec(decoupled=True)
+await asyncio.sleep(0.05)
+task.cancel()
+try:
+    await task
+except asyncio.CancelledError:
+    seen.append("cancelled")
+"""
+    assert ran(http, "async_caller", code, f"left {path}") == ["cancelled"]
+    until("the model sees it", path.exists)
+
+
+def test_many_at_once_from_a_coroutine(http: Http) -> None:
+    code = """
+iterators = await asyncio.gather(*(call().async_exec(decoupled=True) for _ in range(10)))
+for iterator in iterators:
+    seen.append("".join(map(shown, iterator)))
+"""
+    assert ran(http, "async_caller", code, *"abc", "final") == ["abc"] * 10
+
+
+def test_memory_is_given_back(http: Http) -> None:
+    """Many large responses, some of which nobody reads."""
+    code = f"""
+big = np.array(["x" * {1 << 20}], np.object_)
+for _ in range(20):
+    inputs = [pb_utils.Tensor("STEPS", np.repeat(big, 6))]
+    request = pb_utils.InferenceRequest(
+        model_name="steps", inputs=inputs, requested_output_names=["OUT"]
+    )
+    iterator = request.exec(decoupled=True)
+    seen.append(str(len(shown(next(iterator)))))
+    del iterator
+"""
+    assert ran(http, "caller", code, "a") == [str(1 << 20)] * 20

@@ -1,0 +1,214 @@
+"""The server's events, as whoever listens to them is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shmserve.client.events import EventReader
+from shmserve.ipc import messages as m
+from tests.support import repositories
+from tests.support.regions import SharedObject
+from tests.support.servers import ROOT, Server, run_command, running, stopped
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that loads what it is told to."""
+    folder = tmp_path_factory.mktemp("events") / "models"
+    folder.mkdir()
+    repositories.add(folder, "simple", "identity")
+    repositories.write(folder, "broken", "", "raise RuntimeError('so it is')")
+    flags = ("--model-control-mode=explicit", "--load-model=simple")
+    with running(folder, *flags) as started:
+        yield started
+
+
+@pytest.fixture
+def events(server: Server) -> Iterator[EventReader]:
+    """What happens from now on."""
+    with EventReader(server.run_dir) as reader:
+        reader.snapshot()
+        yield reader
+
+
+def heard(events: EventReader, last: Callable[[Any], bool]) -> list[Any]:
+    """What happens until this does."""
+    found: list[Any] = []
+    for told in events.follow():
+        assert not told.lost
+        found.append(told.event)
+        if last(told.event):
+            return found
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def following(
+    server: Server, *flags: str
+) -> Iterator[tuple[subprocess.Popen[str], Callable[[], str]]]:
+    """`shmserve events --follow`, and its next line."""
+    command = [sys.executable, "-m", "shmserve", "events", "--follow", *flags]
+    with subprocess.Popen(
+        [*command, f"--run-dir={server.run_dir}"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        output = process.stdout
+
+        def line() -> str:
+            read = output.readline()
+            assert read, "it has ended"
+            return read
+
+        try:
+            yield process, line
+        finally:
+            process.kill()
+
+
+def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
+    with server.http() as http:
+        http.post("/v2/repository/models/identity/load").ok()
+        http.post("/v2/repository/models/identity/unload").ok()
+    found = heard(events, lambda e: e == m.ModelChanged("identity", "1", "UNAVAILABLE", "unloaded"))
+    states = [e.state for e in found if isinstance(e, m.ModelChanged)]
+    assert states == ["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
+    titles = {e.title for e in found if isinstance(e, m.ProcessStarted)}
+    assert titles == {"worker identity.0 cpu", "scheduler identity"}
+    ended = {e.title: e.reason for e in found if isinstance(e, m.ProcessEnded)}
+    assert ended == dict.fromkeys(titles, "exit status 0")
+
+
+@pytest.mark.parametrize(("model", "reason"), [("broken", "so it is"), ("none", "no such model")])
+def test_a_load_that_is_refused(
+    server: Server, events: EventReader, model: str, reason: str
+) -> None:
+    with server.http() as http:
+        assert http.post(f"/v2/repository/models/{model}/load").status >= 400
+        http.post(f"/v2/repository/models/{model}/unload").ok()  # or it keeps the server unready
+    *_, refused = heard(events, lambda event: isinstance(event, m.LoadRefused))
+    assert refused.name == model and reason in refused.reason
+
+
+def test_a_killed_worker(server: Server, events: EventReader) -> None:
+    victim = server.one("worker simple.0")
+    victim.kill()
+    found = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
+    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in found
+    assert (
+        m.ModelChanged("simple", "1", "LOADING", "a process that ended is started again") in found
+    )
+    server.wait_ready()
+
+
+def test_a_stopped_worker_and_why_it_ended(server: Server, events: EventReader) -> None:
+    victim = server.one("worker simple.0")
+    stopped(victim)
+    found = heard(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
+    reason = "signal 9: it was stopped for 0.4 s"
+    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", reason) in found
+    server.wait_ready()
+
+
+def test_regions(server: Server, events: EventReader) -> None:
+    with SharedObject(8192) as made, server.http() as http:
+        http.register("a", made.key, 4096, 4096).ok()
+        registered = m.RegionRegistered("a", made.key, 4096, 4096, os.getuid(), -1)
+        assert registered in heard(events, lambda e: isinstance(e, m.RegionRegistered))
+        listed = run_command("events", f"--run-dir={server.run_dir}", "--topic=regions").stdout
+        assert f" region a: 4096 bytes, {made.key} from 4096" in listed
+        http.unregister("a").ok()
+        assert m.RegionUnregistered("a", "") in heard(
+            events, lambda e: isinstance(e, m.RegionUnregistered)
+        )
+
+
+def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> None:
+    with SharedObject(8192) as made, server.http() as http:
+        http.register("b", made.key, 8192).ok()
+        made.truncate(0)
+        server.one("worker simple.0").send_signal(signal.SIGBUS)
+        found = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
+        reason = "it was truncated while a worker used it, and the worker died"
+        assert found[-1] == m.RegionUnregistered("b", reason)
+        assert m.RegionBlamed("b", reason) in found
+    server.wait_ready()
+
+
+def test_counters_come_again_and_again(server: Server, events: EventReader) -> None:
+    def counters() -> dict[str, int]:
+        *_, counted = heard(events, lambda event: isinstance(event, m.ModelCounted))
+        assert (counted.name, counted.version) == ("simple", "1")
+        return counted.counters
+
+    before = counters()
+    with server.http() as http:
+        tensor = {"datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
+        inputs = [{"name": name, **tensor} for name in ("INPUT0", "INPUT1")]
+        assert http.infer("simple", {"inputs": inputs}).status == 200
+    while (after := counters())["success"] == before["success"]:
+        pass
+    assert after["success"] == before["success"] + 1
+    assert after["request_ns"] > before["request_ns"]
+    assert after["pending"] == after["executing"] == 0
+
+
+def test_what_is_and_what_happens_are_printed(server: Server) -> None:
+    listed = run_command("events", f"--run-dir={server.run_dir}")
+    assert listed.returncode == 0 and not listed.stderr
+    for text in (" server: ready\n", " model simple version 1: READY\n", "scheduler simple: runs"):
+        assert text in listed.stdout
+    with following(server, "--json", "--topic=models") as (process, line):
+        while '"name": "simple"' not in line():
+            pass
+        with server.http() as http:
+            assert http.post("/v2/repository/models/none/load").status >= 400
+        while (shown := json.loads(line()))["event"] != "LoadRefused":
+            pass
+        assert shown["name"] == "none" and "no such model" in shown["reason"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+
+
+def test_no_server(tmp_path: Path) -> None:
+    done = run_command("events", f"--run-dir={tmp_path}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("shmserve: no server tells its events at ")
+
+
+def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
+    """Its threads are in no process that others are forked from."""
+
+    def uses(pid: int) -> bool:
+        return "libzmq" in Path(f"/proc/{pid}/maps").read_text()
+
+    assert [process.pid for process in server.tree() if uses(process.pid)] == [server.pid]
+
+
+def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
+    """It is told what it missed, as far as there is room for it, when it goes on."""
+    with (
+        SharedObject(4096) as made,
+        server.http() as http,
+        following(server, "--topic=regions") as (process, line),
+    ):
+        http.register("first", made.key, 4096).ok()
+        assert " region first: " in line()  # it is there, or it has come
+        stopped(psutil.Process(process.pid))
+        for _ in range(100):
+            http.register("again", made.key, 4096).ok()
+            http.unregister("again").ok()
+        http.unregister("first").ok()
+        process.send_signal(signal.SIGCONT)
+        lines = [line() for _ in range(201)]
+        assert lines[-1].endswith(" region first: unregistered\n")

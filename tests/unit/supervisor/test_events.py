@@ -1,0 +1,273 @@
+"""The server's events: to whom they are sent, what they are made of, what a slow reader loses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.cli.events import _as_json, _as_text
+from shmserve.client.errors import Disconnected
+from shmserve.client.events import TOPICS, EventReader, Gaps, Told
+from shmserve.ipc import endpoints
+from shmserve.ipc import messages as m
+from shmserve.ipc.messages import events
+from shmserve.supervisor.events.feed import EventFeed, changes
+from shmserve.supervisor.events.publisher import EventPublisher, Subscriptions
+
+STARTED = m.ProcessStarted(7, "worker simple.0 cpu")
+READY = m.HealthChanged(live=True, ready=True, exiting=False)
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A folder whose name is short enough for a socket's."""
+    folder = Path(tempfile.mkdtemp(prefix="se-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextlib.asynccontextmanager
+async def published(
+    run_dir: Path, on_subscription: Callable[[str, bool], None] = lambda prefix, wanted: None
+) -> AsyncIterator[EventPublisher]:
+    """An open publisher."""
+    publisher = EventPublisher()
+    publisher.open(endpoints.events(run_dir), on_subscription)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Others on this loop go on meanwhile."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+# --- who listens
+
+
+def test_what_subscribers_say() -> None:
+    subscriptions = Subscriptions()
+    assert not subscriptions.want("models")
+    assert subscriptions.told(b"\1mod") == ("mod", True)
+    assert subscriptions.want("models") and not subscriptions.want("health")
+    assert subscriptions.told(b"\1") == ("", True)
+    assert subscriptions.want("health")
+    assert subscriptions.told(b"\0") == ("", False)
+    assert subscriptions.told(b"\0mod") == ("mod", False)
+    assert not subscriptions.want("models")
+    assert subscriptions.told(b"\0never") == ("never", False)
+
+
+@given(st.binary(max_size=20))
+def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
+    told = Subscriptions().told(frame)
+    assert (told is None) == (frame[:1] not in (b"\0", b"\1"))
+
+
+def test_before_it_is_open_nobody_listens() -> None:
+    publisher = EventPublisher()
+    publisher.publish(STARTED)
+    assert not publisher.wants(events.PROCESSES)
+    publisher.close()
+
+
+def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
+    async def live() -> None:
+        told: list[tuple[str, bool]] = []
+        async with published(run_dir, lambda *news: told.append(news)) as publisher:
+            publisher.publish(STARTED)  # number 1 is the first that is sent
+            with EventReader(run_dir, [events.PROCESSES]) as reader:
+                await until(lambda: publisher.wants(events.PROCESSES))
+                assert not publisher.wants(events.MODELS)
+                publisher.publish(m.LoadRefused("m", "no"))
+                publisher.publish(STARTED)
+                _, header, found = await asyncio.to_thread(reader._next, 5000)
+                assert (header.sequence, found) == (1, [STARTED])
+            await until(lambda: not publisher.wants(events.PROCESSES))
+        assert told == [(events.PROCESSES, True), (events.PROCESSES, False)]
+
+    asyncio.run(live())
+
+
+def test_the_socket_is_its_owners_alone(run_dir: Path) -> None:
+    async def live() -> None:
+        async with published(run_dir):
+            assert (run_dir / "events").stat().st_mode & 0o777 == 0o600
+
+    asyncio.run(live())
+
+
+def test_a_folder_that_is_not_there(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the events are missing then."""
+
+    async def live() -> None:
+        async with published(run_dir / "none") as publisher:
+            publisher.publish(STARTED)
+
+    asyncio.run(live())
+    assert "no events can be listened to: [Errno 2] No such file or directory" in caplog.text
+
+
+# --- slow readers
+
+
+@given(st.sets(st.integers(1, 60), min_size=1))
+def test_what_did_not_arrive_is_counted(arrived: set[int]) -> None:
+    gaps = Gaps()
+    lost = [gaps.before("models", number) for number in sorted(arrived)]
+    assert lost[0] == 0  # what came before is nobody's loss
+    assert sum(lost) == max(arrived) - min(arrived) + 1 - len(arrived)
+    assert gaps.before("health", 50) == 0
+
+
+def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Path) -> None:
+    count = 50_000
+
+    async def live() -> tuple[int, int]:
+        async with published(run_dir) as publisher:
+            with EventReader(run_dir, [events.PROCESSES]) as reader:
+                await until(lambda: publisher.wants(events.PROCESSES))
+                for number in range(count):  # nobody waits for anybody here
+                    publisher.publish(m.ProcessStarted(number, "x"))
+
+                def read() -> tuple[int, int]:
+                    read = lost = 0
+                    for told in reader.follow():
+                        read, lost = read + 1, lost + told.lost
+                        if told.event.pid == -1:
+                            return read, lost
+                    raise AssertionError
+
+                reading = asyncio.ensure_future(asyncio.to_thread(read))
+                while not reading.done():  # until one arrives, when there is room again
+                    publisher.publish(m.ProcessStarted(-1, "x"))
+                    await asyncio.sleep(0.01)
+                return await reading
+
+    read, lost = asyncio.run(live())
+    assert 0 < read < count
+    assert lost >= count + 1 - read
+
+
+# --- what is, and what happens
+
+
+def feed(publisher: EventPublisher, states: dict[Any, Any], asked: list[str]) -> EventFeed:
+    """One of these models."""
+    process: Any = type("Process", (), {"pid": 7, "title": STARTED.title})()
+    return EventFeed(
+        publisher,
+        lambda: dict(states),
+        lambda: [process],
+        list,
+        lambda: READY,
+        lambda: asked.append("counters"),
+    )
+
+
+def test_changes_of_models() -> None:
+    before = {("a", "1"): ("READY", ""), ("b", "1"): ("LOADING", ""), ("c", "2"): ("READY", "")}
+    after = {("a", "1"): ("READY", ""), ("b", "1"): ("READY", ""), ("d", ""): ("UNAVAILABLE", "x")}
+    assert list(changes(before, after)) == [
+        m.ModelChanged("c", "2", "", ""),
+        m.ModelChanged("b", "1", "READY", ""),
+        m.ModelChanged("d", "", "UNAVAILABLE", "x"),
+    ]
+
+
+def test_a_snapshot_and_what_follows(run_dir: Path) -> None:
+    async def live() -> None:
+        states = {("a", "1"): ("LOADING", "")}
+        asked: list[str] = []
+        holder: list[EventFeed] = []
+        async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
+            holder.append(feed(publisher, states, asked))
+            holder[0].models_changed()  # nobody hears of it
+            with EventReader(run_dir) as reader:
+                found = await asyncio.to_thread(reader.snapshot)
+                assert [told.event for told in found] == [
+                    READY,
+                    m.ModelChanged("a", "1", "LOADING", ""),
+                    STARTED,
+                ]
+                assert asked == ["counters"]
+                states["a", "1"] = ("READY", "")
+                holder[0].models_changed()
+                told = await asyncio.to_thread(next, reader.follow())
+                assert told.event == m.ModelChanged("a", "1", "READY", "")
+                await until(lambda: len(asked) > 1)  # a second later
+            await until(lambda: not publisher.wants(events.COUNTERS))
+            await until(lambda: holder[0]._timer is None)
+
+    asyncio.run(live())
+
+
+def test_the_end_of_a_server_is_told(run_dir: Path) -> None:
+    async def live() -> None:
+        async with published(run_dir) as publisher:
+            reader = EventReader(run_dir)
+            await until(lambda: publisher.wants(events.MODELS))
+        with reader, pytest.raises(Disconnected, match="the server has ended"):
+            await asyncio.to_thread(next, reader.follow())
+
+    asyncio.run(live())
+
+
+def test_no_server(run_dir: Path) -> None:
+    with pytest.raises(Disconnected, match="no server tells its events at"):
+        EventReader(run_dir)
+
+
+def test_who_is_no_server(run_dir: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
+        socket.bind(endpoints.events(run_dir))
+        with EventReader(run_dir, [events.MODELS]) as reader:
+            assert socket.poll(5000)
+            socket.send_multipart([b"models", b"\xc1"])
+            with pytest.raises(Disconnected, match="is no server"):
+                next(reader.follow())
+
+
+# --- what is printed
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (READY, "server: ready"),
+        (m.HealthChanged(live=True, ready=True, exiting=True), "server: stopping"),
+        (m.ModelChanged("m", "1", "READY", ""), "model m version 1: READY"),
+        (m.ModelChanged("m", "", "UNAVAILABLE", "no\n"), "model m: UNAVAILABLE (no)"),
+        (m.ModelChanged("m", "1", "", ""), "model m version 1: gone"),
+        (m.LoadRefused("m", "a\x1bb"), "model m: not loaded (a?b)"),
+        (STARTED, "process 7 worker simple.0 cpu: runs"),
+        (m.ProcessEnded(7, "x", "signal 9"), "process 7 x: ended (signal 9)"),
+        (
+            m.RegionRegistered("r", "/k", 8, 64, 1000, -1),
+            "region r: 64 bytes, /k from 8, of uid 1000",
+        ),
+        (m.RegionRegistered("r", "", 0, 64, 0, 1), "region r: 64 bytes, on device 1, of uid 0"),
+        (m.RegionUnregistered("r", ""), "region r: unregistered"),
+        (m.RegionBlamed("r", "cut"), "region r: to blame (cut)"),
+        (m.ModelCounted("m", "1", {"a": 1, "b": 2}), "counters of m version 1: a=1 b=2"),
+    ],
+)
+def test_an_event_is_a_line(event: Any, line: str) -> None:
+    told = Told(events.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0)
+    assert told.topic in TOPICS
+    assert _as_text(told) == f"2023-11-14T22:13:20.123Z {line}"
+    assert f'"event": "{type(event).__name__}"' in _as_json(told)
