@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
+from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
@@ -29,7 +29,6 @@ from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 logger = logging.getLogger(__name__)
 
-_STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 
@@ -56,7 +55,7 @@ class Submitted:
         self._built = built
         self._pending = pending
         self._given_up = False
-        self._left = False
+        self._left = not inferences.came()
         self.model_name = model.name
         self.request_id = built.wire.id
 
@@ -164,9 +163,12 @@ class Inferences:
         self.count = 0
         self.on_idle: Callable[[], None] | None = None
 
-    def came(self) -> None:
-        """One more, or another call that is taken."""
-        self.count += 1
+    def came(self) -> bool:
+        """One more, or another call that is taken; whether it counts. What comes while the server
+        drains is answered as long as its model is there, and keeps no drain waiting."""
+        counts = not self.gateway.draining
+        self.count += counts
+        return counts
 
     def left(self) -> None:
         """One less."""
@@ -194,13 +196,10 @@ class Inferences:
         model, built, order = self._admitted(raw, client, remaining_s, streamed=True)
         if not model.decoupled:
             return self._submitted(model, built, order)
-        opened = OpenRequest(self.gateway, model, built, order, on_response)
-        self.came()
-        return opened
+        return OpenRequest(self.gateway, model, built, order, on_response)
 
     def _submitted(self, model: Model, built: BuiltRequest, order: m.Submit) -> Submitted:
         pending = self.gateway.dispatcher.submit(model.scheduler, order, built.release)
-        self.came()
         return Submitted(self.gateway, self, model, built, pending)
 
     def _admitted(
@@ -208,8 +207,6 @@ class Inferences:
     ) -> tuple[Model, BuiltRequest, m.Submit]:
         arrived_ns = time.monotonic_ns()
         gateway = self.gateway
-        if gateway.draining or gateway.health.exiting:
-            raise Refused(Unavailable(_STOPPING), _id_of(raw))
         model, built = self._read(raw, streamed)
         limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
         try:

@@ -126,7 +126,7 @@ class _Stream:
         except Refused as refused:
             item = refused.bare()
         if isinstance(item, OpenRequest):
-            self._open[item] = StreamedRequest(inferences.gateway, item, size)
+            self._open[item] = StreamedRequest(inferences, item, size)
             return
         self._ordered.append((item, size))
         if isinstance(item, Submitted):
@@ -165,7 +165,7 @@ class _Stream:
         request.passed_on(answer)
         if is_last(message):
             del self._open[request]
-            self._inferences.left()
+            streamed_request.leave()
             self._room.give(streamed_request.size)
 
     async def _write_answer(self, patience_s: float) -> None:
@@ -191,9 +191,9 @@ class _Stream:
         while self._outbox:
             request, message = self._outbox.popleft()
             request.discard(message)
-        for request in self._open:
-            request.abandon()
-            self._inferences.left()
+        for streamed_request in self._open.values():
+            streamed_request.request.abandon()
+            streamed_request.leave()
         self._open.clear()
 
 

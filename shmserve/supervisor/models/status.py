@@ -196,11 +196,12 @@ class ModelRegistry:
 
     def publication(self, model: Model, version: ModelVersion, number: int) -> m.ModelPublished:
         """What is told of a version that serves; `number` asks for an acknowledgement."""
+        metadata = self._metadata(version.config, sorted(model.serving, key=int))
         return m.ModelPublished(
             name=model.name,
             version=version.spec.version,
             config=version.config,
-            metadata=self._metadata(version.config, sorted(model.serving, key=int)),
+            metadata={**metadata, "labels": version.spec.labels},
             endpoint=version.endpoint,
             ready=version.ready,
             latest=version.spec.version == model.latest,

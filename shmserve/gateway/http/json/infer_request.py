@@ -224,6 +224,11 @@ def _take_parameters(request: WireRequest, raw: Any) -> None:
 def _custom(key: str, value: Any) -> str | int | float | bool:
     if key.startswith("triton_"):
         raise InvalidArgument(_RESERVED)
+    return parameter_value(key, value)
+
+
+def parameter_value(key: str, value: Any) -> str | int | float | bool:
+    """A request parameter as models are given it; raises InvalidArgument for what is none."""
     if type(value) not in (str, int, bool, float):
         raise InvalidArgument(
             f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
