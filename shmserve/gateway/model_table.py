@@ -30,6 +30,7 @@ class Model:
     """
 
     __slots__ = (
+        "checks_ready",
         "config",
         "decoupled",
         "load_seconds",
@@ -49,6 +50,7 @@ class Model:
         self.config: bytes = orjson.dumps(published.config)
         self.metadata = published.metadata
         self.ready = published.ready
+        self.checks_ready = bool(published.metadata.get("checks_ready"))
         self.load_seconds = published.load_seconds
         self.scheduler = scheduler
         self.prepared: PreparedCache[Any, Any] = PreparedCache(_MOST_PREPARED)
