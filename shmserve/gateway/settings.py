@@ -1,9 +1,13 @@
-"""What a gateway is told when it starts: frozen, made once of the entry point's arguments."""
+"""What a gateway is started with: frozen, decoded once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.logs import LogSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +43,17 @@ class Settings:
     counter_latencies: bool = True
     histogram_latencies: bool = False
     summary_latencies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStart:
+    """A gateway, which the supervisor knows as `name`. One for HTTP is given descriptors of sockets
+    that listen, the first `http_sockets` for HTTP, the others for metrics; one for gRPC has
+    `grpc`."""
+
+    name: str
+    run_dir: Path
+    settings: Settings
+    http_sockets: int = 0
+    grpc: GrpcSettings | None = None
+    log: LogSettings = field(default_factory=LogSettings)
