@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, assert_never
 
 from shmserve import logs
@@ -43,8 +42,12 @@ from shmserve.ipc.messages import (
     WorkerToScheduler,
 )
 from shmserve.ipc.tensors.signature import id_prefix
-from shmserve.scheduler.batchers.dynamic import Batch, Closed, WaitUntil, decide
-from shmserve.scheduler.instances.executions import ControlLink, Executions
+from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
+from shmserve.scheduler.batchers.default import DefaultBatcher
+from shmserve.scheduler.batchers.dynamic import DynamicBatcher
+from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.losses import ControlLink, Losses
+from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue, believable
 from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
 from shmserve.scheduler.requests.responses import Peers, Responses
@@ -74,15 +77,18 @@ class Scheduler:
         self._to_workers = workers
         self._to_control = control
         self._wall_clock = wall_clock
-        self._batching = settings.batching
+        self._batcher = _batcher(settings)
         self._ordered = settings.preserve_ordering
         self._statistics = Statistics(settings)
-        self._answers = Responses(clients, workers, self._statistics, self._ordered)
+        self._responses = Responses(clients, workers, self._statistics, self._ordered)
         self._queue = RequestQueue(settings)
-        self._executions = Executions(
-            settings, workers, control, self._queue, self._answers, self._statistics
+        self._pool = Pool(settings.execution_limit_ns)
+        self._losses = Losses(
+            settings, self._pool, control, self._queue, self._responses, self._statistics
         )
-        self._pool = self._executions.pool
+        self._executions = Executions(
+            settings, self._pool, workers, self._responses, self._statistics, self._losses
+        )
         self._metrics = ModelMetrics()
         self._clients: dict[bytes, Client] = {}
         self._dead: deque[int] = deque(maxlen=_DEAD_REMEMBERED)
@@ -123,7 +129,7 @@ class Scheduler:
 
     def _submit(self, client: Client, message: Submit, now_ns: int) -> None:
         if message.id in client.requests or (client.pid and client.pid in self._dead):
-            # Nothing is owed: an answer would be taken for the other request's, or by nobody.
+            # Nothing is owed: a response would be taken for the other request's, or by nobody.
             self.misplaced()
             return
         try:
@@ -133,22 +139,22 @@ class Scheduler:
                 raise Unavailable(self._pool.failure)
             if self._pool.free and self._queue.full:
                 self._dispatch(now_ns)
-            self._answers.admitted(self._queue.admit(client, message, now_ns))
+            self._responses.admitted(self._queue.admit(client, message, now_ns))
         except InvalidArgument as error:
-            self._answers.refuse(client, message, error, 0)
+            self._responses.refuse(client, message, error, 0)
         except ShmserveError as error:
             wait_s = 0
             if isinstance(error, QueueFull):
                 waiting, instances = len(self._queue), self._pool.ready_count
                 wait_s = self._executions.service_time.drain_s(waiting, instances)
             self._statistics.failed(believable(message.arrived_ns, now_ns), Reason.REJECTED, now_ns)
-            self._answers.refuse(client, message, error, wait_s)
+            self._responses.refuse(client, message, error, wait_s)
 
     def _cancel(self, request: Request, now_ns: int) -> None:
         match request.state:
             case State.QUEUED | State.HELD:
                 self._queue.remove(request)
-                self._answers.fail(
+                self._responses.fail(
                     request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
                 )
             case State.EXECUTING | State.RESPONDING:
@@ -167,7 +173,7 @@ class Scheduler:
                     self._executions.cancel(request)
                 case _:
                     pass
-            self._answers.abandon(request, now_ns)
+            self._responses.abandon(request, now_ns)
 
     # --- workers and supervisor -------------------------------------------------------------------
 
@@ -199,7 +205,7 @@ class Scheduler:
                 self._pool.expect(message.index, message.pid)
             case InstanceExited():
                 lost = self._pool.exit(message.index)
-                self._executions.exited(lost, message.reason, now_ns)
+                self._losses.exited(lost, message.reason, now_ns)
             case ProcessExited():
                 self._process_exited(message.pid, now_ns)
             case PoolFailed():
@@ -218,7 +224,7 @@ class Scheduler:
                 assert_never(message)
 
     def _process_exited(self, pid: int, now_ns: int) -> None:
-        self._executions.exited(self._pool.exit_process(pid), "", now_ns)
+        self._losses.exited(self._pool.exit_process(pid), "", now_ns)
         self._executions.forget(pid)
         self._metrics.exited(pid)
         # Frames that it sent may still be on their way.
@@ -232,23 +238,22 @@ class Scheduler:
         self._drained = False
         # Nothing more comes that would be worth waiting for.
         self._queue.release_hold()
-        if self._batching is not None:
-            self._batching = replace(self._batching, delay_ns=0)
+        self._batcher.hurry()
 
     def _stop(self, now_ns: int) -> None:
         self.stopped = True
         for client in self._clients.values():
             for request in list(client.requests.values()):
-                if request.state is State.ANSWERED:
-                    self._answers.close(request, now_ns)
+                if request.state is State.FAILED_EARLY:
+                    self._responses.close(request, now_ns)
                 else:
                     text = id_prefix(request.request_id) + _STOPPING
-                    self._answers.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
+                    self._responses.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
 
     @property
     def live(self) -> int:
         """How many requests are not done."""
-        return self._answers.live
+        return self._responses.live
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -258,24 +263,24 @@ class Scheduler:
             self._expire(request, now_ns)
         if now_ns >= self._limit_ns:
             for slot in self._pool.overdue(now_ns):
-                self._executions.overrun(slot, now_ns)
+                self._losses.overrun(slot, now_ns)
         if self._pool.failure:
             self._refuse_waiting(self._pool.failure, now_ns)
         wake_ns = self._dispatch(now_ns)
         if self._ordered:
-            self._answers.release(now_ns)
-            self._answers.sweep()
-        if self._draining and not self._drained and not self._answers.live:
+            self._responses.release(now_ns)
+            self._responses.sweep()
+        if self._draining and not self._drained and not self._responses.live:
             self._drained = True
             self._keep(self.report(now_ns))
             self._to_control.post(Drained())
-        self._queue.sweep(self._answers.live)
+        self._queue.sweep(self._responses.live)
         # What begins before the next turn can only pass its limit later than this.
         self._limit_ns = self._pool.next_limit_ns()
         return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
 
     def _dispatch(self, now_ns: int) -> int:
-        queue, executions, rules = self._queue, self._executions, self._batching
+        queue, executions, batcher = self._queue, self._executions, self._batcher
         pool = self._pool
         while len(queue):
             ahead = not pool.free
@@ -286,16 +291,15 @@ class Scheduler:
                 executions.start([retry], Closed.RETRY, now_ns)
             elif not queue.queued:
                 break  # what must run alone waits for an instance that has nothing else
-            elif rules is None:
-                executions.start(queue.take(1), Closed.IDLE, now_ns)
             elif queue.holding():
                 break
             else:
-                decision = decide(
-                    now_ns, queue.waiting(), rules, executions.service_time.reserve_ns
-                )
+                reserve_ns = executions.service_time.reserve_ns
+                decision = batcher.decide(now_ns, queue.waiting(), reserve_ns)
                 match decision:
-                    case Batch(reason=reason) if ahead and reason not in _CANNOT_GROW:
+                    case Batch(reason=reason) if (
+                        ahead and batcher.grows and reason not in _CANNOT_GROW
+                    ):
                         break
                     case Batch():
                         executions.start(queue.take(decision.count), decision.reason, now_ns)
@@ -320,12 +324,12 @@ class Scheduler:
                 pass
             case _:
                 return  # its other timer was first
-        self._answers.fail(request, "UNAVAILABLE", EXPIRED, reason, now_ns, early)
+        self._responses.fail(request, "UNAVAILABLE", EXPIRED, reason, now_ns, early)
 
     def _refuse_waiting(self, reason: str, now_ns: int) -> None:
         for request in self._queue.all():
             self._queue.remove(request)
-            self._answers.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
+            self._responses.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
     # --- counts -----------------------------------------------------------------------------------
 
@@ -374,3 +378,9 @@ class Scheduler:
             "families": model_metrics.plain(self._metrics.total()),
         }
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
+
+
+def _batcher(settings: Settings) -> Batcher:
+    if settings.batching is None:
+        return DefaultBatcher()
+    return DynamicBatcher(settings.batching)
