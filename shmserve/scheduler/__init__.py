@@ -9,10 +9,12 @@ requests/               request.py      the state machine of a request, as a tab
                         responses.py    what clients are told; ordering
 batchers/               base.py, default.py, dynamic.py
                                         (queue, time) -> a batch, or until when to wait
+                        dispatch.py     from the queue to the instances
 instances/              pool.py         slots: who is there, who is free, what each one runs
                         executions.py   batches and responses between here and workers
                         losses.py       workers that died, overran or talked nonsense: retries
                         service_time.py moving averages of how long executions take
 statistics/             counters, histograms, quantiles, responses by index
+reports.py              what clients, and a successor, are told of them
 local_clients.py        requests of programs outside the server, checked
 """

@@ -82,7 +82,7 @@ class LocalClientRules:
         self._signature = signature
         self._limit_us = limit_us
         self._memories: set[tuple[int, Memory]] = set()
-        self._forms: TemplateCache[Admission] = TemplateCache()  # of small tensors
+        self._templates: TemplateCache[Admission] = TemplateCache()  # of small tensors
         # By a local client and its request, whose tensors are in memory.
         self._known: dict[tuple[int, bytes], Admission] = {}
 
@@ -143,7 +143,7 @@ class LocalClientRules:
         known = self._known.get(key) if len(work) <= _LONGEST_KNOWN else None
         if known is not None:
             return known
-        found = self._forms.find(work)
+        found = self._templates.find(work)
         if found is not None:
             return found[0]
         inference = unpack_inference(work)
@@ -154,7 +154,7 @@ class LocalClientRules:
             self._check_owner(number, place)
         admission = self._signature.admit(submit.request_id, inference.inputs, inference.outputs)
         if not places:
-            self._forms.learn(work, inference, admission)
+            self._templates.learn(work, inference, admission)
         elif len(places) >= len(inference.inputs) and len(work) <= _LONGEST_KNOWN:
             self._remember(key, admission)
         return admission
@@ -196,7 +196,7 @@ def _check_types(inference: Inference) -> None:
             raise MalformedMessage("a parameter has the wrong type")
 
 
-class Fronts:
+class ClientRouters:
     """The way back to clients: gateways and models on one socket, local clients on the other."""
 
     def __init__(self, clients: Router, listener: LocalClientListener) -> None:
