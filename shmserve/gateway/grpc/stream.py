@@ -94,6 +94,7 @@ class _Stream:
         self._inferences = inferences
         self._client = client
         self._context = context
+        self._headers = inferences.headers(context)
         self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         self._room = _Room(_MOST_WAITING)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # each with its size
@@ -121,7 +122,7 @@ class _Stream:
         inferences = self._inferences
         try:
             item: Submitted | OpenRequest | Refused = inferences.stream(
-                raw, self._client, self._context.time_remaining(), self._responded
+                raw, self._client, self._context.time_remaining(), self._responded, self._headers
             )
         except Refused as refused:
             item = refused.bare()
