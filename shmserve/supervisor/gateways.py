@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from shmserve.errors import ShmserveError
+from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import close
 from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.zygote import BOOT_FAILED
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +48,21 @@ class Gateways:
         self._rows: defaultdict[str, RestartBackoff] = defaultdict(RestartBackoff)
         self._started: dict[str, float] = {}
         self._drained: dict[int, asyncio.Future[None]] = {}
+        self._first_contact: dict[str, asyncio.Future[None]] = {}
         self.stopping = False
 
     async def start(self) -> None:
-        """Start every gateway."""
+        """Start every gateway; returns when all have made contact.
+
+        Raises Unavailable when one cannot run here at all; its log says why.
+        """
         names = [str(index) for index in range(self._host.config.gateways)]
         if self._grpc:
             names.append(_GRPC)
+        loop = asyncio.get_running_loop()
+        self._first_contact = {name: loop.create_future() for name in names}
         await asyncio.gather(*map(self._start, names))
+        await asyncio.gather(*self._first_contact.values())
 
     async def _start(self, name: str) -> None:
         self._started[name] = time.monotonic()
@@ -69,7 +77,9 @@ class Gateways:
             f"gateway {name}", entry, {**common, **own}, [sock.fileno() for sock in sockets]
         )
         self._children[name] = child
-        self._host.enrol(child.pid, "gateway", lambda message: self._from_gateway(child, message))
+        self._host.enrol(
+            child.pid, "gateway", lambda message: self._from_gateway(name, child, message)
+        )
 
     def _http_entry(self, name: str) -> tuple[str, dict[str, Any], list[socket.socket]]:
         own = {"index": int(name), "http_count": len(self._http)}
@@ -82,9 +92,11 @@ class Gateways:
         own = {"addresses": addresses, "grpc": config.gateway_settings()}
         return "shmserve.gateway.grpc.main:run", own, []
 
-    def _from_gateway(self, child: Child, message: Any) -> None:
+    def _from_gateway(self, name: str, child: Child, message: Any) -> None:
         match message:
             case m.GatewayReady():
+                if not self._first_contact[name].done():
+                    self._first_contact[name].set_result(None)
                 for item in self._snapshot():
                     self._host.control.send(child.pid, item)
             case m.Acknowledged(number):
@@ -125,8 +137,19 @@ class Gateways:
         connection is refused."""
         for name, known in self._children.items():
             if known is child and not self.stopping:
+                if self._is_hopeless(name, child):
+                    return
                 logger.error("%s ended (%s); starting it again", child.title, child.exited.result())
                 self._host.background(self._restart(name))
+
+    def _is_hopeless(self, name: str, child: Child) -> bool:
+        """Whether a gateway ended by itself before its first contact: then so would the next."""
+        first = self._first_contact[name]
+        if first.done() or child.exited.result() != f"exit status {BOOT_FAILED}":
+            return False
+        first.set_exception(Unavailable(f"{child.title} ended at its start"))
+        first.exception()  # retrieved, also when nobody waits any more
+        return True
 
     async def _restart(self, name: str) -> None:
         await asyncio.sleep(self._rows[name].pause_s(time.monotonic() - self._started[name]))
