@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from shmserve import logs
@@ -36,6 +35,7 @@ from shmserve.ipc.messages import (
     Stop,
     WorkerStarted,
 )
+from shmserve.ipc.messages.start import WorkerStart, decode
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends
@@ -50,23 +50,23 @@ logger = logging.getLogger(__name__)
 _LAST_WORDS_S = 1.0
 
 
-def run(args: dict[str, Any]) -> None:
-    """The entry point; `args` as the supervisor gives them. Returns when the process should end."""
-    model, index = args["model_name"], args["index"]
-    logs.configure(f"worker {model}.{index}", logs.LogSettings(**args["log"]))
+def run(data: bytes) -> None:
+    """The entry point; `data` is an encoded `WorkerStart`. Returns when the process should end."""
+    start = decode(WorkerStart, data)
+    model, index = start.model_name, start.index
+    logs.configure(f"worker {model}.{index}", start.log)
     _set_signals()
-    device = _device(args["device"])
+    device = _device(start.device)
     name_process(f"worker {model}.{index} {device}")
-    _limit_threads(args["threads"])
+    _limit_threads(start.threads)
     # As in Triton: a model that parses its command line finds none, not that of the zygote.
     sys.argv[:] = [""]
     pid = os.getpid()
-    run_dir = Path(args["run_dir"])
-    identity = f"worker.{args['number']}.{index}.{pid}"
-    control = Control(Dealer(endpoints.control(run_dir), identity))
+    identity = f"worker.{start.number}.{index}.{pid}"
+    control = Control(Dealer(endpoints.control(start.run_dir), identity))
     try:
         control.send(WorkerStarted(pid))
-        context = _context(args, device, run_dir, control)
+        context = _context(start, device, control)
         _Worker(context, index, pid).run()
     finally:
         # What was said last, such as why the model does not load, should still arrive.
@@ -115,11 +115,12 @@ class _Worker:
 
     def _load(self, config: dict[str, Any]) -> None:
         began = time.monotonic()
-        self._made(config).load(config)
+        backend = self._made(config)
+        backend.load(config)
         # What is there now stays: the collector need not look at it again, nor unshare its pages.
         gc.collect()
         gc.freeze()
-        self._control.send(InstanceLoaded(time.monotonic() - began))
+        self._control.send(InstanceLoaded(time.monotonic() - began, backend.checks_ready))
 
     def _made(self, config: dict[str, Any]) -> Backend:
         if self._backend is None:
@@ -154,31 +155,25 @@ class _Worker:
         return False
 
 
-def _context(
-    args: dict[str, Any],
-    device: str,
-    run_dir: Path,
-    control: Control,
-) -> ModelContext:
-    model_dir = Path(args["model_dir"])
+def _context(start: WorkerStart, device: str, control: Control) -> ModelContext:
     device_memory = DeviceMemory()
     kind, _, number = device.partition(":")
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
     return ModelContext(
-        model_name=args["model_name"],
-        version=args["version"],
-        repository=Path(args["repository"]),
-        model_dir=model_dir,
-        version_dir=model_dir / args["version"],
-        instance_name=args["instance_name"],
-        kind=args["kind"],
+        model_name=start.model_name,
+        version=start.version,
+        repository=start.repository,
+        model_dir=start.model_dir,
+        version_dir=start.model_dir / start.version,
+        instance_name=start.instance_name,
+        kind=start.kind,
         device=device,
-        device_id=args["device_id"],
-        backend_config=args["backend_config"],
-        threads=args["threads"],
-        run_dir=run_dir,
+        device_id=start.device_id,
+        backend_config=start.backend_config,
+        threads=start.threads,
+        run_dir=start.run_dir,
         control=control,
-        arena=Arena(args["arena_byte_size"]),
+        arena=Arena(start.arena_byte_size),
         mappings=Mappings(device_memory.open, pin),
         device_memory=device_memory,
     )

@@ -39,16 +39,33 @@ class OpenRequest:
     the bytes of those that it has not taken yet, oldest first.
     """
 
-    __slots__ = ("cancelled", "client_pid", "credit", "key", "unread", "unread_bytes", "work")
+    __slots__ = (
+        "cancelled",
+        "client_pid",
+        "credit",
+        "key",
+        "on_cancel",
+        "unread",
+        "unread_bytes",
+        "work",
+    )
 
     def __init__(self, key: int, client_pid: int, work: bytes) -> None:
         self.key = key
         self.client_pid = client_pid
         self.work = work
         self.cancelled = False
+        self.on_cancel: Callable[[], object] | None = None
         self.credit = FIRST_CREDIT
         self.unread: deque[int] = deque()
         self.unread_bytes = 0
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more; `on_cancel` is told, once."""
+        if not self.cancelled:
+            self.cancelled = True
+            if self.on_cancel is not None:
+                self.on_cancel()
 
     @property
     def may_respond(self) -> bool:
@@ -156,7 +173,7 @@ class SchedulerLink:
             case CancelExecution(key=key):
                 request = self._open.get(key)
                 if request is not None:
-                    request.cancelled = True
+                    request.cancel()
                     self._wake(request)
             case GrantExecution(key=key, responses=responses):
                 request = self._open.get(key)
@@ -172,12 +189,17 @@ class SchedulerLink:
         """The scheduler is gone: nobody waits for what it gave us."""
         self.batches.clear()
         for request in self._open.values():
-            request.cancelled = True
+            request.cancel()
         self._open.clear()
         for waiting in self._waiting:
             os.eventfd_write(waiting, 1)
 
     # --- requests
+
+    @property
+    def has_open(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._open)
 
     def opened(self, message: Execute) -> Batch:
         """The batch of a message, its requests open until `close`."""

@@ -73,8 +73,10 @@ from shmserve.ipc.messages.memory import (
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
     Answered,
+    AskReady,
     Attach,
     ChangeLogging,
+    CheckReady,
     CompleteConfig,
     ConfigCompleted,
     CountsInherited,
@@ -96,6 +98,7 @@ from shmserve.ipc.messages.supervision import (
     ModelWithdrawn,
     PoolFailed,
     ProcessExited,
+    ReadyChecked,
     Refused,
     SchedulerLost,
     SchedulerReady,
@@ -111,12 +114,14 @@ __all__ = [
     "MOST_UNREAD_BYTES",
     "Acknowledged",
     "Answered",
+    "AskReady",
     "Attach",
     "BatchFinished",
     "Cancel",
     "CancelExecution",
     "ChangeLogging",
     "CheckMemory",
+    "CheckReady",
     "ClientToScheduler",
     "CompleteConfig",
     "ConfigCompleted",
@@ -159,6 +164,7 @@ __all__ = [
     "ProcessEnded",
     "ProcessExited",
     "ProcessStarted",
+    "ReadyChecked",
     "Refused",
     "RegionAbandoned",
     "RegionBlamed",
@@ -232,6 +238,7 @@ GatewayToSupervisor = (
     | UnloadModel
     | IndexRepository
     | ChangeLogging
+    | AskReady
     | Drained
 )
 SupervisorToScheduler = (
@@ -251,6 +258,7 @@ SupervisorToWorker = (
     | LoadInstance
     | Attach
     | CheckMemory
+    | CheckReady
     | MemoryDropped
     | ProcessExited
     | ModelWithdrawn
@@ -266,6 +274,8 @@ WorkerToSupervisor = (
     | InstanceLoaded
     | LoadFailed
     | MemoryChecked
+    | ReadyChecked
+    | AskReady
     | FindModel
     | LoadModel
     | UnloadModel

@@ -55,14 +55,6 @@ class GrpcConfig:
     tls: Tls | None
     options: tuple[tuple[str, int], ...]
 
-    def gateway_settings(self) -> dict[str, Any]:
-        """As the gateway's entry point takes it."""
-        tls = self.tls
-        return {
-            "tls": tls and [tls.server_cert, tls.server_key, tls.root_cert],
-            "options": self.options,
-        }
-
 
 def from_values(value: Mapping[str, Any]) -> GrpcConfig | None:
     """The settings that the flags' values give, None for --allow-grpc=false.

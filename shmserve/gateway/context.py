@@ -20,8 +20,7 @@ class Gateway:
     """`arena` holds request bodies, of which `body_budget` accounts for those that are arriving;
     `mappings` are of workers' arenas, never of clients' regions.
 
-    `health` is the supervisor's word. `draining`: inferences are refused, connections end with
-    their next response.
+    `health` is the supervisor's word. `draining`: connections end with their next response.
     """
 
     settings: Settings

@@ -22,7 +22,7 @@ from shmserve.gateway.links.dispatcher import Dispatcher
 from shmserve.gateway.links.supervisor import Supervisor
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.settings import GatewayStart, Settings
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
@@ -54,21 +54,18 @@ class Front(ABC):
         """End every connection, now."""
 
 
-def prepare(role: str, title: str, log: dict[str, Any]) -> None:
-    """Set up this process: its log (`LogSettings` by name), its name for `ps`, and no ending but
-    the supervisor's."""
-    logs.configure(role, LogSettings(**log))
+def prepare(role: str, title: str, log: LogSettings) -> None:
+    """Set up this process: its log, its name for `ps`, and no ending but the supervisor's."""
+    logs.configure(role, log)
     name_process(title)
     # The supervisor decides when this ends; a Ctrl-C reaches the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
-async def serve(
-    name: str, run_dir: Path, settings: Settings, make_front: Callable[[Gateway], Front]
-) -> None:
-    """Be the gateway that the supervisor knows as `name` until it says `Stop`."""
-    await _Process(name, run_dir, settings, make_front).run()
+async def serve(start: GatewayStart, make_front: Callable[[Gateway], Front]) -> None:
+    """Be a gateway until the supervisor says `Stop`."""
+    await _Process(start.name, start.run_dir, start.settings, make_front).run()
 
 
 class _Process:

@@ -1,9 +1,13 @@
-"""What a gateway is told when it starts: frozen, made once of the entry point's arguments."""
+"""What a gateway is started with: frozen, decoded once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.logs import LogSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +19,9 @@ class Settings:
     for none. `arena_byte_size` bounds the memory for request bodies. `body_timeout_s` is how long a
     client may stall while it sends a body or reads a response. `tokens` and `..._restricted` are as
     gateway/authorisation.py has them, `allow_client_shm` and `shm_overlap` as shmserve/trust.py.
-    `cuda_devices` is how many CUDA devices the server has; without one there is no CUDA shared
-    memory. The `..._latencies` are which of them metrics show.
+    Headers, or metadata over gRPC, whose names match `..._header_forward_pattern` become parameters
+    of the request. `cuda_devices` is how many CUDA devices the server has; without one there is no
+    CUDA shared memory. The `..._latencies` are which of them metrics show.
     """
 
     id: str = "triton"
@@ -33,6 +38,22 @@ class Settings:
     allow_client_shm: bool | None = None
     shm_overlap: str = "warn"
     cuda_devices: int = 0
+    http_header_forward_pattern: str = ""
+    grpc_header_forward_pattern: str = ""
     counter_latencies: bool = True
     histogram_latencies: bool = False
     summary_latencies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStart:
+    """A gateway, which the supervisor knows as `name`. One for HTTP is given descriptors of sockets
+    that listen, the first `http_sockets` for HTTP, the others for metrics; one for gRPC has
+    `grpc`."""
+
+    name: str
+    run_dir: Path
+    settings: Settings
+    http_sockets: int = 0
+    grpc: GrpcSettings | None = None
+    log: LogSettings = field(default_factory=LogSettings)

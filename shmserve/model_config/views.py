@@ -94,9 +94,6 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
         for name in _GROUP_FIELDS:
             if _is_set(group, name):
                 yield f"instance_group[{index}].{name}"
-    for index, output in enumerate(config.output):
-        if output.label_filename:
-            yield f"output[{index}].label_filename"
     if config.HasField("dynamic_batching"):
         batching = config.dynamic_batching
         if batching.priority_levels > 1:

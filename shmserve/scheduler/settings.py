@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmserve.common import first_response
+from shmserve.ipc.messages.start import SchedulingLimits
 
 logger = logging.getLogger(__name__)
 
@@ -60,15 +61,15 @@ class Settings:
     first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
 
     @classmethod
-    def read(cls, config: dict[str, Any], version: str, server: dict[str, Any]) -> Settings:
-        """From a normalised configuration and what the `server` sets for all models.
+    def read(cls, config: dict[str, Any], version: str, limits: SchedulingLimits) -> Settings:
+        """From a normalised configuration and what the server sets for all models.
 
         Priority levels and the DELAY action are not acted on here.
         """
         dynamic = config.get("dynamic_batching")
         max_batch_size: int = config["max_batch_size"]
-        limit_s = _execution_limit_s(config, float(server.get("execution_timeout_s") or 0))
-        default_bound = int(server.get("max_queue_size") or 0)
+        limit_s = _execution_limit_s(config, limits.execution_timeout_s)
+        default_bound = limits.max_queue_size
         decoupled = bool((config.get("model_transaction_policy") or {}).get("decoupled", False))
         ordered = bool((dynamic or {}).get("preserve_ordering", False))
         return cls(
@@ -81,9 +82,9 @@ class Settings:
             preserve_ordering=ordered and not decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
-            hold_until=0 if dynamic is None else int(server.get("delay_scheduler") or 0),
+            hold_until=0 if dynamic is None else limits.delay_scheduler,
             decoupled=decoupled,
-            quantiles=tuple(server.get("quantiles") or ()),
+            quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
         )
 

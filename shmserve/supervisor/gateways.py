@@ -9,11 +9,13 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
+from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.gateway.settings import GatewayStart, Settings
 from shmserve.ipc import messages as m
+from shmserve.ipc.messages.start import encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import close
 from shmserve.supervisor.processes.restart_backoff import RestartBackoff
@@ -23,6 +25,8 @@ from shmserve.supervisor.processes.zygote import BOOT_FAILED
 logger = logging.getLogger(__name__)
 
 _GRPC = "grpc"
+_HTTP_ENTRY = "shmserve.gateway.http.main:run"
+_GRPC_ENTRY = "shmserve.gateway.grpc.main:run"
 
 
 class Gateways:
@@ -66,31 +70,31 @@ class Gateways:
 
     async def _start(self, name: str) -> None:
         self._started[name] = time.monotonic()
-        entry, own, sockets = self._grpc_entry() if name == _GRPC else self._http_entry(name)
-        config = self._host.config
-        common = {
-            "run_dir": str(self._host.run_dir),
-            "settings": config.gateway_settings(),
-            "log": asdict(self._host.log),
-        }
+        sockets = [] if name == _GRPC else [*self._http, *self._metrics]
+        start = GatewayStart(
+            name=name,
+            run_dir=self._host.run_dir,
+            settings=Settings(**self._host.config.gateway_settings()),
+            http_sockets=0 if name == _GRPC else len(self._http),
+            grpc=self._grpc_settings() if name == _GRPC else None,
+            log=self._host.log,
+        )
         child = await self._host.front_zygote.spawn(
-            f"gateway {name}", entry, {**common, **own}, [sock.fileno() for sock in sockets]
+            f"gateway {name}",
+            _GRPC_ENTRY if name == _GRPC else _HTTP_ENTRY,
+            encode(start),
+            [sock.fileno() for sock in sockets],
         )
         self._children[name] = child
         self._host.enrol(
             child.pid, "gateway", lambda message: self._from_gateway(name, child, message)
         )
 
-    def _http_entry(self, name: str) -> tuple[str, dict[str, Any], list[socket.socket]]:
-        own = {"index": int(name), "http_count": len(self._http)}
-        return "shmserve.gateway.http.main:run", own, [*self._http, *self._metrics]
-
-    def _grpc_entry(self) -> tuple[str, dict[str, Any], list[socket.socket]]:
+    def _grpc_settings(self) -> GrpcSettings:
         config = self._host.config.grpc
         assert config is not None
-        addresses = [sock.getsockname()[:2] for sock in self._grpc]
-        own = {"addresses": addresses, "grpc": config.gateway_settings()}
-        return "shmserve.gateway.grpc.main:run", own, []
+        addresses = tuple(sock.getsockname()[:2] for sock in self._grpc)
+        return GrpcSettings(addresses, config.tls, config.options)
 
     def _from_gateway(self, name: str, child: Child, message: Any) -> None:
         match message:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 
+from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.gateway.settings import GatewayStart, Settings
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
+from shmserve.ipc.messages.start import encode
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
@@ -26,8 +28,8 @@ from tests.support.raw_http import Http
 from tests.support.waiting import until
 
 _BOOT = (
-    "import os, sys, msgpack; from shmserve.gateway.{}.main import run; "
-    "run(msgpack.unpackb(sys.stdin.buffer.read()))"
+    "import sys; from shmserve.gateway.{}.main import run; "
+    "run(sys.stdin.buffer.read(), *map(int, sys.argv[1:]))"
 )
 Compute = Callable[[Inference], Inferred]
 
@@ -169,26 +171,26 @@ class Rig:
         self.http = Http(self.port)
         self.metrics_port = self._scrapes.getsockname()[1]
         fds = [] if grpc else [self._http.fileno(), self._scrapes.fileno()]
-        args = {
-            "index": 0,
-            "run_dir": str(run_dir),
-            "http_count": 1,
-            "fds": fds,
-            "settings": {"arena_byte_size": 256 * 1024 * 1024, **settings},
-            "log": {},
-        }
+        ours = GrpcSettings((("127.0.0.1", self.port),)) if grpc else None
         if grpc:
             self._http.close()  # gRPC makes a socket of its own
-            args |= {"addresses": [["127.0.0.1", self.port]], "grpc": {"tls": None, "options": []}}
+        start = GatewayStart(
+            name="grpc" if grpc else "0",
+            run_dir=run_dir,
+            settings=Settings(**{"arena_byte_size": 256 * 1024 * 1024, **settings}),
+            http_sockets=0 if grpc else 1,
+            grpc=ours,
+        )
+        boot = _BOOT.format("grpc" if grpc else "http")
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", _BOOT.format("grpc" if grpc else "http")],
+            [sys.executable, "-W", "error", "-c", boot, *map(str, fds)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=fds,
             cwd=Path(__file__).parents[2],
         )
         assert self.process.stdin is not None
-        self.process.stdin.write(msgpack.packb(args))
+        self.process.stdin.write(encode(start))
         self.process.stdin.close()
         self._log = b""
         self._reader = threading.Thread(target=self._read_log, daemon=True)

@@ -65,7 +65,7 @@ class Processes:
             config, folder, fake, fake, fake, fake, capabilities, LogSettings()
         )
 
-    async def spawn(self, title: str, entry: str, args: Any, fds: Any = ()) -> Child:
+    async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         """As a zygote does."""
         loop = asyncio.get_running_loop()
         child = Made(next(self._pids), title, loop.create_future())

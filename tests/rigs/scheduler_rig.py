@@ -6,6 +6,7 @@ from typing import Any
 
 from shmserve.common import first_response
 from shmserve.ipc import messages as m
+from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -75,7 +76,7 @@ class Rig:
             config["dynamic_batching"] = dynamic
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
         self.scheduler = Scheduler(
-            Settings.read(config, "1", server),
+            Settings.read(config, "1", SchedulingLimits(**server)),
             self.clients,
             self.workers,
             self.control,

@@ -49,7 +49,7 @@ def test_the_server_fetches_nothing() -> None:
     for folder in ("shmserve", "workers", "ipc"):
         for path, _, names in os.walk(ROOT / folder):
             for name in names:
-                if name.endswith(".py") and not path.endswith("/cli"):
+                if name.endswith(".py") and "/shmserve/cli" not in path:
                     text = Path(path, name).read_text()
                     for module in ("urllib.request", "http.client", "requests", "ClientSession"):
                         assert f"import {module}\n" not in text, (name, module)

@@ -100,10 +100,13 @@ class Backend(ABC):
 
     `device_inputs`: inputs in clients' device memory are given as they are, as tensors of uint8 on
     whatever device they are; else as copies in host memory.
+
+    `checks_ready`, set in `load`: the model itself says whether it is ready.
     """
 
     strict_outputs = True
     device_inputs = False
+    checks_ready = False
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
@@ -148,6 +151,11 @@ class Backend(ABC):
         `context.control.wake()` when they change outside of `execute`.
         """
         return None
+
+    def is_ready(self) -> bool:
+        """Whether the model says that it is ready, between two batches; only with `checks_ready`.
+        What is raised means no."""
+        return True
 
     def unload(self) -> None:  # noqa: B027 - most have nothing to do
         """The instance ends: let the model clean up."""

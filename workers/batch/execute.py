@@ -200,7 +200,7 @@ class Executor:
 
 
 def _fail(streams: list[ResponseStream], error: ShmserveError) -> list[Reply]:
-    replies = [stream.fail(error) for stream in streams]
+    replies = [stream.refuse(error) for stream in streams]
     return [reply for reply in replies if reply is not None]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shmserve.errors import ShmserveError, Unavailable
@@ -51,7 +52,7 @@ class ResponseStream:
     Once the request is cancelled, what is sent is dropped, and only the end is told.
     """
 
-    __slots__ = ("_closed", "_open", "_sent", "_writer", "request")
+    __slots__ = ("_closed", "_open", "_overran", "_sent", "_writer", "request")
 
     def __init__(self, writer: ResponseWriter, opened: OpenRequest, request: Request) -> None:
         self.request = request
@@ -59,13 +60,18 @@ class ResponseStream:
         self._open = opened
         self._sent = False
         self._closed = False
+        self._overran = False
         if any(output.place is not None for output in request.inference.outputs):
             opened.credit = min(opened.credit, 1)  # each response goes over the one before it
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended: what is sent from now on is dropped."""
-        return self._closed
+        """Whether its model has ended it, or failed: it may send no more.
+
+        One that was ended because its client takes nothing is to its model as one that was
+        cancelled.
+        """
+        return self._closed and not self._overran
 
     def is_cancelled(self) -> bool:
         """Whether nobody waits for its responses any more; looks at what has arrived until now."""
@@ -92,14 +98,29 @@ class ResponseStream:
                 self._overrun()
                 return
 
-    def fail(self, error: ShmserveError) -> Reply | None:
-        """End it with an error, unless it has ended; as a reply of its batch where no response was
-        sent before."""
+    @property
+    def may_send(self) -> bool:
+        """Whether `send` would not wait now."""
+        return self._closed or self._open.cancelled or self._open.may_respond
+
+    def on_cancel(self, listener: Callable[[], object]) -> None:
+        """Have `listener` called when nobody waits any more, by whichever thread sees it."""
         with self._writer.link.lock:
-            if self._closed:
-                return None
-            if self._sent:
+            self._open.on_cancel = listener
+            if self._open.cancelled:
+                listener()
+
+    def fail(self, error: ShmserveError) -> None:
+        """End it with an error, unless it has ended."""
+        with self._writer.link.lock:
+            if not self._closed:
                 self._post(Response(error=error), True, time.monotonic_ns())
+
+    def refuse(self, error: ShmserveError) -> Reply | None:
+        """`fail`, as a reply of its batch where no response was sent before."""
+        with self._writer.link.lock:
+            if self._closed or self._sent:
+                self.fail(error)
                 return None
             self._end()
             return Reply(self._open.key, error.code, error.message, b"")
@@ -118,7 +139,8 @@ class ResponseStream:
                     f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
                 )
                 self._post(Response(error=error), True, time.monotonic_ns())
-                self._open.cancelled = True
+                self._overran = True
+                self._open.cancel()
 
     def _post(self, response: Response | None, final: bool, given_ns: int) -> None:
         """Write and send, with the lock held."""

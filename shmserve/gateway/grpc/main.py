@@ -30,7 +30,8 @@ from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import MODEL_INFER, Service
 from shmserve.gateway.grpc.settings import GrpcSettings
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.settings import GatewayStart
+from shmserve.ipc.messages.start import decode
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +51,14 @@ _MOST_QUEUED = 128 * _MOST_CALLS
 _AHEAD = 4 * 1024 * 1024
 
 
-def run(args: dict[str, Any]) -> None:
-    """Be the gRPC gateway until told to stop.
-
-    `args["addresses"]` are [host, port] pairs, `grpc` is decoded by `GrpcSettings`, `settings` are
-    `Settings` and `log` are `LogSettings`, by name; `run_dir` is where the supervisor's socket is.
-    """
-    settings = Settings(**args["settings"])
-    ours = GrpcSettings.decode(args["addresses"], args["grpc"])
-    process.prepare("gateway grpc", "gateway grpc", args["log"])
+def run(data: bytes) -> None:
+    """Be the gRPC gateway until told to stop; `data` is an encoded `GatewayStart`."""
+    start = decode(GatewayStart, data)
+    process.prepare("gateway grpc", "gateway grpc", start.log)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
-    event_loop.run(
-        process.serve(
-            "grpc", Path(args["run_dir"]), settings, lambda gateway: GrpcFront(gateway, ours)
-        )
-    )
+    ours = start.grpc
+    assert ours is not None
+    event_loop.run(process.serve(start, lambda gateway: GrpcFront(gateway, ours)))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -193,8 +193,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await context.abort(*ending)
             with Reading(self._calls, context) as reading:
                 raw = await reading.request()
-                if not self._gateway.draining:  # what comes then could keep a drain waiting
-                    self._inferences.came()
+                if self._inferences.came():
                     context.add_done_callback(lambda _: self._inferences.left())
                 answered = answer(raw, context)
                 del raw
@@ -242,7 +241,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         submitted.when_answered(answered)
 
     def _submitted(self, raw: bytes, call: Any) -> Submitted:
-        return self._inferences.submit(raw, self._client(call), call.time_remaining())
+        headers = self._inferences.headers(call)
+        return self._inferences.submit(raw, self._client(call), call.time_remaining(), headers)
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         try:

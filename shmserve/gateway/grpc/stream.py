@@ -94,6 +94,7 @@ class _Stream:
         self._inferences = inferences
         self._client = client
         self._context = context
+        self._headers = inferences.headers(context)
         self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         self._room = _Room(_MOST_WAITING)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # each with its size
@@ -121,12 +122,12 @@ class _Stream:
         inferences = self._inferences
         try:
             item: Submitted | OpenRequest | Refused = inferences.stream(
-                raw, self._client, self._context.time_remaining(), self._responded
+                raw, self._client, self._context.time_remaining(), self._responded, self._headers
             )
         except Refused as refused:
             item = refused.bare()
         if isinstance(item, OpenRequest):
-            self._open[item] = StreamedRequest(inferences.gateway, item, size)
+            self._open[item] = StreamedRequest(inferences, item, size)
             return
         self._ordered.append((item, size))
         if isinstance(item, Submitted):
@@ -165,7 +166,7 @@ class _Stream:
         request.passed_on(answer)
         if is_last(message):
             del self._open[request]
-            self._inferences.left()
+            streamed_request.leave()
             self._room.give(streamed_request.size)
 
     async def _write_answer(self, patience_s: float) -> None:
@@ -191,9 +192,9 @@ class _Stream:
         while self._outbox:
             request, message = self._outbox.popleft()
             request.discard(message)
-        for request in self._open:
-            request.abandon()
-            self._inferences.left()
+        for streamed_request in self._open.values():
+            streamed_request.request.abandon()
+            streamed_request.leave()
         self._open.clear()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.infer import encoded
+from shmserve.gateway.grpc.infer import Inferences, encoded
 from shmserve.gateway.grpc.wire.response import (
     StreamedTemplate,
     streamed,
@@ -20,17 +19,20 @@ _MOST_TEMPLATES = 8
 
 
 class StreamedRequest:
-    """Encodes what comes to `request`; `size` is what it occupies of the stream's room."""
+    """Encodes what comes to `request`; `size` is what it occupies of the stream's room. Every one
+    must be left when its last response is sent, or nobody waits for it."""
 
-    __slots__ = ("_gateway", "_plain", "_templates", "request", "size")
+    __slots__ = ("_inferences", "_left", "_plain", "_templates", "request", "size")
 
-    def __init__(self, gateway: Gateway, request: OpenRequest, size: int) -> None:
-        self._gateway = gateway
+    def __init__(self, inferences: Inferences, request: OpenRequest, size: int) -> None:
+        self._inferences = inferences
+        self._left = not inferences.came()
         self.request = request
         self.size = size
         self._templates: TemplateCache[StreamedTemplate] = TemplateCache(_MOST_TEMPLATES)
         # Whether a response has all that a worker gave, as it gave it.
-        self._plain = not any(output.place for output in request.wire.outputs)
+        outputs = request.wire.outputs
+        self._plain = not any(output.place or output.classes for output in outputs)
 
     def encode(self, message: Message, *, strict: bool) -> tuple[bytes | None, Inferred | None]:
         """The message for a response, None where there is none for it; and what it was made of,
@@ -50,7 +52,7 @@ class StreamedRequest:
             if answer is None:
                 end = streamed_end(request.model.name, wire.version, wire.id)
                 return end if wire.empty_final else None, None
-            response = encoded(self._gateway, request.model, wire, answer)
+            response = encoded(self._inferences.gateway, request.model, wire, answer)
         except ShmserveError as error:
             if strict:
                 raise
@@ -59,3 +61,9 @@ class StreamedRequest:
             template = StreamedTemplate(request.model, wire.id, answer)
             self._templates.learn(body, answer, template)
         return streamed(response, final=final), answer
+
+    def leave(self) -> None:
+        """Nothing is left to be done for it."""
+        if not self._left:
+            self._left = True
+            self._inferences.left()

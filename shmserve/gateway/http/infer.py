@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from shmserve.errors import ShmserveError, Unavailable, Unsupported
+from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.compression import accepted_encoding, deflated
 from shmserve.gateway.http.intake import read_request
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.infer_response import Output, ResponseTemplate
+from shmserve.gateway.http.json.infer_response import ResponseTemplate
+from shmserve.gateway.http.json.output_text import joined, output_text
 from shmserve.gateway.http.request import ACCEPT_ENCODING, Request
 from shmserve.gateway.http.response import JSON, Reply
-from shmserve.gateway.inference import malloc_trim
+from shmserve.gateway.http.streaming.infer import accepted_stream, infer_stream
+from shmserve.gateway.inference.classification import as_asked
 from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import WireRequest
@@ -27,19 +29,16 @@ from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
 
-_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-# A JSON tensor of more bytes than this is written in steps, with turns of the loop between.
-_LONG_TEXT = 64 * 1024
 
 
 async def infer(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
     """Run one inference."""
     arrived_ns = time.monotonic_ns()
-    if gateway.draining or gateway.health.exiting:
-        raise Unavailable(_STOPPING)
     model = gateway.models.resolve(name, version or "")
+    if (framing := accepted_stream(request)) is not None:
+        return await infer_stream(gateway, request, model, framing, arrived_ns)
     if model.decoupled:
         raise Unsupported(_DECOUPLED)
     built = await read_request(gateway, model, request)
@@ -78,10 +77,11 @@ async def _run(
         return _small_reply(*known)
     response = unpack(body)
     if _at_hand(built.wire, response):
-        template = ResponseTemplate(built.wire, model.name, model.version, response)
-        if templates is not None and template.whole:
+        shown = as_asked(gateway, model, built.wire, response)
+        template = ResponseTemplate(built.wire, model.name, model.version, shown)
+        if templates is not None and template.whole and shown is response:
             templates.learn(body, response, template)
-        return await _reply(request, template, _views(gateway, template.datas(response)))
+        return await _reply(request, template, _views(gateway, template.datas(shown)))
     scheduler = pending.scheduler
     scheduler.use()
 
@@ -90,8 +90,9 @@ async def _run(
         scheduler.leave()
 
     try:
-        template = ResponseTemplate(built.wire, model.name, model.version, response)
-        reply = await _reply(request, template, _views(gateway, template.datas(response)))
+        shown = as_asked(gateway, model, built.wire, response)
+        template = ResponseTemplate(built.wire, model.name, model.version, shown)
+        reply = await _reply(request, template, _views(gateway, template.datas(shown)))
     except BaseException:
         sent()
         raise
@@ -121,12 +122,12 @@ async def _reply(
 ) -> Reply:
     """The same for tensors of any size, compressed if the client takes it."""
     pairs = list(zip(template.outputs, datas, strict=True))
-    arrays = [await _json_text(output, data) for output, data in pairs if not output.binary]
+    arrays = [await output_text(output, data) for output, data in pairs if not output.binary]
     reply = _response(template, arrays, [data for output, data in pairs if output.binary])
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
-            reply.pieces = [await _patiently(deflated(reply.pieces, encoding))]
+            reply.pieces = [await joined(deflated(reply.pieces, encoding))]
             reply.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
     return reply
 
@@ -136,20 +137,3 @@ def _response(
 ) -> Reply:
     json = template.json(arrays)
     return Reply(200, (json, *binary), _BINARY % len(json) if any(map(len, binary)) else JSON)
-
-
-async def _json_text(output: Output, data: bytes | memoryview) -> bytes:
-    arguments = (data, output.datatype, output.shape, output.name)
-    if len(data) <= _LONG_TEXT:
-        return tensors.encode(*arguments)
-    return await _patiently(tensors.encode_parts(*arguments))
-
-
-async def _patiently(parts: Iterator[bytes]) -> bytes:
-    done: list[bytes] = []
-    for part in parts:
-        done.append(part)
-        await asyncio.sleep(0)
-    whole = b"".join(done)
-    malloc_trim.soon(len(whole))
-    return whole

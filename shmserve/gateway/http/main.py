@@ -6,8 +6,6 @@ import asyncio
 import functools
 import socket
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -21,32 +19,21 @@ from shmserve.gateway.http.connection_limits import Server
 from shmserve.gateway.http.handlers import metrics
 from shmserve.gateway.http.protocol import Answer
 from shmserve.gateway.http.routes import App
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.settings import GatewayStart
+from shmserve.ipc.messages.start import decode
 
 _BACKLOG = 1024
 
 
-def run(args: dict[str, Any]) -> None:
-    """Be gateway `args["index"]` until told to stop.
-
-    `args["fds"]` are the listening sockets, the first `http_count` for HTTP, the others for
-    metrics; `settings` are `Settings` and `log` are `LogSettings`, by name; `run_dir` is where the
-    supervisor's socket is.
-    """
-    settings = Settings(**args["settings"])
-    index = args["index"]
-    process.prepare(f"gateway {index}", f"gateway http {index}", args["log"])
+def run(data: bytes, *fds: int) -> None:
+    """Be an HTTP gateway until told to stop; `data` is an encoded `GatewayStart`, `fds` its
+    sockets."""
+    start = decode(GatewayStart, data)
+    process.prepare(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     aiohttp_parts.check()
-    sockets = [socket.socket(fileno=fd) for fd in args["fds"]]
-    count = args["http_count"]
-    uvloop.run(
-        process.serve(
-            str(index),
-            Path(args["run_dir"]),
-            settings,
-            lambda gateway: HttpFront(gateway, sockets[:count], sockets[count:]),
-        )
-    )
+    sockets = [socket.socket(fileno=fd) for fd in fds]
+    http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
+    uvloop.run(process.serve(start, lambda gateway: HttpFront(gateway, http, scrapes)))
 
 
 class HttpFront(process.Front):

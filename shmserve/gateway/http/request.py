@@ -10,6 +10,7 @@ from multidict import CIMultiDictProxy, istr
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.aiohttp_parts import HttpVersion, RawRequestMessage, StreamReader
 
+ACCEPT = istr("Accept")
 ACCEPT_ENCODING = istr("Accept-Encoding")
 CONTENT_ENCODING = istr("Content-Encoding")
 CONTENT_LENGTH = istr("Content-Length")

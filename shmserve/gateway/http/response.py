@@ -72,7 +72,7 @@ class Reply:
         else:
             await self._stream(request, transport, head, stall_s)
         if request.connection.writing_paused:
-            await _drain(request, transport, stall_s)
+            await drain(request, transport, stall_s)
 
     async def _stream(
         self, request: Request, transport: asyncio.Transport, head: bytes, stall_s: float
@@ -85,12 +85,13 @@ class Reply:
                 for at in range(0, len(piece), _PIECE):
                     transport.write(piece[at : at + _PIECE])
                     if request.connection.writing_paused:
-                        await _drain(request, transport, stall_s)
+                        await drain(request, transport, stall_s)
         finally:
             transport.set_write_buffer_limits()
 
 
-async def _drain(request: Request, transport: asyncio.Transport, stall_s: float) -> None:
+async def drain(request: Request, transport: asyncio.Transport, stall_s: float) -> None:
+    """Wait until the client has read what was written; one that reads nothing is cut off."""
     try:
         async with asyncio.timeout(stall_s):
             await request.connection.drain()

@@ -17,6 +17,7 @@ from shmserve.gateway.http.compression import UnsupportedEncoding
 from shmserve.gateway.http.handlers import repository, server, shared_memory
 from shmserve.gateway.http.request import FETCH_SITE, Request
 from shmserve.gateway.http.response import Reply, error_reply
+from shmserve.gateway.http.streaming import generate
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ ROUTES = (
     Route("GET", _MODEL + "/ready", "health", server.model_ready),
     Route("GET", _MODEL + "/config", "model-config", server.model_config),
     Route("GET", _MODEL + "/stats", "statistics", server.model_statistics),
-    Route("POST", _MODEL + "/generate", "inference", server.generate),
-    Route("POST", _MODEL + "/generate_stream", "inference", server.generate),
+    Route("POST", _MODEL + "/generate", "inference", generate.generate),
+    Route("POST", _MODEL + "/generate_stream", "inference", generate.generate_stream),
     *(
         Route(method, r"/v2(?:/models/([^/]+))?/trace/setting", "trace", server.trace)
         for method in ("GET", "POST")

@@ -72,9 +72,11 @@ class LoadPlanner:
 
     def _plans(self, folder: ModelFolder, override: str) -> list[VersionSpec]:
         name, problem = folder.name, ""
+        labels: dict[str, list[str]] = {}
         try:
             config, source = self._read(folder, override)
             self._validate(config, folder, source, complete=False)
+            labels = model_config.read_labels(config, folder.path)
         except model_config.LoadProblem as error:
             problem = error.message
         except ShmserveError as error:
@@ -104,6 +106,7 @@ class LoadPlanner:
                 repository=folder.path.parent,
                 config=as_dict,
                 complete=complete,
+                labels=labels,
             )
             for version in versions
         ]

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc import messages as m
+from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.instances import Instance, inbox
 from shmserve.supervisor.models.scheduler_process import SchedulerProcess
@@ -23,8 +23,9 @@ from shmserve.supervisor.models.states import Lifetime
 from shmserve.supervisor.models.version_spec import VersionSpec
 from shmserve.supervisor.processes.table import Child
 
+_ENTRY = "shmserve.workers.main:run"
 # What workers say that is not about themselves.
-_CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.MemoryChecked
+_CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.AskReady | m.ReadyChecked | m.MemoryChecked
 
 
 class LoadProtocol:
@@ -69,7 +70,7 @@ class LoadProtocol:
         if not isinstance(message, m.InstanceLoaded):
             raise _failure(message)
         self._refuse_if_over(instance)
-        instance.loaded()
+        instance.loaded(message.checks_ready)
         current = self._scheduler.instances_endpoint
         if current != endpoint:  # the scheduler was replaced while the model loaded
             self.send(instance, m.Attach(current))
@@ -87,25 +88,25 @@ class LoadProtocol:
     async def _spawn(self, instance: Instance, config: dict[str, Any], of: int) -> None:
         spec, server = self._spec, self._context.config
         title = f"worker {spec.name}.{instance.index} {instance.device}"
-        args = {
-            "number": self._scheduler.number,
-            "index": instance.index,
-            "model_name": spec.name,
-            "version": spec.version,
-            "model_dir": str(spec.model_dir),
-            "repository": str(spec.repository),
-            "run_dir": str(self._context.run_dir),
-            "device": instance.device,
-            "kind": instance.kind,
-            "device_id": instance.device_id,
-            "instance_name": instance.name,
-            "backend_config": server.backend_settings(config["backend"]),
-            "arena_byte_size": server.arena_byte_size,
-            "log": asdict(self._context.log),
-            "threads": server.worker_threads(of),
-        }
+        start = WorkerStart(
+            number=self._scheduler.number,
+            index=instance.index,
+            model_name=spec.name,
+            version=spec.version,
+            model_dir=spec.model_dir,
+            repository=spec.repository,
+            run_dir=self._context.run_dir,
+            device=instance.device,
+            kind=instance.kind,
+            device_id=instance.device_id,
+            instance_name=instance.name,
+            backend_config=server.backend_settings(config["backend"]),
+            arena_byte_size=server.arena_byte_size,
+            threads=server.worker_threads(of),
+            log=self._context.log,
+        )
         instance.inbox = inbox()
-        child = await self._context.worker_zygote.spawn(title, "shmserve.workers.main:run", args)
+        child = await self._context.worker_zygote.spawn(title, _ENTRY, encode(start))
         instance.child = child
         self._context.enrol(child.pid, "worker", lambda said: self._heard(instance, child, said))
         started = await self._reply(instance)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
+from shmserve.ipc.messages.start import SchedulerStart, SchedulingLimits, encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.counters import counted
 from shmserve.supervisor.models.carry_over import CarryOver
@@ -21,6 +21,7 @@ from shmserve.supervisor.models.states import Lifetime
 from shmserve.supervisor.models.version_spec import VersionSpec
 from shmserve.supervisor.processes.table import Child
 
+_ENTRY = "shmserve.scheduler.main:run"
 _STOP_PATIENCE_S = 5.0
 
 
@@ -101,27 +102,27 @@ class SchedulerProcess:
 
     async def _spawn(self, number: int, config: dict[str, Any], workers: list[int]) -> Child:
         context, server = self._context, self._context.config
-        return await context.front_zygote.spawn(
-            f"scheduler {self._spec.name}",
-            "shmserve.scheduler.main:run",
-            {
-                "number": number,
-                "version": self._spec.version,
-                "config": config,
-                "run_dir": str(context.run_dir),
-                "kept": self.counts.kept,
-                "alive": workers,
-                "log": asdict(context.log),
-                "guests": {"key": context.capabilities.key, "group": server.shm.group},
-                "settings": {
-                    "execution_timeout_s": server.execution_timeout_s,
-                    "request_timeout_us": server.request_timeout_us,
-                    "max_queue_size": server.max_queue_size,
-                    "delay_scheduler": server.delay_scheduler,
-                    "quantiles": server.metrics.kept_quantiles,
-                },
-            },
+        limits = SchedulingLimits(
+            execution_timeout_s=server.execution_timeout_s,
+            request_timeout_us=server.request_timeout_us,
+            max_queue_size=server.max_queue_size,
+            delay_scheduler=server.delay_scheduler,
+            quantiles=server.metrics.kept_quantiles,
         )
+        start = SchedulerStart(
+            number=number,
+            version=self._spec.version,
+            config=config,
+            run_dir=context.run_dir,
+            capability_key=context.capabilities.key,
+            group=server.shm.group,
+            limits=limits,
+            kept=self.counts.kept,
+            alive=workers,
+            log=context.log,
+        )
+        title = f"scheduler {self._spec.name}"
+        return await context.front_zygote.spawn(title, _ENTRY, encode(start))
 
     def _heard(self, message: Any) -> None:
         match message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ class VersionSpec:
     """What to load. `config` is normalised and validated as far as it goes before auto-completion.
 
     `complete(completed)` merges what the model says of itself, validates, and returns the
-    final configuration.
+    final configuration. `labels` are those of each output that has any.
     """
 
     name: str
@@ -22,3 +22,4 @@ class VersionSpec:
     repository: Path
     config: dict[str, Any]
     complete: Callable[[dict[str, Any]], dict[str, Any]]
+    labels: dict[str, list[str]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """A process that has its imports done and forks the server's others from itself: milliseconds
 instead of a second.
 
-    supervisor ── request (args in a memfd, descriptors) ──> zygote ─ fork ─> A ─ fork ─> B
+    supervisor ─ request (record in a memfd, descriptors) ─> zygote ─ fork ─> A ─ fork ─> B
         ^                                                                     │           the new
         ├───────────── [number, pid of B], then A exits ──────────────────────┘           process
         └── parent of B, because the supervisor adopts orphans
@@ -28,7 +28,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgpack
 
@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
 
 
-def encode_request(number: int, entry: str, args: dict[str, Any]) -> int:
+def encode_request(number: int, entry: str, start: bytes) -> int:
     """A memfd that holds a request; the caller closes it."""
     fd = os.memfd_create("shmserve-spawn", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
-        file.write(msgpack.packb([number, entry, args]))
+        file.write(msgpack.packb([number, entry, start]))
     return fd
 
 
@@ -109,14 +109,14 @@ def main(argv: list[str]) -> int:
 def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
     with open(fds[0], "rb") as file:
         file.seek(0)
-        number, entry, args = msgpack.unpackb(file.read())
+        number, entry, start = msgpack.unpackb(file.read())
     try:
         between = os.fork()
     except OSError as error:
         failure = error.errno or errno.EAGAIN
     else:
         if not between:
-            _fork_again(link, number, supervisor_pid, entry, {**args, "fds": fds[1:]})
+            _fork_again(link, number, supervisor_pid, entry, start, fds[1:])
         status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
         failure = status if status >= 0 else errno.EAGAIN  # killed, maybe before it could tell
     for fd in fds[1:]:
@@ -127,7 +127,12 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
 
 
 def _fork_again(
-    link: socket.socket, number: int, supervisor_pid: int, entry: str, args: dict[str, Any]
+    link: socket.socket,
+    number: int,
+    supervisor_pid: int,
+    entry: str,
+    start: bytes,
+    fds: list[int],
 ) -> NoReturn:
     parent = os.getpid()
     read_end, write_end = os.pipe()
@@ -147,7 +152,7 @@ def _fork_again(
         os._exit(BOOT_FAILED)
     os.close(read_end)
     _become_child_of(supervisor_pid, parent)
-    os._exit(_run(entry, args))
+    os._exit(_run(entry, start, fds))
 
 
 def _become_child_of(supervisor_pid: int, between: int) -> None:
@@ -171,11 +176,11 @@ def _reseed() -> None:
         sys.modules["torch"].seed()
 
 
-def _run(entry: str, args: dict[str, Any]) -> int:
+def _run(entry: str, start: bytes, fds: list[int]) -> int:
     try:
         _reseed()
         module, _, function = entry.partition(":")
-        getattr(importlib.import_module(module), function)(args)
+        getattr(importlib.import_module(module), function)(start, *fds)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 1
     except ShmserveError as error:  # in words for the operator: of no room, of files that changed

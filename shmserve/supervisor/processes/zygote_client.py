@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgpack
 
@@ -161,11 +160,9 @@ class Zygote:
             logger.error("%s: %s", self._title, error.message)
             self._loop.call_later(1.0, self._start_again)
 
-    async def spawn(
-        self, title: str, entry: str, args: dict[str, Any], fds: Sequence[int] = ()
-    ) -> Child:
-        """Fork a process that runs `entry` ("module:function") with `args` (and `args["fds"]`, the
-        numbers of `fds` there).
+    async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
+        """Fork a process that runs `entry` ("module:function") with `start`, an encoded start
+        record, and the numbers that `fds` have there.
 
         When the zygote dies meanwhile, the next one does it. Raises Unavailable when there is none,
         and when the host has no room for one process more.
@@ -175,21 +172,21 @@ class Zygote:
             zygote = self._child
             assert zygote is not None
             with self._children.spawning():
-                pid = await self._forked(entry, args, fds)
+                pid = await self._forked(entry, start, fds)
                 if pid:
                     return self._children.adopt(pid, title)
             await zygote.gone()
             await asyncio.sleep(0)  # `_died` runs first
         raise Unavailable("the server is stopping")
 
-    async def _forked(self, entry: str, args: dict[str, Any], fds: Sequence[int]) -> int:
+    async def _forked(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
         """The pid of a new process; 0 when the zygote has ended, noticed or not."""
         async with self._room:
             number = next(self._numbers)
             waiter: asyncio.Future[int] = self._loop.create_future()
             self._waiting[number] = waiter
             try:
-                self._request(encode_request(number, entry, args), fds)
+                self._request(encode_request(number, entry, start), fds)
             except ConnectionError:
                 del self._waiting[number]
                 return 0

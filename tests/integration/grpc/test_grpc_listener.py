@@ -36,7 +36,6 @@ from tests.support.http2 import (
 from tests.support.servers import Server, run_command, running, title
 
 Serve = Callable[..., Server]
-STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
 
 
 def openssl(folder: Path, *arguments: str) -> None:
@@ -293,7 +292,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         def requests() -> Iterator[Any]:
             yield simple_request("in a stream")
             wait.wait(20)
-            yield simple_request("too late")
+            yield simple_request("late")
 
         idle = call.ModelStreamInfer(requests(), timeout=30)
         assert next(idle).infer_response.id == "in a stream"
@@ -307,10 +306,10 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
 
         while not _true(stopping):
             pass
-        assert refusal(call.ModelInfer, simple_request()) == ("UNAVAILABLE", STOPPING)
+        assert is_right(call.ModelInfer(simple_request(), timeout=20))
         wait.set()
-        refused = next(idle)
-        assert (refused.error_message, refused.infer_response.id) == (STOPPING, "too late")
+        late = next(idle)
+        assert is_right(late.infer_response) and late.infer_response.id == "late"
         visit.release()
         assert asked.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0

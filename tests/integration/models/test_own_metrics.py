@@ -23,8 +23,9 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def initialize(self, args):
-        family = pb_utils.MetricFamily("ticks", "by a thread", pb_utils.MetricFamily.GAUGE)
-        ticks = family.Metric(labels={"from": "thread"})
+        gauge = pb_utils.MetricFamily.GAUGE
+        self.family = pb_utils.MetricFamily("ticks", "by a thread", gauge)
+        ticks = self.family.Metric(labels={"from": "thread"})
         threading.Timer(0.2, lambda: [ticks.set(n) for n in range(1001)]).start()
 
     def execute(self, requests):

@@ -218,7 +218,7 @@ class TritonPythonModel:
                 model_name=ODD, requested_output_names=["OUTPUT0"], inputs=[]
             ).exec()
         if way == "measure":
-            family = pb_utils.MetricFamily("odd", ODD, pb_utils.MetricFamily.GAUGE)
+            family = self.family = pb_utils.MetricFamily("odd", ODD, pb_utils.MetricFamily.GAUGE)
             family.Metric({"file": ODD}).set(1)
         ready = np.array([pb_utils.is_model_ready("speaker")], np.int32)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])

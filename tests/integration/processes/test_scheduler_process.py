@@ -20,6 +20,7 @@ import pytest
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import KEY_SIZE
+from shmserve.ipc.messages.start import SchedulerStart, SchedulingLimits, encode
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
@@ -62,20 +63,17 @@ class Stage:
         self.links: list[Dealer] = []
         self.control = Router(endpoints.control(run_dir))
         endpoints.local_client_folder(run_dir).mkdir()
-        args = {
-            "number": NUMBER,
-            "version": "1",
-            "config": MODEL,
-            "run_dir": str(run_dir),
-            "settings": {"max_queue_size": 4},
-            "log": {},
-            "kept": [],
-            "alive": [],
-            "guests": {"key": bytes(KEY_SIZE), "group": -1},
-        }
+        start = SchedulerStart(
+            number=NUMBER,
+            version="1",
+            config=MODEL,
+            run_dir=run_dir,
+            capability_key=bytes(KEY_SIZE),
+            limits=SchedulingLimits(max_queue_size=4),
+        )
         # Else numpy's threads spin for a moment after they start.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-c", BOOT, repr(args)], env=env)
+        self.process = subprocess.Popen([sys.executable, "-c", BOOT, repr(encode(start))], env=env)
         self.numbers = itertools.count(1)
         self.address, ready = self.next(self.control)
         assert ready == m.SchedulerReady(self.process.pid)

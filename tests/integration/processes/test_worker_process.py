@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgpack
 import numpy as np
 import psutil
 import pytest
 
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_inferred
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
@@ -30,9 +30,9 @@ from tests.support.waiting import until
 T = TypeVar("T")
 _PATIENCE_MS = 20_000
 _START = """
-import sys, msgpack
+import sys
 from shmserve.workers.main import run
-run(msgpack.unpackb(sys.stdin.buffer.read()))
+run(sys.stdin.buffer.read())
 """
 MODEL = """
 import os, sys, time
@@ -73,23 +73,21 @@ class Worker:
 
     def start(self, **changes: Any) -> None:
         """Start it, as the zygote would."""
-        args = {
+        args: dict[str, Any] = {
             "number": 5,
             "index": 0,
             "model_name": "m",
             "version": "1",
-            "model_dir": str(self.version_dir.parent),
-            "repository": str(self.version_dir.parent.parent),
-            "run_dir": str(self.run_dir),
+            "model_dir": self.version_dir.parent,
+            "repository": self.version_dir.parent.parent,
+            "run_dir": self.run_dir,
             "device": "cpu",
             "kind": "CPU",
             "device_id": 0,
             "instance_name": "m_0_0",
             "backend_config": {},
             "arena_byte_size": 64 << 20,
-            "log": {},
             "threads": 1,
-            "fds": [],
             **changes,
         }
         with self.log.open("wb") as log:
@@ -97,7 +95,7 @@ class Worker:
                 [sys.executable, "-c", _START], stdin=subprocess.PIPE, stderr=log
             )
         assert self.process.stdin is not None
-        self.process.stdin.write(msgpack.packb(args))
+        self.process.stdin.write(encode(WorkerStart(**args)))
         self.process.stdin.close()
         self.pid = self.process.pid
         assert self.expect(m.WorkerStarted).pid == self.pid

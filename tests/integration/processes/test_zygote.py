@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import pytest
@@ -38,17 +37,17 @@ async def main():
     zygote.start()
     for process in children.all():  # Ctrl-C is for the supervisor, also this early
         os.kill(process.pid, signal.SIGINT)
-    first = await zygote.spawn("one", "builtins:len", {})
+    first = await zygote.spawn("one", "builtins:len", b"")
     process, = [child for child in children.all() if child.title == "zygote"]
     os.kill(process.pid, signal.SIGSTOP)
-    spawned = [asyncio.ensure_future(zygote.spawn("one", "builtins:len", {})) for _ in range(500)]
+    spawned = [asyncio.ensure_future(zygote.spawn("one", "builtins:len", b"")) for _ in range(500)]
     await asyncio.sleep(0)  # every request that is sent at once is sent
     os.kill(process.pid, signal.SIGCONT)
     ends = [await child.exited for child in await asyncio.gather(*spawned)]
     print(len(ends), set(ends))
     os.kill(process.pid, signal.SIGSTOP)
     stay = "tests.integration.processes.test_zygote:stay"
-    unwanted = asyncio.ensure_future(zygote.spawn("it", stay, {}))
+    unwanted = asyncio.ensure_future(zygote.spawn("it", stay, b""))
     while not zygote._waiting:
         await asyncio.sleep(0)
     unwanted.cancel()
@@ -98,7 +97,7 @@ sys.exit(zygote.main(sys.argv[1:]))
 """
 
 
-def stay(args: dict[str, Any]) -> None:
+def stay(start: bytes) -> None:
     """What a process may do that ends by a signal only."""
     signal.pause()
 
@@ -125,7 +124,7 @@ def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> 
         theirs.close()
         with ours:
             assert msgpack.unpackb(ours.recv(64)) == [0, process.pid]
-            request = zygote.encode_request(1, "builtins:len", {})
+            request = zygote.encode_request(1, "builtins:len", b"")
             socket.send_fds(ours, [b"fork"], [request])
             os.close(request)
             assert msgpack.unpackb(ours.recv(64))[0] == 1
@@ -158,7 +157,7 @@ def test_no_room_for_one_process_more(monkeypatch: pytest.MonkeyPatch, at: str) 
     monkeypatch.setattr(os, "fork", fork)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        zygote._fork(theirs, os.getpid(), [zygote.encode_request(7, "builtins:len", {})])
+        zygote._fork(theirs, os.getpid(), [zygote.encode_request(7, "builtins:len", b"")])
         assert msgpack.unpackb(ours.recv(64)) == [7, -errno.EAGAIN]
 
 

@@ -156,9 +156,6 @@ def test_what_is_not_here_is_refused_by_its_name(gateway: Rig, http: Http) -> No
     for path in ("/v2/trace/setting", "/v2/models/simple/trace/setting"):
         for reply in (http.get(path), http.post(path, {"trace_rate": "1"})):
             assert (reply.status, reply.error) == (503, "the server does not support trace")
-    for path in ("/v2/models/simple/generate", "/v2/models/simple/versions/1/generate_stream"):
-        reply = http.post(path, {"text": "a"})
-        assert (reply.status, reply.error) == (501, "the server does not support generate")
     assert http.get("/v2/models/simple/versions/1/trace/setting").status == 404
 
 

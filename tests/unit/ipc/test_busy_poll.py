@@ -78,12 +78,15 @@ class Link:
 def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
     """How long a worker waits each time, until something comes with the look of that number."""
 
-    def wait(waited: int, live: int, looks: int, tick_ns: int = 0) -> list[float | None]:
+    def wait(
+        waited: int, live: int, looks: int, tick_ns: int = 0, threads: bool = False
+    ) -> list[float | None]:
         clock = itertools.count(0, tick_ns)
         monkeypatch.setattr(instance, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
         link = Link(looks)
         worker = object.__new__(Instance)
         worker._context = SimpleNamespace(control=link)  # type: ignore[assignment]
+        worker.link = SimpleNamespace(has_open=threads)  # type: ignore[assignment]
         worker._busy_poll, worker._live = after([waited] * 20, live), live
         assert worker._wait(None)
         return link.waits
@@ -101,3 +104,9 @@ def test_a_worker_that_is_asked_again_at_once_stays_awake(
 def test_another_worker_sleeps(waits: Callable[..., list[float | None]]) -> None:
     assert waits(LONG, 1, looks=1) == [None]
     assert waits(SHORT, 5, looks=1) == [None]
+
+
+def test_a_worker_whose_model_sends_from_its_threads_sleeps(
+    waits: Callable[..., list[float | None]],
+) -> None:
+    assert waits(SHORT, 1, looks=1, threads=True) == [None]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.batchers.dynamic import Batch, Closed, WaitUntil, decide
+from shmserve.scheduler.batchers.base import Batch, Closed, WaitUntil
+from shmserve.scheduler.batchers.dynamic import decide
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 

@@ -8,6 +8,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
 from shmserve.scheduler.settings import Settings
@@ -17,7 +18,7 @@ CLIENT = Client(b"77.ab")
 
 
 def backlog(
-    policy: dict[str, Any] | None = None, max_queue_size: int = 0, **hook: int
+    policy: dict[str, Any] | None = None, max_queue_size: int = 0, delay_scheduler: int = 0
 ) -> RequestQueue:
     """The queue of a model with batches up to 8 and this queue policy."""
     config = {
@@ -25,7 +26,8 @@ def backlog(
         "max_batch_size": 8,
         "dynamic_batching": {"default_queue_policy": policy or {}},
     }
-    return RequestQueue(Settings.read(config, "1", {"max_queue_size": max_queue_size, **hook}))
+    limits = SchedulingLimits(max_queue_size=max_queue_size, delay_scheduler=delay_scheduler)
+    return RequestQueue(Settings.read(config, "1", limits))
 
 
 def submit(**fields: Any) -> Submit:
@@ -157,7 +159,7 @@ def test_timers_of_done_requests_do_not_pile_up() -> None:
     for _ in range(5000):
         admit(queue, deadline_ns=NOW + 60_000_000_000)
         (request,) = queue.take(1)
-        request.meet(Event.ANSWER)
+        request.meet(Event.FINISH)
         queue.sweep(0)
     assert len(queue._timers) <= 1025
     assert queue.next_timer_ns() == NEVER

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.scheduler.settings import Batching, QueuePolicy, Settings
 
 
 def read(config: dict[str, Any], **server: Any) -> Settings:
     """Decode a configuration with a name and a maximum of 8."""
-    return Settings.read({"name": "m", "max_batch_size": 8, **config}, "3", server)
+    return Settings.read(
+        {"name": "m", "max_batch_size": 8, **config}, "3", SchedulingLimits(**server)
+    )
 
 
 def test_without_a_batching_block_there_is_only_the_servers_bound() -> None:

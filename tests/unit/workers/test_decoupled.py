@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -14,17 +14,12 @@ import pytest
 
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
-from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import (
-    Inference,
-    RequestedOutput,
-    pack_inference,
-    unpack_inferred,
-)
+from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.batch import response_stream
-from tests.rigs.worker_rig import CLIENT_PID, Region, Rig, model_config, rig, tensor, tensor_config
+from tests.rigs.stream_rig import Streams
+from tests.rigs.worker_rig import Region, Rig, model_config, rig, tensor_config
 from tests.support.waiting import until
 
 FAILED = "Failed to process the request(s) for model 'm_0_0', message: "
@@ -54,13 +49,12 @@ class TritonPythonModel:
 """
 
 
-@dataclass
-class Model:
-    """A decoupled model in an instance, asked by a scheduler that this test plays."""
+class Model(Streams):
+    """A decoupled model made of the body of its class."""
 
-    rig: Rig
-    backend: PythonBackend
-    seen: list[Any]
+    def __init__(self, made: Rig) -> None:
+        super().__init__(made)
+        self.backend = PythonBackend(made.context)
 
     def serve(self, body: str) -> Model:
         path = self.rig.context.version_dir / "model.py"
@@ -73,59 +67,6 @@ class Model:
         self.rig.serve(self.backend, {**config, "backend": "python"})
         return self
 
-    def begin(self, *values: float, place: Place | None = None, output: Any = None) -> None:
-        """One batch, a request for each value; their keys are 1, 2, ..."""
-        outputs = (RequestedOutput("Y", output),) if output is not None else ()
-        works = [
-            m.Work(
-                key,
-                CLIENT_PID,
-                pack_inference(
-                    Inference(
-                        f"id-{key}",
-                        (tensor("X", np.array([value], np.float32), place),),
-                        outputs,
-                    )
-                ),
-            )
-            for key, value in enumerate(values, 1)
-        ]
-        self.rig.execute(works)
-
-    def responses(self, key: int, count: int = 0) -> list[Any]:
-        """What the request was told: values, errors, "end"; up to its end, or so many."""
-        shown: list[Any] = []
-
-        def done() -> bool:
-            for message in self.rig.said(0.05):
-                self.seen.append(message)
-            shown[:] = [each for seen in self.seen for each in self.show(seen, key)]
-            return "end" in shown or (count > 0 and len(shown) >= count)
-
-        until("all has come", done)
-        return shown
-
-    def show(self, message: Any, key: int) -> Iterator[Any]:
-        if not isinstance(message, m.ExecutionResponded) or message.key != key:
-            return
-        assert message.given_ns <= message.written_ns
-        if message.code:
-            yield message.message
-        elif message.body:
-            (output,) = unpack_inferred(message.body).outputs
-            arena, data = self.rig.context.arena, output.data
-            if isinstance(data, Place) and data.memory.id != arena.memory.id:
-                yield "in its place"
-            else:
-                raw = data if isinstance(data, bytes) else arena.view(data)
-                yield np.frombuffer(raw, NUMPY[output.datatype]).tolist()
-        if message.final:
-            yield "end"
-
-    @property
-    def replies(self) -> list[str]:
-        return [reply.message for reply in self.rig.finished.replies]
-
     @property
     def said(self) -> list[Any]:
         said: list[Any] = self.backend._model.said
@@ -135,28 +76,16 @@ class Model:
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Model]:
     with rig(tmp_path) as made:
-        model = Model(made, PythonBackend(made.context), [])
+        model = Model(made)
         yield model
         model.backend.unload()
 
 
 @pytest.fixture
 def pumping(model: Model) -> Iterator[Callable[[], None]]:
-    """Starts a thread that does what the loop does while nothing runs: it reads the socket."""
-    stop = threading.Event()
-
-    def pump() -> None:
-        control = model.rig.context.control
-        while not stop.is_set():
-            control.wait(0.05)
-            model.rig.instance.link.pump()
-            model.rig.instance._writer.end_abandoned()
-
-    thread = threading.Thread(target=pump)
-    yield thread.start
-    stop.set()
-    if thread.ident is not None:
-        thread.join()
+    """Has the socket read from now on, as the loop does while nothing runs."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(model.pumping())
 
 
 # --- what is sent
@@ -257,22 +186,28 @@ def test_large_responses_go_through_the_arena_and_come_back(model: Model) -> Non
     assert arena.used == 0
 
 
-def test_one_that_cannot_be_written_is_an_error_and_no_end(model: Model) -> None:
+def test_one_that_cannot_be_written_is_an_error_and_no_end(
+    model: Model, pumping: Callable[[], None]
+) -> None:
     region = Region(4096)
     model.serve(
         """
         def execute(self, requests):
-            sender = requests[0].get_response_sender()
+            threading.Thread(target=self.answer, args=(requests[0],)).start()
+        def answer(self, request):
+            sender = request.get_response_sender()
             sender.send(response(1, 2))
             sender.send(response(3))
             sender.send(flags=FINAL)
         """
     )
     model.begin(0, output=region.place(0, 4))
-    assert model.responses(1)[1:] == ["in its place", "end"]
-    first, second, last = model.seen
-    assert "shared memory size specified with the request for output 'Y' (4 bytes)" in first.message
-    assert (second.code, last.final, region.read(0, 4)) == ("", True, np.float32(3).tobytes())
+    pumping()
+    (text,) = model.responses(1, 1)
+    assert "shared memory size specified with the request for output 'Y' (4 bytes)" in text
+    model.grant(1, 1)
+    assert model.responses(1) == [text, "in its place", "end"]
+    assert region.read(0, 4) == np.float32(3).tobytes()
     region.close()
 
 
@@ -389,6 +324,23 @@ def test_a_kept_request_keeps_its_sender(model: Model) -> None:
     assert model.responses(1) == ["end"]
 
 
+def test_rescheduling_is_refused_where_there_was_no_end(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            for request in requests:
+                request.get_response_sender().send(response(1))
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            requests[1].get_response_sender().send(flags=FINAL)
+        """
+    )
+    model.begin(0, 0)
+    (value, text, end) = model.responses(1)
+    assert (value, end) == ([1], "end")
+    assert text.startswith("Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE")
+    assert model.responses(2) == [[1], "end"]
+
+
 # --- coroutines
 
 
@@ -422,8 +374,9 @@ def test_a_coroutine_raises(model: Model) -> None:
             raise ValueError("late")
         """
     )
-    model.begin(0)
-    assert model.responses(1, 2) == [[1], f"{FAILED}ValueError: late", "end"]
+    model.begin(0, 0)
+    assert model.responses(1) == [[1], f"{FAILED}ValueError: late", "end"]
+    assert model.responses(2) == [f"{FAILED}ValueError: late", "end"]
 
 
 # --- cancellation
@@ -447,8 +400,7 @@ def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
     )
     model.begin(0)
     until("it has begun", lambda: bool(model.said))
-    model.rig.scheduler.post(model.rig._peer, m.CancelExecution(1))
-    model.rig.scheduler.flush()
+    model.cancel(1)
     assert model.responses(1) == ["end"]
     until("it is over", lambda: len(model.said) == 4)
     assert model.said == [(False, False), True, None, None]
@@ -497,8 +449,7 @@ def test_a_client_that_does_not_read_stops_send(model: Model, pumping: Callable[
     assert model.rig.said(0.1) == []
     assert len(model.said) == FIRST_CREDIT + 1
     for granted in range(0, 100 - FIRST_CREDIT, 4):
-        model.rig.scheduler.post(model.rig._peer, m.GrantExecution(1, 4))
-        model.rig.scheduler.flush()
+        model.grant(1, 4)
         model.responses(1, FIRST_CREDIT + granted + 4)
     assert model.responses(1) == [*([n] for n in range(100)), "end"]
 
@@ -517,8 +468,7 @@ def test_so_it_is_in_execute_itself(model: Model) -> None:
 
     def grant() -> None:
         model.responses(1, FIRST_CREDIT)
-        model.rig.scheduler.post(model.rig._peer, m.GrantExecution(1, 8))
-        model.rig.scheduler.flush()
+        model.grant(1, 8)
 
     reader = threading.Thread(target=grant)
     reader.start()
@@ -548,8 +498,7 @@ def test_responses_with_one_place_go_there_one_by_one(
         assert model.responses(1, n) == ["in its place"] * n
         assert model.rig.said(0.1) == []
         assert np.frombuffer(region.read(0, 4), "f4")[0] == n
-        model.rig.scheduler.post(model.rig._peer, m.GrantExecution(1, 1))
-        model.rig.scheduler.flush()
+        model.grant(1, 1)
     assert model.responses(1) == ["in its place"] * 3 + ["end"]
     region.close()
 
@@ -571,8 +520,7 @@ def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[
     pumping()
     assert len(model.responses(1, 2)) == 2
     assert model.rig.said(0.1) == []
-    model.rig.scheduler.post(model.rig._peer, m.GrantExecution(1, 2))
-    model.rig.scheduler.flush()
+    model.grant(1, 2)
     assert len(model.responses(1)) == 5
 
 
@@ -586,9 +534,11 @@ def test_a_client_that_never_reads_is_given_up(
             self.sender = requests[0].get_response_sender()
             for n in range(100):
                 self.sender.send(response(n))
+            self.sender.send(flags=FINAL)
         """
     )
     model.begin(0)
+    assert model.replies == []
     *_, told, end = model.responses(1)
     assert (told, end) == ("the client has taken no response for 0.2 s: no more are sent", "end")
     assert model.backend._model.sender.is_cancelled()
@@ -608,6 +558,5 @@ def test_a_cancelled_request_does_not_wait(model: Model, pumping: Callable[[], N
     )
     model.begin(0)
     model.responses(1, FIRST_CREDIT)
-    model.rig.scheduler.post(model.rig._peer, m.CancelExecution(1))
-    model.rig.scheduler.flush()
+    model.cancel(1)
     assert model.responses(1)[FIRST_CREDIT:] == ["end"]

@@ -348,8 +348,6 @@ class Model:
             for text in (
                 "predict = 3",
                 "def predict() -> FP32[Tensor, 1]: ...",
-                "async def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
-                "def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: yield x",
                 "@staticmethod\n    def predict(x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
                 "@classmethod\n    def predict(cls, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
             )

@@ -212,7 +212,8 @@ def test_responses() -> None:
 def test_no_response_of_something_else() -> None:
     with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
         pb_utils.InferenceResponse([None])  # type: ignore[list-item]
-    for wrong in ({"output_tensors": [3]}, {"error": "e"}, {"parameters": 3}):
+    tensor = pb_utils.Tensor("OUT", np.zeros(1))
+    for wrong in ({"output_tensors": [3]}, {"output_tensors": tensor}, {"error": "e"}):
         with pytest.raises(TypeError):
             pb_utils.InferenceResponse(**wrong)
 
@@ -220,6 +221,7 @@ def test_no_response_of_something_else() -> None:
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
+        (3, "Expect dict, got <class 'int'>"),
         ({1: 1}, "keys to have type str, found type <class 'int'>"),
         ({"a": 1.5}, "values to have type bool/int/str, found type <class 'float'>"),
         ({"a": [1]}, "values to have type bool/int/str, found type <class 'list'>"),
@@ -295,8 +297,15 @@ def test_a_request_for_another_model() -> None:
         ({"correlation_id": 1.5}, TritonModelException, "must be integer or string"),
         ({"parameters": {"a": 1.5}}, TritonModelException, "bool/int/str"),
         ({"inputs": None}, TypeError, "needs inputs"),
-        ({"correlation_id": -1}, TypeError, "range of uint64"),
-        ({"requested_output_names": [3]}, TypeError, "a requested output name must be a str"),
+        ({"correlation_id": -1}, RuntimeError, "Unable to cast Python instance to C"),
+        ({"correlation_id": 2**64}, RuntimeError, "Unable to cast Python instance to C"),
+        ({"correlation_id": None}, TypeError, "must not be None"),
+        ({"requested_output_names": [3]}, TypeError, "an output's name must be a str"),
+        ({"requested_output_names": "OUT"}, TypeError, "the outputs must be a list"),
+        ({"inputs": "x"}, TypeError, "inputs must be a list"),
+        ({"parameters": "{}"}, TritonModelException, "Expect dict, got <class 'str'>"),
+        ({"trace": None}, TypeError, "is no InferenceTrace"),
+        ({"preferred_memory": 5}, TypeError, "is no PreferredMemory"),
         ({"model_name": 3}, TypeError, "model_name must be a str"),
         ({"model_version": "1"}, TypeError, "model_version must be an int"),
         ({"timeout": -1}, TypeError, "timeout must be in the range"),
@@ -308,6 +317,41 @@ def test_no_request_like_that(more: dict[str, Any], kind: type[Exception], text:
     rest: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
     with pytest.raises(kind, match=text):
         pb_utils.InferenceRequest(request_id="q", **{**rest, **more})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"inputs": ()},
+        {"requested_output_names": ("A", "A")},
+        {"model_name": ""},
+        {"model_version": -5},
+        {"timeout": 2**63},
+        {"flags": 99},
+        {"correlation_id": True},
+        {"trace": pb_utils.InferenceTrace()},
+        {"preferred_memory": pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 1)},
+        {"parameters": {"triton_x": 1}},
+    ],
+)
+def test_a_request_like_that(more: dict[str, Any]) -> None:
+    rest: dict[str, Any] = {"inputs": [], "requested_output_names": [], "model_name": "other"}
+    request = pb_utils.InferenceRequest(**{**rest, **more})
+    for name in ("flags", "correlation_id", "timeout"):
+        assert getattr(request, name)() == more.get(name, 0)
+
+
+def test_no_memory_or_release_like_that() -> None:
+    request = pb_utils.InferenceRequest(inputs=[], requested_output_names=[], model_name="other")
+    wrong: Any
+    for wrong in (0, None):
+        with pytest.raises(TypeError, match="preferred_memory_type"):
+            pb_utils.PreferredMemory(wrong)
+    for wrong in ("x", -1, None):
+        with pytest.raises(TypeError):
+            request.set_release_flags(wrong)
+        with pytest.raises(TypeError):
+            request.set_flags(wrong)
 
 
 def test_numbers_of_numpy_will_do() -> None:
@@ -485,7 +529,8 @@ def test_a_counter_and_a_gauge() -> None:
     family = pb_utils.MetricFamily("a_total", "what it is", pb_utils.MetricFamily.COUNTER)
     counter = family.Metric(labels={"x": "1"})
     counter.increment(2)
-    again = pb_utils.MetricFamily("a_total", "", pb_utils.MetricFamily.COUNTER).Metric({"x": "1"})
+    same = pb_utils.MetricFamily("a_total", "", pb_utils.MetricFamily.COUNTER)
+    again = same.Metric({"x": "1"})
     again.increment(0.5)
     assert counter.value() == again.value() == 2.5
     with pytest.raises(TritonModelException, match="only be incremented monotonically"):
@@ -494,7 +539,8 @@ def test_a_counter_and_a_gauge() -> None:
         counter.set(1)
     with pytest.raises(TritonModelException, match="COUNTER does not support Observe"):
         counter.observe(1)
-    gauge = pb_utils.MetricFamily("b", "", pb_utils.MetricFamily.GAUGE).Metric()
+    gauges = pb_utils.MetricFamily("b", "", pb_utils.MetricFamily.GAUGE)
+    gauge = gauges.Metric()
     gauge.set(4)
     gauge.increment(-6.5)
     assert gauge.value() == -2.5
@@ -546,7 +592,10 @@ def test_a_histogram() -> None:
         ("COUNTER", {"buckets": [1]}, "Unexpected buckets found."),
         ("HISTOGRAM", {"buckets": 3}, "Buckets must be a list."),
         ("HISTOGRAM", {}, "Missing required buckets."),
-        ("HISTOGRAM", {"buckets": [2, 1]}, "ascending order"),
+        ("HISTOGRAM", {"buckets": [2, 1]}, "Bucket Boundaries must be strictly sorted"),
+        ("HISTOGRAM", {"buckets": [1, 1]}, "Bucket Boundaries must be strictly sorted"),
+        ("COUNTER", {"labels": {"a": 1}}, "attempt to access JSON non-string as string"),
+        ("COUNTER", {"labels": {1: "a"}}, "Invalid label name"),
         ("HISTOGRAM", {"buckets": [2], "labels": {"le": "1"}}, "Invalid label name"),
         ("COUNTER", {"labels": {"a b": "1"}}, "Invalid label name"),
         ("GAUGE", {"labels": {"__a": "1"}}, "Invalid label name"),
@@ -562,14 +611,76 @@ def test_no_metric_like_that(kind: str, arguments: dict[str, Any], text: str) ->
 def test_no_family_like_that() -> None:
     with pytest.raises(TritonModelException, match="Invalid metric name"):
         pb_utils.MetricFamily("a b", "", pb_utils.MetricFamily.GAUGE)
-    pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.GAUGE)
-    with pytest.raises(TritonModelException, match="GAUGE already"):
+    held = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.GAUGE)
+    with pytest.raises(TritonModelException, match="already exists with different type"):
         pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
+    del held
+    pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
+    kind: Any
+    for kind in (5, "COUNTER", None, 0):
+        with pytest.raises(TypeError, match="the kind of a metric family"):
+            pb_utils.MetricFamily("c", "", kind)
     with pytest.raises(TypeError, match="description"):
         pb_utils.MetricFamily("b", None, pb_utils.MetricFamily.GAUGE)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("no_metrics")
+def test_values_are_numbers() -> None:
+    wrong: Any
+    families = {
+        name: pb_utils.MetricFamily(name, "", getattr(pb_utils.MetricFamily, name.upper()))
+        for name in ("counter", "gauge", "histogram")
+    }
+    counter, gauge = families["counter"].Metric(), families["gauge"].Metric()
+    histogram = families["histogram"].Metric(buckets=[])
+    for wrong in ("x", None, b"1", "1"):
+        for change in (counter.increment, gauge.set, gauge.increment, histogram.observe):
+            with pytest.raises(TypeError):
+                change(wrong)
+    with pytest.raises(RuntimeError, match="Unable to cast"):
+        families["histogram"].Metric({"l": "1"}, buckets=[1, "x"])  # type: ignore[list-item]
+    counter.increment(np.float32(0.5))  # type: ignore[arg-type]
+    counter.increment(True)
+    assert counter.value() == 1.5
+
+
+@pytest.mark.usefixtures("no_metrics")
+def test_values_go_with_their_family() -> None:
+    """With the last object of its name that has made them."""
+    counters = pb_utils.MetricFamily("c", "first", pb_utils.MetricFamily.COUNTER)
+    others = pb_utils.MetricFamily("c", "again", pb_utils.MetricFamily.COUNTER)
+    one, both = counters.Metric({"n": "1"}), counters.Metric({"n": "2"})
+    also = others.Metric({"n": "2"})
+    both.increment(3)
+    del both
+    assert len(told()["c"]) == 2  # a value stays as long as its family
+    del counters
+    assert told() == {"c": [(("n", "2"),)]} and also.value() == 3
+    for use in (lambda: one.increment(1), one.value):
+        with pytest.raises(TritonModelException, match="'MetricFamily' has been deleted"):
+            use()
+    del others
+    assert told() == {}
+
+
+def told() -> dict[str, list[Any]]:
+    """The labels of each family, as they are reported."""
+    return {
+        name: [labels for labels, _, _ in values] for name, _, _, values in metrics.changes() or []
+    }
+
+
 # --- the log
+
+
+def test_no_line_like_that() -> None:
+    wrong: Any
+    for wrong in (None, 5):
+        with pytest.raises(TypeError):
+            pb_utils.Logger.log_info(wrong)
+    for wrong in (5, "INFO", None):
+        with pytest.raises(TypeError):
+            pb_utils.Logger.log("a line", wrong)
 
 
 def test_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -364,16 +364,76 @@ def test_one_entry_that_is_none_of_a_batch(model: Model) -> None:
     assert isinstance(bad, str) and "found type '<class 'NoneType'>'" in bad
 
 
-def test_rescheduling_is_refused(model: Model) -> None:
+NOT_ITERATIVE = (
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
+    "configured to handle such a flag."
+)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        ("[None]", NOT_ITERATIVE),
+        ("None", NOT_ITERATIVE),
+        (
+            "[response(given(requests[0]))]",
+            failed(
+                "Expected a None object in the execute function return list for reschduled "
+                "request, found type '<class 'shmserve.workers.backends.python.response."
+                "InferenceResponse'>'."
+            ),
+        ),
+    ],
+)
+def test_rescheduling_is_refused(model: Model, returned: str, text: str) -> None:
+    model.serve(
+        f"""
+        def execute(self, requests):
+            requests[0].set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            return {returned}
+        """
+    )
+    assert model.ask(0) == [text]
+
+
+def test_other_release_flags_change_nothing(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
-            requests[0].set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-            return [None]
+            for flags in (0, pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL, 5):
+                requests[0].set_release_flags(flags)
+            for flags in (-1, "x", None):
+                try:
+                    requests[0].set_release_flags(flags)
+                except TypeError:
+                    continue
+                raise AssertionError(flags)
+            return [response(given(r)) for r in requests]
         """
     )
-    (text,) = model.ask(0)
-    assert isinstance(text, str) and "iterative sequence batching" in text
+    assert model.ask(3) == [[3]]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return True", True),
+        ("return False", False),
+        ("return 1", "`is_ready` must return a bool, found type '<class 'int'>'"),
+        ("raise ValueError('odd')", "odd"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_model_says_whether_it_is_ready(
+    model: Model, kind: str, body: str, says: bool | str
+) -> None:
+    model.serve(f"def execute(self, requests): pass\n{kind} is_ready(self): {body}")
+    assert model.backend.checks_ready
+    if isinstance(says, bool):
+        assert model.backend.is_ready() is says
+    else:
+        with pytest.raises(Exception, match=says):
+            model.backend.is_ready()
 
 
 def test_outputs_pass_as_the_model_made_them(model: Model) -> None:
@@ -815,7 +875,8 @@ def test_loading_other_models(model: Model, others: Others) -> None:
             try:
                 pb_utils.load_model("other")
             except pb_utils.TritonModelException as error:
-                assert str(error) == "Failed to load model: it cannot be"
+                assert str(error).startswith("Failed to load model: Failed to process the")
+                assert str(error).endswith(", message: it cannot be")
             for wrong in ({"x": b""}, 3):
                 try:
                     pb_utils.load_model("other", files=wrong)

@@ -4,10 +4,16 @@ The file is `default_model_filename` (model.py) in the version folder, the class
 "class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension) and
 `max_queue_delay_us` (0) as attributes, and the methods `load(self, context)` and `unload(self)`.
 One that is a `torch.nn.Module` is put on the device and into evaluation mode.
+
+A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
+the model a decoupled one: it gets one request, with `max_batch_size` 0 unless the class says
+otherwise, and arrays of its own. `max_streams` (64) of them run at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import torch
@@ -21,15 +27,19 @@ from shmserve.workers.backends import (
     ModelContext,
     Request,
     Response,
+    ResponseStream,
     has_scheduler,
+    is_decoupled,
     parameters,
 )
 from shmserve.workers.backends.native import signature as predict_signature
+from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.device import open_device
 from shmserve.workers.user_code import import_file
 
 _DEFAULT_MAX_BATCH_SIZE = 32
+_DEFAULT_MAX_STREAMS = 64
 
 
 class NativeBackend(Backend):
@@ -42,19 +52,24 @@ class NativeBackend(Backend):
         self._device = open_device(context.device)
         self._class: type | None = None
         self._model: Any = None
+        self._streams: GeneratorStreams | None = None
+        self._coroutines: asyncio.Runner | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Inputs and outputs from the annotations, batching from the class's attributes."""
         model = self._find(config)
         completed = dict(config)
-        inputs, outputs = predict_signature.as_config(predict_signature.read(model))
+        predict = predict_signature.read(model)
+        inputs, outputs = predict_signature.as_config(predict)
         completed["input"] = config.get("input") or inputs
         completed["output"] = config.get("output") or outputs
         if not config.get("max_batch_size"):
             # Without inputs nothing says how many rows a batch has.
-            most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] else 0
+            most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
             completed["max_batch_size"] = _whole(model, "max_batch_size", most)
-        if completed["max_batch_size"] > 1 and not has_scheduler(config):
+        if predict.streams:
+            completed["model_transaction_policy"] = {"decoupled": True}
+        elif completed["max_batch_size"] > 1 and not has_scheduler(config):
             delay = _whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed
@@ -66,6 +81,12 @@ class NativeBackend(Backend):
         predict = predict_signature.read(kind)
         signature = Signature(config, context.version)
         _check(signature, predict)
+        if predict.streams != is_decoupled(config):
+            what = "yields its responses" if predict.streams else "returns its one response"
+            raise InvalidArgument(
+                f"'predict' of model '{signature.name}' {what}, but its configuration has the "
+                f"'decoupled' transaction policy {str(is_decoupled(config)).lower()}"
+            )
         self._take = predict.take
         as_numpy = frozenset(p.name for p in predict.parameters if p.numpy)
         self._runner = Runner(context, signature, self._device, as_numpy)
@@ -78,6 +99,9 @@ class NativeBackend(Backend):
             self._model.load(
                 Context(context.model_name, context.version, context.device, folder, own)
             )
+        if predict.streams:
+            most = max(1, _whole(kind, "max_streams", _DEFAULT_MAX_STREAMS))
+            self._streams = GeneratorStreams(self._model.predict, self._respond, most)
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One call of `predict` for the whole batch."""
@@ -85,10 +109,30 @@ class NativeBackend(Backend):
         with torch.inference_mode():
             with self._runner.calling(requests):
                 result = self._model.predict(**inputs)
+                if asyncio.iscoroutine(result):
+                    result = self._run(result)
             return self._runner.responses(requests, self._take(result))
+
+    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+        """One call of `predict` for each request, whose iterator runs on after this."""
+        assert self._streams is not None
+        for stream in streams:
+            self._streams.start(stream, self._runner.own_inputs(stream.request))
+
+    def _respond(self, request: Request, yielded: Any) -> Response:
+        return self._runner.response(request, self._take(yielded))
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._coroutines is None:
+            self._coroutines = asyncio.Runner()
+        return self._coroutines.run(coroutine)
 
     def unload(self) -> None:
         """Call the model's own `unload`, if it has one."""
+        if self._streams is not None:
+            self._streams.close()
+        if self._coroutines is not None:
+            self._coroutines.close()
         if hasattr(self._model, "unload"):
             self._model.unload()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import inspect
 import types
@@ -17,6 +18,15 @@ from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.model import TensorType
 from shmserve.workers.user_code import in_words
 
+# What a `predict` returns, or says that it yields, that gives any number of responses.
+_ITERATORS = (
+    collections.abc.Iterable,
+    collections.abc.Iterator,
+    collections.abc.Generator,
+    collections.abc.AsyncIterable,
+    collections.abc.AsyncIterator,
+    collections.abc.AsyncGenerator,
+)
 _HOW = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
 
 
@@ -33,11 +43,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class PredictSignature:
-    """The arguments of `predict` and its outputs; `take` makes name -> array of a result."""
+    """The arguments of `predict` and its outputs; `take` makes name -> array of a result, or of
+    each that is yielded where it gives an iterator (`streams`)."""
 
     parameters: tuple[Parameter, ...]
     outputs: dict[str, TensorType]
     take: Callable[[Any], Mapping[str, Any]]
+    streams: bool
 
 
 def read(model: type) -> PredictSignature:
@@ -59,22 +71,25 @@ def read(model: type) -> PredictSignature:
     )
     if "return" not in hints:
         raise InvalidArgument(f"'{model.__name__}.predict' does not say what it returns: {_HOW}")
-    outputs, take = _outputs(model.__name__, hints["return"])
-    return PredictSignature(parameters, outputs, take)
+    result = hints["return"]
+    streams = typing.get_origin(result) in _ITERATORS and bool(typing.get_args(result))
+    if streams:
+        result = typing.get_args(result)[0]
+    elif inspect.isgeneratorfunction(predict) or inspect.isasyncgenfunction(predict):
+        kind = "AsyncIterator" if inspect.isasyncgenfunction(predict) else "Iterator"
+        raise InvalidArgument(
+            f"'{model.__name__}.predict' yields: say what, '-> {kind}[...]', and {_HOW}"
+        )
+    outputs, take = _outputs(model.__name__, result)
+    return PredictSignature(parameters, outputs, take, streams)
 
 
 def _method(model: type) -> Callable[..., Any]:
-    """The class's `predict`, which gets `self` and is done when it returns."""
+    """The class's `predict`, which gets `self`."""
     predict = inspect.getattr_static(model, "predict", None)
     if predict is None:
         raise InvalidArgument(f"class '{model.__name__}' has no method 'predict'")
-    if (
-        not inspect.isfunction(predict)
-        or inspect.iscoroutinefunction(predict)
-        or inspect.isgeneratorfunction(predict)
-        or inspect.isasyncgenfunction(predict)
-        or not inspect.signature(predict).parameters
-    ):
+    if not inspect.isfunction(predict) or not inspect.signature(predict).parameters:
         raise InvalidArgument(
             f"'{model.__name__}.predict' must be an ordinary method, 'def predict(self, ...)'"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from enum import IntEnum
+from typing import Any
 
 from shmserve.errors import ShmserveError, from_code
 
@@ -57,6 +58,13 @@ class TritonError:
         return self._message
 
 
+# What Triton says, as a RuntimeError, of a value that C++ has no room for.
+NO_CAST = (
+    "Unable to cast Python instance to C++ type (#define PYBIND11_DETAILED_ERROR_MESSAGES or "
+    "compile in debug mode for details)"
+)
+
+
 def text(value: object, what: str) -> str:
     """`value`, a str or bytes of UTF-8, as a str; raises TypeError for anything else.
 
@@ -73,16 +81,23 @@ def text(value: object, what: str) -> str:
     return value
 
 
-def whole(value: object, what: str, least: int = 0) -> int:
-    """`value` as an int, numpy's too, which must be `least` or more, below 2**63; else raises
+def listed(value: Any, what: str) -> list[Any]:
+    """The items of a sequence that is no text; raises TypeError for anything else."""
+    if isinstance(value, str | bytes | dict) or not hasattr(value, "__getitem__"):
+        raise TypeError(f"{what} must be a list, not {type(value)}")
+    return list(value)
+
+
+def whole(value: object, what: str, least: int = 0, bits: int = 63) -> int:
+    """`value` as an int, numpy's too, which must be `least` or more, below 2**bits; else raises
     TypeError.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{what} must be an int, not {type(value)}") from None
-    if not least <= number < 2**63:
-        raise TypeError(f"{what} must be in the range [{least}, 2**63), not {number}")
+    if not least <= number < 2**bits:
+        raise TypeError(f"{what} must be in the range [{least}, 2**{bits}), not {number}")
     return number
 
 

@@ -10,12 +10,14 @@ import re
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from shmserve.workers.backends.python.errors import TritonModelException, text
+from shmserve.workers.backends.python.errors import NO_CAST, TritonModelException, text
+from shmserve.workers.backends.python.server import by_server
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
@@ -38,15 +40,24 @@ class _Value:
     # A counter's value; what a gauge was set to, when (monotonic ns, 0: never), and what was added
     # since; the sum of a histogram, then its observations by bucket, and those above the last.
     numbers: list[float]
+    owners: int = 0  # `MetricFamily` objects that have made it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Family:
     name: str
     description: str
     kind: MetricKind
     values: dict[Labels, _Value] = field(default_factory=dict)
+    owners: int = 0
 
+
+_FAILED = "Error when creating Metric: "
+_DELETED = (
+    "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. The "
+    "'MetricFamily' object should be deleted AFTER its corresponding 'Metric' objects have been "
+    "deleted."
+)
 
 _lock = threading.Lock()
 _families: dict[str, _Family] = {}
@@ -65,6 +76,7 @@ def changes() -> list[list[Any]] | None:
         return None
     with _lock:
         _changed = False
+        _drop_ended()
         return [
             [
                 *(family.name, family.description, family.kind.name),
@@ -83,10 +95,40 @@ def _note_change() -> None:
             on_change()
 
 
+class _Owner:
+    """What a `MetricFamily` object has made. `alive`: the object is."""
+
+    __slots__ = ("alive", "family", "labels")
+
+    def __init__(self, family: _Family) -> None:
+        self.family = family
+        self.labels: set[Labels] = set()
+        self.alive = True
+
+
+# Those whose object was collected, which may be at any moment: dropped when it is safe.
+_ended: deque[_Owner] = deque()
+
+
+def _drop_ended() -> None:
+    """With the lock: values, and families, go with the last object that has made them."""
+    while _ended:
+        owner = _ended.popleft()
+        for labels in owner.labels:
+            value = owner.family.values[labels]
+            value.owners -= 1
+            if not value.owners:
+                del owner.family.values[labels]
+        owner.family.owners -= 1
+        if not owner.family.owners:
+            _families.pop(owner.family.name, None)
+
+
 class MetricFamily:
     """Values of one name, told apart by labels. Families of one name and kind are the same one.
 
-    Raises TritonModelException for a name that Prometheus does not allow, or one of another kind.
+    Its values go when it does. Raises TritonModelException for a name that Prometheus does not
+    allow, or one of another kind, TypeError for what is no name, text or kind.
     """
 
     COUNTER = MetricKind.COUNTER
@@ -95,16 +137,27 @@ class MetricFamily:
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         name = text(name, "the name of a metric family")
-        if not _NAME.fullmatch(name):
-            raise TritonModelException("Error when creating MetricFamily: Invalid metric name")
         description = text(description, "the description of a metric family")
+        if not isinstance(kind, MetricKind):
+            raise TypeError(f"the kind of a metric family must be one of its kinds, not {kind!r}")
+        failed = "Error when creating MetricFamily: "
+        if not _NAME.fullmatch(name):
+            raise TritonModelException(failed + by_server("Invalid metric name"))
         with _lock:
-            family = _families.setdefault(name, _Family(name, description, MetricKind(kind)))
-        if family.kind is not kind:
-            raise TritonModelException(
-                f"Error when creating MetricFamily: '{name}' is a {family.kind.name} already"
-            )
-        self._family = family
+            _drop_ended()
+            family = _families.setdefault(name, _Family(name, description, kind))
+            if family.kind is not kind:
+                why = "Family name already exists with different type"
+                raise TritonModelException(failed + by_server(why))
+            family.owners += 1
+        self._owner = _Owner(family)
+
+    def __del__(self) -> None:
+        owner = getattr(self, "_owner", None)
+        if owner is not None:
+            owner.alive = False
+            _ended.append(owner)
+            _note_change()
 
     def Metric(
         self, labels: dict[str, str] | None = None, buckets: Sequence[float] | None = None
@@ -113,63 +166,96 @@ class MetricFamily:
 
         Raises TritonModelException for labels or buckets that do not fit.
         """
-        failed = "Failed to create metric. "
-        if labels is not None and not isinstance(labels, dict):
-            raise TritonModelException(failed + "Labels must be a dictionary.")
-        if buckets is not None and not isinstance(buckets, list):
-            raise TritonModelException(failed + "Buckets must be a list.")
-        histogram = self._family.kind is MetricKind.HISTOGRAM
-        if buckets is not None and not histogram:
-            raise TritonModelException(failed + "Unexpected buckets found.")
-        if buckets is None and histogram:
-            raise TritonModelException(failed + "Missing required buckets.")
-        bounds = tuple(map(float, buckets or ()))
-        if list(bounds) != sorted(set(bounds)):
-            raise TritonModelException(failed + "Buckets must be in ascending order.")
-        key = tuple(sorted((str(name), str(value)) for name, value in (labels or {}).items()))
-        for name, _ in key:
-            # A histogram's samples have a label "le" of their own.
-            if not _LABEL.fullmatch(name) or (histogram and name == "le"):
-                raise TritonModelException("Error when creating Metric: Invalid label name")
-        size = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(self._family.kind, len(bounds) + 2)
+        family = self._owner.family
+        bounds = _bounds(family.kind, buckets)
+        key = _labels(family.kind, labels)
+        size = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(family.kind, len(bounds) + 2)
         with _lock:
-            value = self._family.values.setdefault(key, _Value(bounds, [0] * size))
+            _drop_ended()
+            value = family.values.setdefault(key, _Value(bounds, [0] * size))
+            if key not in self._owner.labels:
+                self._owner.labels.add(key)
+                value.owners += 1
             _note_change()
-        return Metric(self._family.kind, value)
+        return Metric(self._owner, value)
+
+
+def _bounds(kind: MetricKind, buckets: Sequence[float] | None) -> tuple[float, ...]:
+    failed = "Failed to create metric. "
+    if buckets is not None and not isinstance(buckets, list):
+        raise TritonModelException(failed + "Buckets must be a list.")
+    if buckets is not None and kind is not MetricKind.HISTOGRAM:
+        raise TritonModelException(failed + "Unexpected buckets found.")
+    if buckets is None and kind is MetricKind.HISTOGRAM:
+        raise TritonModelException(failed + "Missing required buckets.")
+    try:
+        bounds = tuple(map(_number, buckets or ()))
+    except TypeError:
+        raise RuntimeError(NO_CAST) from None
+    if list(bounds) != sorted(set(bounds)):
+        raise TritonModelException(_FAILED + by_server("Bucket Boundaries must be strictly sorted"))
+    return bounds
+
+
+def _labels(kind: MetricKind, labels: dict[str, str] | None) -> Labels:
+    if labels is not None and not isinstance(labels, dict):
+        raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
+    pairs: list[tuple[str, str]] = []
+    for name, value in (labels or {}).items():
+        if not isinstance(value, str):
+            why = "attempt to access JSON non-string as string"
+            raise TritonModelException(_FAILED + by_server(why))
+        pairs.append((str(name), value))
+        # A histogram's samples have a label "le" of their own.
+        if not _LABEL.fullmatch(str(name)) or (kind is MetricKind.HISTOGRAM and name == "le"):
+            raise TritonModelException(_FAILED + by_server("Invalid label name"))
+    return tuple(sorted(pairs))
+
+
+def _number(value: object) -> float:
+    """`value` as a float, numpy's too, but for texts; raises TypeError."""
+    if isinstance(value, str | bytes):
+        raise TypeError(f"must be a number, not {type(value)}")
+    return float(value)  # type: ignore[arg-type]
 
 
 class Metric:
-    """One value of a family. Raises TritonModelException for what its kind does not do."""
+    """One value of a family. Raises TritonModelException for what its kind does not do, and once
+    the family was deleted, TypeError for what is no number."""
 
-    def __init__(self, kind: MetricKind, value: _Value) -> None:
-        self._kind = kind
+    def __init__(self, owner: _Owner, value: _Value) -> None:
+        self._owner = owner
         self._value = value
 
     def increment(self, value: float) -> None:
         """Add to a counter (not less than 0) or a gauge."""
+        number = _number(value)
         self._only("increment", "Increment", MetricKind.COUNTER, MetricKind.GAUGE)
-        if self._kind is MetricKind.COUNTER and value < 0:
-            raise TritonModelException(
-                "Failed to increment metric value: TRITONSERVER_METRIC_KIND_COUNTER can only be "
-                "incremented monotonically by non-negative values."
+        if self._owner.family.kind is MetricKind.COUNTER and number < 0:
+            why = (
+                "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by "
+                "non-negative values."
             )
+            raise TritonModelException("Failed to increment metric value: " + by_server(why))
         with _lock:
-            self._value.numbers[-1] += float(value)
+            self._value.numbers[-1] += number
             _note_change()
 
     def set(self, value: float) -> None:
         """Set a gauge."""
+        number = _number(value)
         self._only("set", "Set", MetricKind.GAUGE)
         with _lock:
-            self._value.numbers[:] = (float(value), time.monotonic_ns(), 0)
+            self._value.numbers[:] = (number, time.monotonic_ns(), 0)
             _note_change()
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
+        number = _number(value)
         self._only("observe", "Observe", MetricKind.HISTOGRAM)
         with _lock:
-            self._value.numbers[0] += float(value)
-            self._value.numbers[1 + bisect_left(self._value.buckets, float(value))] += 1
+            self._value.numbers[0] += number
+            self._value.numbers[1 + bisect_left(self._value.buckets, number)] += 1
             _note_change()
 
     def value(self) -> float:
@@ -179,8 +265,10 @@ class Metric:
         return float(numbers[0] + numbers[2] if len(numbers) > 1 else numbers[0])
 
     def _only(self, verb: str, operation: str, *kinds: MetricKind) -> None:
-        if self._kind not in kinds:
-            raise TritonModelException(
-                f"Failed to {verb} metric value: TRITONSERVER_METRIC_KIND_{self._kind.name} does "
-                f"not support {operation}"
-            )
+        failed = f"Failed to {verb} metric value: "
+        if not self._owner.alive:
+            raise TritonModelException(failed + _DELETED)
+        kind = self._owner.family.kind
+        if kind not in kinds:
+            why = f"TRITONSERVER_METRIC_KIND_{kind.name} does not support {operation}"
+            raise TritonModelException(failed + by_server(why))

@@ -13,7 +13,13 @@ from typing import Any
 from shmserve.errors import ShmserveError
 from shmserve.workers.backends import Request, ResponseStream
 from shmserve.workers.backends.python import server
-from shmserve.workers.backends.python.errors import TritonModelException, text, whole
+from shmserve.workers.backends.python.errors import (
+    NO_CAST,
+    TritonModelException,
+    listed,
+    text,
+    whole,
+)
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.response import (
     InferenceResponse,
@@ -31,6 +37,9 @@ from shmserve.workers.backends.python.tensor import Tensor
 from shmserve.workers.bls.request import CallRequest, Reply
 from shmserve.workers.bls.streams import StreamCall
 
+RELEASE_ALL = 1
+RELEASE_RESCHEDULE = 2
+
 
 class MemoryType(IntEnum):
     """Where outputs of a call may be wanted."""
@@ -43,7 +52,9 @@ class PreferredMemory:
     """Where the outputs of a call should be; they come in host memory all the same."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
-        pass
+        if not isinstance(preferred_memory_type, MemoryType):
+            raise TypeError(f"preferred_memory_type is no such type: {preferred_memory_type!r}")
+        whole(preferred_device_id, "preferred_device_id", -(2**63))
 
 
 class InferenceTrace:
@@ -52,6 +63,10 @@ class InferenceTrace:
     def get_context(self) -> str | None:
         """The context to pass on, if there is one."""
         return None
+
+
+_ANY_MEMORY = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
+_NO_TRACE = InferenceTrace()
 
 
 class InferenceRequest:
@@ -86,8 +101,8 @@ class InferenceRequest:
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
-        preferred_memory: PreferredMemory | None = None,
-        trace: InferenceTrace | None = None,
+        preferred_memory: PreferredMemory = _ANY_MEMORY,
+        trace: InferenceTrace = _NO_TRACE,
         parameters: dict[str, bool | int | str] | None = None,
     ) -> None:
         if inputs is None or requested_output_names is None or model_name is None:
@@ -95,32 +110,28 @@ class InferenceRequest:
                 "an InferenceRequest needs inputs, requested_output_names and model_name"
             )
         request_id, model_name = text(request_id, "request_id"), text(model_name, "model_name")
-        if not isinstance(correlation_id, str):
-            try:
-                correlation_id = operator.index(correlation_id)
-            except TypeError:
-                raise TritonModelException("Correlation ID must be integer or string") from None
-            if not 0 <= correlation_id < 2**64:
-                raise TypeError(f"correlation_id must be in the range of uint64: {correlation_id}")
+        names = [text(n, "an output's name") for n in listed(requested_output_names, "the outputs")]
+        given = listed(inputs, "inputs")
+        for what, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):
+            if not isinstance(what, kind):
+                raise TypeError(f"{what!r} is no {kind.__name__}")
         of = f"for request with id '{request_id}' and model name '{model_name}'"
-        for tensor in inputs:
+        for tensor in given:
             if tensor is None:
                 raise TritonModelException(f"Input tensor {of} should not be empty.")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"an input of a request must be a Tensor, not {type(tensor)}")
-        if not all(requested_output_names):
+        if not all(names):
             raise TritonModelException(f"Requested output name {of} should not be empty.")
         self._request_id = request_id
-        self._correlation_id = correlation_id
-        self._inputs = list(inputs)
-        self._outputs = dict.fromkeys(
-            text(name, "a requested output name") for name in requested_output_names
-        )
+        self._correlation_id = _correlation_id(correlation_id)
+        self._inputs = given
+        self._outputs = dict.fromkeys(names)
         self._model_name = model_name
-        self._model_version = whole(model_version, "model_version", -1)
-        self._flags = whole(flags, "flags")
-        self._timeout = whole(timeout, "timeout")
-        self._trace = trace or InferenceTrace()
+        self._model_version = whole(model_version, "model_version", -(2**63))
+        self._flags = whole(flags, "flags", bits=32)
+        self._timeout = whole(timeout, "timeout", bits=64)
+        self._trace = trace
         self._parameters: dict[str, Any] = checked_parameters(parameters)
         self._release_flags = 0
 
@@ -152,7 +163,7 @@ class InferenceRequest:
 
     def set_flags(self, flags: int) -> None:
         """Set the flags."""
-        self._flags = whole(flags, "flags")
+        self._flags = whole(flags, "flags", bits=32)
 
     def timeout(self) -> int:
         """Its own limit in microseconds; 0 for none."""
@@ -163,8 +174,9 @@ class InferenceRequest:
         return self._trace
 
     def set_release_flags(self, flags: int) -> None:
-        """Set TRITONSERVER_REQUEST_RELEASE_ALL or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE."""
-        self._release_flags = flags
+        """Set TRITONSERVER_REQUEST_RELEASE_ALL or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: whether
+        the request, when `execute` returns, is done with or to come again."""
+        self._release_flags = whole(flags, "flags", bits=32)
 
     # --- calling another model
 
@@ -231,6 +243,20 @@ class InferenceRequest:
         raise TritonModelException("only a request that a model received has a response sender")
 
 
+def _correlation_id(value: Any) -> int | str:
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise TypeError("correlation_id must not be None")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TritonModelException("Correlation ID must be integer or string") from None
+    if not 0 <= number < 2**64:
+        raise RuntimeError(NO_CAST)
+    return number
+
+
 async def _response(reply: asyncio.Future[Reply]) -> InferenceResponse | ResponseIterator:
     try:
         return from_reply(await reply)
@@ -268,9 +294,9 @@ class ReceivedRequest(InferenceRequest):
         self._sender: weakref.ref[InferenceResponseSender] | None = None
 
     @property
-    def release_flags(self) -> int:
-        """What the model wants to happen with it."""
-        return self._release_flags
+    def is_rescheduled(self) -> bool:
+        """Whether the model wants to get it again."""
+        return self._release_flags == RELEASE_RESCHEDULE
 
     def inputs(self) -> list[Tensor]:
         """Its input tensors."""
@@ -309,6 +335,3 @@ class DecoupledRequest(ReceivedRequest):
     def get_response_sender(self) -> InferenceResponseSender:
         """What sends its responses, the same on every call."""
         return self._kept_sender
-
-
-_NO_TRACE = InferenceTrace()

@@ -26,7 +26,7 @@ def checked_parameters(parameters: Any) -> dict[str, bool | int | str]:
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
-        raise TypeError(f"parameters must be a dict, not {type(parameters)}")
+        raise TritonModelException(f"Expect dict, got {type(parameters)}")
     for key, value in parameters.items():
         if not isinstance(key, str):
             raise TritonModelException(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.ipc.messages import FindModel, LoadModel, UnloadModel
+from shmserve.ipc.messages import AskReady, FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
@@ -89,7 +89,10 @@ class Server:
             found = self.context.control.ask(lambda number: FindModel(number, name, version))
         except (NotFound, Unavailable):
             return False
-        return bool(found["ready"])
+        if not (found["ready"] and found.get("checks_ready")):
+            return bool(found["ready"])
+        asked = self.context.control.ask(lambda number: AskReady(number, name, found["version"]))
+        return bool(asked["ready"])
 
 
 @contextlib.contextmanager
@@ -127,6 +130,14 @@ def current() -> Server:
     return _server
 
 
+def by_server(why: str) -> str:
+    """What the server refused something with, in Triton's words."""
+    if _server is None:
+        return why
+    name = _server.context.instance_name
+    return f"Failed to process the request for model '{name}', message: {why}"
+
+
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
     """Load or reload a model, as POST /v2/repository/models/NAME/load does.
 
@@ -152,7 +163,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     try:
         current().load_model(model_name, config, given)
     except ShmserveError as error:
-        raise TritonModelException(f"Failed to load model: {error.message}") from None
+        raise TritonModelException(f"Failed to load model: {by_server(error.message)}") from None
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
@@ -161,7 +172,7 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     try:
         current().unload_model(model_name, bool(unload_dependents))
     except ShmserveError as error:
-        raise TritonModelException(f"Failed to unload model: {error.message}") from None
+        raise TritonModelException(f"Failed to unload model: {by_server(error.message)}") from None
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
@@ -171,14 +182,17 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """
     model_name, model_version = text(model_name, "model_name"), text(model_version, "model_version")
     if model_version and not (model_version.isdecimal() and int(model_version)):
-        raise TritonModelException(
-            "Failed to check model readiness: failed to get model version from specified version "
-            f"string '{model_version}', version should be an integral value > 0"
+        why = (
+            f"failed to get model version from specified version string '{model_version}' "
+            "(details: stol), version should be an integral value > 0"
         )
+        raise TritonModelException("Failed to check model readiness: " + by_server(why))
     try:
         return current().is_model_ready(model_name, model_version)
     except ShmserveError as error:
-        raise TritonModelException(f"Failed to check model readiness: {error.message}") from None
+        raise TritonModelException(
+            f"Failed to check model readiness: {by_server(error.message)}"
+        ) from None
 
 
 def get_model_dir() -> str:
@@ -186,25 +200,16 @@ def get_model_dir() -> str:
     return str(current().context.version_dir)
 
 
-class LogLevel(IntEnum):
-    """How important a line of the log is."""
-
-    INFO = 0
-    WARNING = 1
-    ERROR = 2
-    VERBOSE = 3
-
-
-_LEVELS = {
-    LogLevel.INFO: logging.INFO,
-    LogLevel.WARNING: logging.WARNING,
-    LogLevel.ERROR: logging.ERROR,
-    LogLevel.VERBOSE: logging.DEBUG,
-}
-
-
 class Logger:
     """Writes to the server's log."""
+
+    class LogLevel(IntEnum):
+        """How important a line of the log is."""
+
+        INFO = 0
+        WARNING = 1
+        ERROR = 2
+        VERBOSE = 3
 
     INFO = LogLevel.INFO
     WARNING = LogLevel.WARNING
@@ -213,25 +218,35 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
-        """Write a line; raises TypeError for what is no text."""
+        """Write a line; raises TypeError for what is no text, or no level."""
+        if not isinstance(level, Logger.LogLevel):
+            raise TypeError(f"the level of a log message must be one of Logger's, not {level!r}")
         logger.log(_LEVELS[level], "%s", text(message, "a log message"))
 
     @staticmethod
     def log_info(message: str) -> None:
         """Something worth knowing."""
-        Logger.log(message, LogLevel.INFO)
+        Logger.log(message, Logger.INFO)
 
     @staticmethod
     def log_warn(message: str) -> None:
         """Something that may be wrong."""
-        Logger.log(message, LogLevel.WARNING)
+        Logger.log(message, Logger.WARNING)
 
     @staticmethod
     def log_error(message: str) -> None:
         """Something that is wrong."""
-        Logger.log(message, LogLevel.ERROR)
+        Logger.log(message, Logger.ERROR)
 
     @staticmethod
     def log_verbose(message: str) -> None:
         """Something for who looks closely (--log-verbose)."""
-        Logger.log(message, LogLevel.VERBOSE)
+        Logger.log(message, Logger.VERBOSE)
+
+
+_LEVELS = {
+    Logger.INFO: logging.INFO,
+    Logger.WARNING: logging.WARNING,
+    Logger.ERROR: logging.ERROR,
+    Logger.VERBOSE: logging.DEBUG,
+}

@@ -97,8 +97,8 @@ class Tensor:
             hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__")
         ):
             raise TritonModelException(
-                "Provided tensor is not supported. Tensor must be a DLPack capsule or have "
-                "`__dlpack__` and `__dlpack_device__` attributes"
+                "Provided tensor is not supported. Tensor must be a DLPack capsule         or "
+                "have `__dlpack__` and `__dlpack_device__` attributes"
             )
         data: torch.Tensor = dlpack.from_dlpack(tensor)
         if not data.is_contiguous():

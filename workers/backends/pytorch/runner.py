@@ -150,6 +150,33 @@ class Runner:
             return [Response([item.whole(requests[0]) for item in made])]
         return self._split(requests, made)
 
+    def own_inputs(self, request: Request) -> dict[str, Any]:
+        """Each input of a request as the model's own, for as long as it likes."""
+        made: dict[str, Any] = {}
+        for name, item in request.inputs.items():
+            self._copied.inputs += item.detach()
+            if item.datatype == "BYTES" or (name in self._as_numpy and not item.on_device):
+                made[name] = item.numpy()
+            elif name in self._as_numpy:
+                array = np.ndarray(
+                    item.shape, NUMPY.get(item.datatype, NUMPY["UINT16"]), to_host(item.raw)
+                )
+                made[name] = array
+            else:
+                made[name] = item.torch().to(self._device.torch)
+        return made
+
+    def response(self, request: Request, outputs: Mapping[str, Any]) -> Response:
+        """One of any number of responses to a request. Any thread may ask, at any time.
+
+        Raises Internal when an output is no array.
+        """
+        wanted = [name for name in outputs if name in request.requested]
+        made = [self._fetch(name, outputs[name], [request]) for name in wanted]
+        if self._device.remote:
+            self._device.synchronize()
+        return Response([item.whole(request) for item in made])
+
     def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> _Made:
         if self._device.remote and isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
             datatype = PROTOCOL[value.dtype]

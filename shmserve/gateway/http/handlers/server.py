@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.errors import Unavailable, Unsupported
+from shmserve.errors import Unavailable
 from shmserve.gateway.api import absent, health, log_settings, metadata, statistics
 from shmserve.gateway.api.log_settings import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.context import Gateway
@@ -28,7 +28,7 @@ async def ready(gateway: Gateway, request: Request) -> Reply:
 
 async def model_ready(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
     """GET /v2/models/NAME/ready."""
-    if health.is_model_ready(gateway, name, version or ""):
+    if await health.is_model_ready(gateway, name, version or ""):
         return Reply()
     return error_reply(400, "Model version not ready")
 
@@ -63,11 +63,6 @@ async def model_statistics(
 async def trace(gateway: Gateway, request: Request, name: str = "") -> Reply:
     """GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting."""
     raise absent.no_trace()
-
-
-async def generate(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
-    """POST /v2/models/NAME/generate and /generate_stream."""
-    raise Unsupported("the server does not support generate")
 
 
 async def show_logging(gateway: Gateway, request: Request) -> Reply:

@@ -23,9 +23,8 @@ def test_who_leaves_as_the_answer_comes_has_left_once(answered: str) -> None:
 
     async def leave() -> Inferences:
         dispatcher = SimpleNamespace(cancel=given_up.append)
-        gateway: Any = SimpleNamespace(models=None, dispatcher=dispatcher)
+        gateway: Any = SimpleNamespace(draining=False, models=None, dispatcher=dispatcher)
         inferences = Inferences(gateway)
-        inferences.count = 1
         wire: Any = SimpleNamespace(wire=SimpleNamespace(id="1"))
         model: Any = SimpleNamespace(name="m")
         pending: Any = SimpleNamespace(future=asyncio.get_running_loop().create_future())

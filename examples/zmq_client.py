@@ -1,0 +1,98 @@
+"""One inference with plain pyzmq and msgpack, as shmserve/client/PROTOCOL.md says: no other package
+of the server's is needed.
+
+    python examples/zmq_client.py [RUN_DIR]
+
+asks the model `simple` of bench/models for a sum and a difference of two times sixteen numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import msgpack
+import zmq
+
+MODEL = "simple"
+COUNT = 16
+
+
+def main() -> None:
+    """Ask the server at the run directory that the command line names, or else this user's."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    usual = f"{runtime}/shmserve" if runtime else f"/tmp/shmserve-{os.getuid()}"
+    run_dir = sys.argv[1] if len(sys.argv) > 1 else usual
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.connect(f"{run_dir}/guests/door")
+        door.send(packed("Hello", 1))
+        number, token, endpoint = introduced(door)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as scheduler:
+            scheduler.set(zmq.LINGER, 0)
+            scheduler.set(zmq.IDENTITY, f"{number}.{token}.only".encode())
+            scheduler.connect(endpoint)
+            outputs = infer(scheduler, INPUT0=list(range(COUNT)), INPUT1=[1] * COUNT)
+    for name, values in outputs.items():
+        print(name, *values)
+
+
+def packed(*message: Any) -> bytes:
+    """A message: its name and its fields, behind the version."""
+    frame: bytes = msgpack.packb([1, message])
+    return frame
+
+
+def introduced(door: socket.socket) -> tuple[int, str, str]:
+    """Our number and token, and where the scheduler of the model is."""
+    number, token, endpoint = 0, "", ""
+    while True:
+        packet = door.recv(4 << 20)
+        if not packet:
+            sys.exit("the server does not let us in")
+        _, *messages = msgpack.unpackb(packet)
+        for name, *fields in messages:
+            if name == "Welcome":
+                number, token = fields
+            elif name == "ModelPublished" and fields[0] == MODEL and fields[6]:  # the latest
+                endpoint = fields[4]
+            elif name == "HealthChanged":  # all models have been told of
+                if not endpoint:
+                    sys.exit(f"the server has no model {MODEL}")
+                return number, token, endpoint
+
+
+def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[int]]:
+    """One request: the tensors travel in the message, and so do those of the answer."""
+    tensors = [
+        [
+            name,
+            "INT32",
+            [1, len(values)],
+            b"".join(v.to_bytes(4, "little", signed=True) for v in values),
+        ]
+        for name, values in inputs.items()
+    ]
+    work = msgpack.packb(["", tensors, [], {}, 0, 0, 0, 0, 0])
+    now_ns = time.monotonic_ns()
+    # id, batch size and shape key (left to the server), arrival, deadline, timeout, priority
+    scheduler.send(packed("Submit", 1, 0, b"", now_ns, 0, 0, 0, work, ""))
+    while True:
+        _, *messages = msgpack.unpackb(scheduler.recv())
+        for name, _, *fields in messages:
+            if name == "Failed":
+                sys.exit(f"{fields[0]}: {fields[1]}")
+            if name == "Finished":
+                found, _ = msgpack.unpackb(fields[0])
+                return {name: numbers(data) for name, _, _, data in found}
+
+
+def numbers(data: bytes) -> list[int]:
+    """The elements of an INT32 tensor."""
+    return memoryview(data).cast("i").tolist()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What processes are started with: records that the supervisor encodes and the new process decodes,
+once.
+
+A gateway's is shmserve.gateway.settings.GatewayStart: its settings are the gateways' own.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+
+from shmserve.logs import LogSettings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingLimits:
+    """What the server sets for all models. `execution_timeout_s`, `request_timeout_us`,
+    `max_queue_size`: 0 for none; `delay_scheduler`: requests that a dynamic batcher waits for
+    before its first batch; `quantiles` of the last minute's times, none: they are not kept."""
+
+    execution_timeout_s: float = 0.0
+    request_timeout_us: int = 0
+    max_queue_size: int = 0
+    delay_scheduler: int = 0
+    quantiles: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStart:
+    """A scheduler: `number` is its endpoints', `config` normalised.
+
+    `kept` is what a predecessor that died had counted, the last `StatisticsKept` (empty for the
+    first), `alive` the worker processes that there were. Local clients prove who they are by
+    `capability_key`; the programs of `group` are admitted, too (-1: none).
+    """
+
+    number: int
+    version: str
+    config: dict[str, Any]
+    run_dir: Path
+    capability_key: bytes
+    group: int = -1
+    limits: SchedulingLimits = field(default_factory=SchedulingLimits)
+    kept: list[Any] = field(default_factory=list)
+    alive: list[int] = field(default_factory=list)
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """A worker: instance `index` of a model version, whose scheduler has, or had, this `number`.
+
+    `device` is "cpu" or "gpu:N", `kind` Triton's word for it, `threads` how many it computes with.
+    """
+
+    number: int
+    index: int
+    model_name: str
+    version: str
+    model_dir: Path
+    repository: Path
+    run_dir: Path
+    device: str
+    kind: str
+    device_id: int
+    instance_name: str
+    backend_config: dict[str, str]
+    arena_byte_size: int
+    threads: int
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+def encode(start: Any) -> bytes:
+    """A record of records as MessagePack; paths need not be UTF-8."""
+    data: bytes = msgpack.packb(start, default=_plain, unicode_errors="surrogateescape")
+    return data
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
+def decode(cls: type[T], data: bytes) -> T:
+    """The record that `encode` was given; it is from our supervisor, and trusted."""
+    made: T = _made(cls, msgpack.unpackb(data, unicode_errors="surrogateescape"))
+    return made
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """`value` as its annotation has it: records of maps, tuples of lists, paths of texts."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _made(hints[name], each) for name, each in value.items()})
+    if kind is Path:
+        return Path(value)
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        (only,) = (each for each in of if each is not type(None))
+        return None if value is None else _made(only, value)
+    if origin is tuple:
+        kinds = of[:1] * len(value) if of[-1] is Ellipsis else of
+        return tuple(map(_made, kinds, value))
+    if origin is dict:
+        return {key: _made(of[1], each) for key, each in value.items()}
+    return value

@@ -1,0 +1,1 @@
+"""Responses that come one after the other, to one request over HTTP."""

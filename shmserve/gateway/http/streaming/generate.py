@@ -1,0 +1,131 @@
+"""POST /v2/models/NAME/generate and generate_stream: flat JSON in and out, for any model."""
+
+from __future__ import annotations
+
+import time
+
+from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.json.events import SERVER_SENT_EVENTS, error_json
+from shmserve.gateway.http.json.generate import parse_generate, response_json
+from shmserve.gateway.http.json.infer_request import decode_data
+from shmserve.gateway.http.json.infer_response import Output
+from shmserve.gateway.http.json.output_text import output_text
+from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.request import CONTENT_ENCODING, Request
+from shmserve.gateway.http.response import JSON, Reply
+from shmserve.gateway.http.streaming.responses import Responses, StreamReply
+from shmserve.gateway.inference.builder import build
+from shmserve.gateway.inference.response import check_size
+from shmserve.gateway.model_table import Model
+from shmserve.ipc.tensors.inference import Inferred
+
+_NOT_ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that "
+    "generates various number of responses"
+)
+
+
+async def generate(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
+    """The one response of a model."""
+    generation = await _begin(gateway, request, name, version)
+    responses = generation.responses
+    try:
+        status = await generation.first_status()
+        texts: list[bytes] = []
+        while len(texts) < 2:
+            await responses.wait()
+            text, answer = await generation.encode()
+            if text is not None:
+                texts.append(text)
+            if responses.read(answer):
+                break
+    finally:
+        responses.close()
+    return Reply(status, (texts[0] if len(texts) == 1 else error_json(_NOT_ONE),), JSON)
+
+
+async def generate_stream(
+    gateway: Gateway, request: Request, name: str, version: str | None
+) -> Reply:
+    """All responses of a model, as server-sent events."""
+    generation = await _begin(gateway, request, name, version)
+    framing = SERVER_SENT_EVENTS
+
+    async def event() -> tuple[bytes | None, Inferred | None]:
+        text, answer = await generation.encode()
+        return None if text is None else framing.frame(text), answer
+
+    status = await generation.first_status()
+    return StreamReply(status, framing.content_type, generation.responses, event)
+
+
+async def _begin(gateway: Gateway, request: Request, name: str, version: str | None) -> _Generation:
+    arrived_ns = time.monotonic_ns()
+    model = gateway.models.resolve(name, version or "")
+    encodings = request.headers.getall(CONTENT_ENCODING, ())
+    if any(encoding != "identity" for encoding in encodings):
+        raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
+    content = Body(request, gateway.settings, gateway.body_budget)
+    body = await content.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
+    inputs = {
+        tensor["name"]: (tensor["datatype"], tensor["shape"])
+        for tensor in model.metadata.get("inputs", ())
+    }
+    wire = parse_generate(loads(body), inputs)
+    decode_data(wire)
+    built, _ = build(gateway, model, wire, b"", 0)
+    return _Generation(gateway, model, Responses(gateway, request, model, built, arrived_ns))
+
+
+class _Generation:
+    """A request under way, and its responses as flat JSON."""
+
+    def __init__(self, gateway: Gateway, model: Model, responses: Responses) -> None:
+        self._gateway = gateway
+        self._model = model
+        self.responses = responses
+
+    async def first_status(self) -> int:
+        """What the first response, once it is here, makes the status.
+
+        Raises QueueFull: then the model was not asked.
+        """
+        responses = self.responses
+        try:
+            await responses.wait()
+            responses.request.outputs(responses.first)
+        except QueueFull:
+            responses.close()
+            raise
+        except ShmserveError:
+            return 400  # Triton's for any error of a model here
+        except BaseException:
+            responses.close()
+            raise
+        return 200
+
+    async def encode(self) -> tuple[bytes | None, Inferred | None]:
+        """The next response, an error that it is too, and what it was made of; None for nothing but
+        the end."""
+        answer: Inferred | None = None
+        try:
+            answer = self.responses.request.outputs(self.responses.first)
+            if answer is None:
+                return None, None
+            return await self._text(answer), answer
+        except ShmserveError as error:
+            return error_json(error.message), answer
+
+    async def _text(self, answer: Inferred) -> bytes:
+        outputs = []
+        for tensor in answer.outputs:
+            raw = tensor.data
+            data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
+            check_size(tensor, len(data))
+            output = Output(tensor.name, tensor.datatype, tensor.shape, binary=False)
+            outputs.append((tensor, await output_text(output, data)))
+        model = self._model
+        wire = self.responses.request.wire
+        return response_json(wire, model.name, model.version, outputs, answer.parameters)

@@ -1,0 +1,140 @@
+"""The responses to one request of an HTTP client: waited for, read, and written as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from aiohttp.http import HttpVersion10
+
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.request import Request
+from shmserve.gateway.http.response import Reply, drain
+from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
+from shmserve.gateway.inference.pipeline import admit
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.model_table import Model
+from shmserve.ipc.tensors.inference import Inferred
+
+# Responses that are here are written together up to so many bytes.
+_TOGETHER = 32 * 1024
+
+
+class Responses:
+    """An open request and what has come to it. Raises what keeps it from being submitted."""
+
+    def __init__(
+        self, gateway: Gateway, request: Request, model: Model, built: BuiltRequest, arrived_ns: int
+    ) -> None:
+        self._here: deque[Message] = deque()
+        self._news = asyncio.Event()
+        submit = admit(gateway, built, request.connection.client, arrived_ns)
+        try:
+            model = gateway.models.current(model)
+        except BaseException:
+            built.release()
+            raise
+        self.request = OpenRequest(gateway, model, built, submit, self._heard)
+
+    def _heard(self, _: OpenRequest, message: Message) -> None:
+        self._here.append(message)
+        self._news.set()
+
+    @property
+    def first(self) -> Message:
+        """The one that is to be read next, which is here."""
+        return self._here[0]
+
+    @property
+    def here(self) -> bool:
+        """Whether there is one to be read."""
+        return bool(self._here)
+
+    async def wait(self) -> None:
+        """Until there is one."""
+        while not self._here:
+            self._news.clear()
+            await self._news.wait()
+
+    def read(self, answer: Inferred | None) -> bool:
+        """The first one, which was made of `answer`, is with the client; whether it was the
+        last."""
+        message = self._here.popleft()
+        self.request.passed_on(answer)
+        return is_last(message)
+
+    def close(self) -> None:
+        """Nobody waits for more."""
+        while self._here:
+            self.request.discard(self._here.popleft())
+        self.request.abandon()
+
+
+# What the client is sent for the first response that is here, None for nothing, and what that was
+# made of.
+Encode = Callable[[], Awaitable[tuple[bytes | None, Inferred | None]]]
+
+
+class StreamReply(Reply):
+    """A reply whose body is written as the responses come, in chunks; it ends with the last one.
+
+    A client that does not read gets no more credit, and none of the responses that need it.
+    """
+
+    __slots__ = ("_encode", "_responses")
+
+    def __init__(
+        self, status: int, content_type: bytes, responses: Responses, encode: Encode
+    ) -> None:
+        super().__init__(status, (), b"Content-Type: %b\r\n" % content_type)
+        self._responses = responses
+        self._encode = encode
+
+    async def send(self, request: Request, stall_s: float) -> None:
+        """As `Reply.send`. The request is given up when the client is gone."""
+        try:
+            await self._send(request, stall_s)
+        finally:
+            self._responses.close()
+
+    async def _send(self, request: Request, stall_s: float) -> None:
+        transport = request.connection.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        chunked = request.version != HttpVersion10
+        self.close = self.close or not chunked
+        transport.write(self._start(chunked=chunked))
+        ended = False
+        while not ended:
+            await self._responses.wait()
+            pieces, ended = await self._ready(chunked=chunked)
+            if ended and chunked:
+                pieces.append(b"0\r\n\r\n")
+            if pieces:
+                transport.write(b"".join(pieces))
+            if request.connection.writing_paused:
+                await drain(request, transport, stall_s)
+
+    async def _ready(self, *, chunked: bool) -> tuple[list[bytes], bool]:
+        """What is here, as much as is written at once, and whether it ends with the last one."""
+        pieces: list[bytes] = []
+        size, ended = 0, False
+        while self._responses.here and size < _TOGETHER and not ended:
+            event, answer = await self._encode()
+            if event is not None:
+                size += len(event)
+                pieces += (b"%x\r\n" % len(event), event, b"\r\n") if chunked else (event,)
+            ended = self._responses.read(answer)
+        return pieces, ended
+
+    def _start(self, *, chunked: bool) -> bytes:
+        lines = [
+            b"HTTP/1.1 %d %b\r\n" % (self.status, http.HTTPStatus(self.status).phrase.encode())
+        ]
+        if chunked:
+            lines.append(b"Transfer-Encoding: chunked\r\n")
+        if self.close:
+            lines.append(b"Connection: close\r\n")
+        return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))

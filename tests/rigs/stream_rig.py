@@ -1,0 +1,111 @@
+"""A decoupled model in an instance, asked by a scheduler that the test plays."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    RequestedOutput,
+    pack_inference,
+    unpack_inferred,
+)
+from tests.rigs.worker_rig import CLIENT_PID, Rig, tensor
+from tests.support.waiting import until
+
+
+class Streams:
+    """Requests to the model that `rig` serves, with an input `x` and an output `y`, and what they
+    have been told."""
+
+    def __init__(self, rig: Rig, x: str = "X", y: str = "Y", rows: bool = False) -> None:
+        self.rig = rig
+        self.seen: list[Any] = []
+        self._x = x
+        self._y = y
+        self._rows = rows  # whether inputs have a batch dimension
+
+    def begin(self, *values: Any, place: Place | None = None, output: Any = None) -> None:
+        """One batch, a request for each value; their keys are 1, 2, ..."""
+        outputs = (RequestedOutput(self._y, output),) if output is not None else ()
+        works = []
+        for key, value in enumerate(values, 1):
+            array = np.atleast_1d(np.asarray(value, np.float32))
+            given = tensor(self._x, array.reshape(1, -1) if self._rows else array, place)
+            work = pack_inference(Inference(f"id-{key}", (given,), outputs))
+            works.append(m.Work(key, CLIENT_PID, work))
+        self.rig.execute(works)
+
+    def responses(self, key: int, count: int = 0) -> list[Any]:
+        """What the request was told: values, errors, "end"; up to its end, or so many."""
+        shown: list[Any] = []
+
+        def done() -> bool:
+            self.seen += self.rig.said(0.05)
+            shown[:] = [each for seen in self.seen for each in self._show(seen, key)]
+            return "end" in shown or (count > 0 and len(shown) >= count)
+
+        until("all has come", done)
+        return shown
+
+    def _show(self, message: Any, key: int) -> Iterator[Any]:
+        if not isinstance(message, m.ExecutionResponded) or message.key != key:
+            return
+        assert message.given_ns <= message.written_ns
+        if message.code:
+            yield message.message
+        elif message.body:
+            (output,) = unpack_inferred(message.body).outputs
+            arena, data = self.rig.context.arena, output.data
+            if isinstance(data, Place) and data.memory.id != arena.memory.id:
+                yield "in its place"
+            else:
+                raw = data if isinstance(data, bytes) else arena.view(data)
+                yield np.frombuffer(raw, NUMPY[output.datatype]).tolist()
+        if message.final:
+            yield "end"
+
+    @property
+    def replies(self) -> list[str]:
+        """The texts of what the last batch said itself."""
+        return [reply.message for reply in self.rig.finished.replies]
+
+    def cancel(self, key: int) -> None:
+        """Nobody waits for the request any more."""
+        self.tell(m.CancelExecution(key))
+
+    def grant(self, key: int, responses: int) -> None:
+        """The client of the request takes so many more."""
+        self.tell(m.GrantExecution(key, responses))
+
+    def tell(self, message: Any) -> None:
+        """As the scheduler."""
+        self.rig.scheduler.post(self.rig._peer, message)
+        self.rig.scheduler.flush()
+
+    @contextlib.contextmanager
+    def pumping(self) -> Iterator[None]:
+        """With a thread that does what the loop does while nothing runs: it reads the socket."""
+        stop = threading.Event()
+
+        def pump() -> None:
+            while not stop.is_set():
+                self.rig.context.control.wait(0.05)
+                self.rig.instance.link.pump()
+                self.rig.instance._writer.end_abandoned()
+
+        thread = threading.Thread(target=pump)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()

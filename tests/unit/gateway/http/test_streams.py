@@ -1,0 +1,421 @@
+"""Any number of responses to one request over HTTP: generate, generate_stream, and infer as a
+stream."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.errors import NotFound
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
+from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, model_config, rig
+from tests.rigs.gateway_rig import tensor_config as tensor
+from tests.support.raw_http import Http, Reply, join_bytes, read_reply
+from tests.support.waiting import until
+
+REPEAT = {
+    **model_config(
+        "repeat",
+        0,
+        [tensor("IN", "INT32", [-1])],
+        [tensor("OUT", "INT32", [-1]), tensor("EXTRA", "BYTES", [1])],
+    ),
+    "model_transaction_policy": {"decoupled": True},
+}
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+NOT_ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that "
+    "generates various number of responses"
+)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with rig(tmp_path_factory.mktemp("run"), body_timeout_s=3.0) as made:
+        made.open()
+        until("it listens", lambda: _connects(made.port))
+        yield made
+
+
+def _connects(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def repeat(gateway: Rig) -> Scheduler:
+    scheduler = gateway.scheduler(echo)
+    scheduler.held = True
+    gateway.publish(REPEAT, scheduler)
+    return scheduler
+
+
+def response(number: int, *values: int, final: bool = False, extra: str = "") -> m.Responded:
+    data = np.array(values, np.int32).tobytes()
+    outputs = [TensorRef("OUT", "INT32", (len(values),), data)]
+    if extra:
+        outputs.append(TensorRef("EXTRA", "BYTES", (1,), join_bytes([extra.encode()])))
+    return m.Responded(number, "", "", pack_inferred(Inferred(tuple(outputs))), final)
+
+
+def error(number: int, text: str, *, final: bool = False) -> m.Responded:
+    return m.Responded(number, NotFound.code, text, b"", final)
+
+
+def end(number: int) -> m.Responded:
+    return m.Responded(number, "", "", b"", True)
+
+
+class Asked:
+    """A request that is sent, and what the model is to say to it."""
+
+    def __init__(
+        self,
+        gateway: Rig,
+        scheduler: Scheduler,
+        verb: str,
+        body: Any,
+        accept: str = "",
+        version: str = "1.1",
+    ) -> None:
+        self.connection = socket.create_connection(("127.0.0.1", gateway.port), timeout=20)
+        raw = json.dumps(body).encode()
+        head = f"POST /v2/models/repeat/{verb} HTTP/{version}\r\nHost: localhost\r\n"
+        head += f"Content-Length: {len(raw)}\r\n" + (f"Accept: {accept}\r\n" if accept else "")
+        before = len(scheduler.waiting)
+        self.connection.sendall(head.encode() + b"\r\n" + raw)
+        until("it is there", lambda: len(scheduler.waiting) > before)
+        self._peer, submit = scheduler.waiting[-1]
+        self._scheduler = scheduler
+        self.number = submit.id
+        self.inference = unpack_inference(submit.work)
+
+    def say(self, *messages: m.Responded | m.Failed) -> None:
+        """Have the model say this."""
+        self._scheduler.say(self._peer, *messages)
+
+    def reply(self) -> Reply:
+        """The whole reply."""
+        return read_reply(self.connection)
+
+    def raw(self) -> bytes:
+        """Everything up to the end of the connection."""
+        found = b""
+        while piece := self.connection.recv(65536):
+            found += piece
+        return found
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the scheduler was told that nobody waits."""
+        return any(
+            isinstance(message, m.Cancel) and message.id == self.number
+            for message in self._scheduler.others
+        )
+
+    @property
+    def granted(self) -> int:
+        """How many responses the model may send beyond the first credit."""
+        return sum(
+            message.responses
+            for message in self._scheduler.others
+            if isinstance(message, m.Grant) and message.id == self.number
+        )
+
+
+INFER = {"id": "i1", "inputs": [{"name": "IN", "datatype": "INT32", "shape": [1], "data": [1]}]}
+
+
+@pytest.fixture
+def ask(gateway: Rig, repeat: Scheduler) -> Iterator[Any]:
+    made: list[Asked] = []
+
+    def make(verb: str, body: Any = None, accept: str = "", version: str = "1.1") -> Asked:
+        body = body or (INFER if verb == "infer" else {"IN": 1})
+        made.append(Asked(gateway, repeat, verb, body, accept, version))
+        return made[-1]
+
+    yield make
+    for asked in made:
+        asked.connection.close()
+
+
+def events(reply: Reply) -> list[Any]:
+    assert reply.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    *found, last = reply.body.decode().split("\n\n")
+    assert last == ""
+    return [json.loads(event.removeprefix("data: ")) for event in found]
+
+
+# --- generate
+
+
+def test_one_response(ask: Any) -> None:
+    asked = ask("generate", {"IN": [1, 2], "id": "x1", "k": True})
+    (tensor,) = asked.inference.inputs
+    assert (tensor.name, tensor.shape) == ("IN", (2,))
+    assert asked.inference.parameters == {"id": "x1", "k": True}
+    asked.say(response(asked.number, 7, extra="ü"), end(asked.number))
+    reply = asked.reply().ok()
+    assert reply.headers["Content-Type"] == "application/json"
+    text = '{"EXTRA":"ü","OUT":7,"id":"x1","model_name":"repeat","model_version":"1"}'
+    assert reply.body.decode() == text
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "text"),
+    [
+        ("nothing", 200, NOT_ONE),
+        ("two", 200, NOT_ONE),
+        ("error", 400, "bad"),
+        ("error and one", 400, NOT_ONE),
+        ("one and error", 200, NOT_ONE),
+        ("failed", 400, "bad"),
+    ],
+)
+def test_what_is_not_one_response(ask: Any, said: str, status: int, text: str) -> None:
+    asked = ask("generate")
+    number = asked.number
+    one, bad = response(number, 1), error(number, "bad")
+    messages: dict[str, list[Any]] = {
+        "nothing": [end(number)],
+        "two": [one, one, end(number)],
+        "error": [bad, end(number)],
+        "error and one": [bad, one, end(number)],
+        "one and error": [one, bad, end(number)],
+        "failed": [m.Failed(number, "INTERNAL", "bad", 0, early=False)],
+    }
+    asked.say(*messages[said])
+    reply = asked.reply()
+    assert (reply.status, reply.json()) == (status, {"error": text})
+
+
+def test_a_second_response_ends_the_request(ask: Any) -> None:
+    asked = ask("generate")
+    asked.say(response(asked.number, 1), response(asked.number, 2))
+    assert asked.reply().json() == {"error": NOT_ONE}
+    until("the model hears of it", lambda: asked.cancelled)
+
+
+def test_a_full_queue(ask: Any) -> None:
+    for verb in ("generate", "generate_stream"):
+        asked = ask(verb)
+        asked.say(m.Failed(asked.number, "UNAVAILABLE", "full", 2, early=False))
+        reply = asked.reply()
+        assert (reply.status, reply.error, reply.headers["Retry-After"]) == (503, "full", "2")
+
+
+# --- generate_stream
+
+
+def test_each_response_is_an_event_in_a_chunk(ask: Any) -> None:
+    asked = ask("generate_stream", {"IN": 1, "id": "x1"})
+    asked.say(response(asked.number, 7), response(asked.number, 8, 9), end(asked.number))
+    asked.connection.shutdown(socket.SHUT_WR)
+    head, _, body = asked.raw().partition(b"\r\n\r\n")
+    assert b"Transfer-Encoding: chunked" in head and b"Content-Length" not in head
+    first = b'data: {"OUT":7,"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
+    second = b'data: {"OUT":[8,9],"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in (first, second))
+    assert body == chunks + b"0\r\n\r\n"
+
+
+def test_no_response_is_an_empty_stream(ask: Any) -> None:
+    asked = ask("generate_stream")
+    asked.say(end(asked.number))
+    reply = asked.reply().ok()
+    assert (events(reply), reply.body) == ([], b"")
+
+
+def test_an_event_comes_before_the_next_is_there(ask: Any) -> None:
+    asked = ask("generate_stream")
+    asked.say(response(asked.number, 1))
+    got = b""
+    while not got.endswith(b"\n\n\r\n"):
+        got += asked.connection.recv(65536)
+    asked.say(response(asked.number, 2, final=True))
+    rest = b""
+    while not rest.endswith(b"0\r\n\r\n"):
+        rest += asked.connection.recv(65536)
+    assert b'"OUT":2' in rest
+
+
+def test_the_first_response_makes_the_status(ask: Any) -> None:
+    asked = ask("generate_stream")
+    asked.say(error(asked.number, "bad"), response(asked.number, 1, final=True))
+    reply = asked.reply()
+    assert reply.status == 400
+    first, second = events(reply)
+    assert (first, second["OUT"]) == ({"error": "bad"}, 1)
+
+
+def test_an_error_after_the_first_is_an_event(ask: Any) -> None:
+    asked = ask("generate_stream")
+    number = asked.number
+    asked.say(response(number, 1), error(number, "bad"), response(number, 2))
+    asked.say(m.Failed(number, "INTERNAL", "gone", 0, early=False))
+    one, bad, two, gone = events(asked.reply().ok())
+    assert (one["OUT"], two["OUT"]) == (1, 2)
+    assert (bad, gone) == ({"error": "bad"}, {"error": "gone"})
+
+
+@pytest.mark.parametrize("verb", ["generate", "generate_stream"])
+def test_errors_before_the_model_is_asked(gateway: Rig, repeat: Scheduler, verb: str) -> None:
+    path = f"/v2/models/repeat/{verb}"
+    http = Http(gateway.port)
+    cases: list[tuple[int, str, Any, dict[str, str]]] = [
+        (500, "attempt to get members for non-object", b"[]", {}),
+        (
+            500,
+            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer",
+            {"IN": "x"},
+            {},
+        ),
+        (
+            400,
+            "Unsupported content-encoding, only 'identity' is supported.",
+            {"IN": 1},
+            {"Content-Encoding": "gzip"},
+        ),
+    ]
+    for status, text, body, headers in cases:
+        reply = http.post(path, body, headers)
+        assert (reply.status, reply.error) == (status, text)
+        assert reply.headers["Content-Type"] == "application/json"
+    assert http.post(path, {"IN": 1, "parameters": {"IN": 1}}).error == (
+        "[request id: <id_unknown>] input 'IN' already exists in request"
+    )
+    unknown = http.post(f"/v2/models/nope/{verb}", {"IN": 1})
+    assert (unknown.status, unknown.error) == (
+        404,
+        "Request for unknown model: 'nope' is not found",
+    )
+    assert http.get(path).status == 405
+    http.close()
+
+
+# --- infer as a stream
+
+
+def test_without_an_accept_header_a_decoupled_model_is_refused(
+    gateway: Rig, repeat: Scheduler
+) -> None:
+    reply = gateway.http.infer("repeat", b"not json")
+    text = "HTTP end point doesn't support models with decoupled transaction policy"
+    assert (reply.status, reply.error) == (501, text)
+
+
+def test_infer_as_events_and_as_lines(ask: Any) -> None:
+    expected = [
+        {
+            "id": "i1",
+            "model_name": "repeat",
+            "model_version": "1",
+            "outputs": [{"name": "OUT", "datatype": "INT32", "shape": [len(data)], "data": data}],
+        }
+        for data in ([1], [2], [3], [4, 5])
+    ]
+    for accept in (EVENTS, LINES):
+        asked = ask("infer", accept=accept)
+        said = [response(asked.number, *entry["outputs"][0]["data"]) for entry in expected]  # type: ignore[index]
+        asked.say(*said, end(asked.number))
+        reply = asked.reply().ok()
+        if accept == LINES:
+            assert reply.headers["Content-Type"] == LINES
+            assert [json.loads(line) for line in reply.body.splitlines()] == expected
+        else:
+            assert events(reply) == expected
+
+
+def test_infer_as_a_stream_has_no_binary_data(ask: Any) -> None:
+    body = {
+        **INFER,
+        "parameters": {"binary_data_output": True},
+        "outputs": [{"name": "OUT", "parameters": {"binary_data": True}}],
+    }
+    asked = ask("infer", body, accept=LINES)
+    asked.say(response(asked.number, 1, final=True))
+    (line,) = asked.reply().ok().body.splitlines()
+    assert json.loads(line)["outputs"][0]["data"] == [1]
+
+
+def test_infer_as_a_stream_of_an_ordinary_model(gateway: Rig) -> None:
+    scheduler = gateway.scheduler(echo)
+    gateway.publish(identity_config("plain", "INT32", [-1]), scheduler)
+    reply = gateway.http.infer("plain", INFER, {"Accept": LINES}).ok()
+    (line,) = reply.body.splitlines()
+    assert json.loads(line)["outputs"][0]["data"] == [1]
+
+
+def test_errors_of_infer_as_a_stream(ask: Any) -> None:
+    asked = ask("infer", accept=EVENTS)
+    asked.say(error(asked.number, "bad", final=True))
+    reply = asked.reply()
+    assert (reply.status, reply.error) == (404, "bad")
+    asked = ask("infer", accept=EVENTS)
+    asked.say(response(asked.number, 1), error(asked.number, "bad", final=True))
+    assert events(asked.reply().ok())[1] == {"error": "bad"}
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(ask: Any) -> None:
+    asked = ask("infer", accept=LINES, version="1.0")
+    asked.say(response(asked.number, 1), response(asked.number, 2, final=True))
+    head, _, body = asked.raw().partition(b"\r\n\r\n")
+    assert b"Transfer-Encoding" not in head
+    assert [json.loads(line)["outputs"][0]["data"] for line in body.splitlines()] == [[1], [2]]
+
+
+def test_a_connection_goes_on_after_a_stream(gateway: Rig, ask: Any) -> None:
+    asked = ask("generate_stream")
+    asked.say(response(asked.number, 1, final=True))
+    asked.reply().ok()
+    asked.connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert read_reply(asked.connection).status == 200
+
+
+# --- clients that leave, or do not read
+
+
+@pytest.mark.parametrize("said", [0, 1])
+@pytest.mark.parametrize("verb", ["generate", "generate_stream", "infer"])
+def test_who_leaves_cancels(ask: Any, verb: str, said: int) -> None:
+    """Before the first response, and after it."""
+    asked = ask(verb, accept=EVENTS)
+    for value in range(said):
+        asked.say(response(asked.number, value))
+        if verb != "generate":
+            assert asked.connection.recv(65536)
+    asked.connection.close()
+    until("the model hears of it", lambda: asked.cancelled)
+
+
+def test_credit_is_granted_for_what_is_read(ask: Any) -> None:
+    asked = ask("generate_stream")
+    sent = 0
+    while sent < 500:
+        more = m.FIRST_CREDIT + asked.granted - sent
+        asked.say(*(response(asked.number, sent + k) for k in range(more)))
+        sent += more
+        until("there is credit", lambda least=sent - m.FIRST_CREDIT: asked.granted > least)  # type: ignore[misc]
+    asked.say(end(asked.number))
+    assert [event["OUT"] for event in events(asked.reply().ok())] == list(range(sent))
+
+
+def test_who_does_not_read_gets_no_credit_and_is_cut_off(ask: Any) -> None:
+    """After the time that a client may stall; memory for what it does not read is bounded."""
+    asked = ask("infer", accept=LINES)
+    sent = 0
+    while not asked.cancelled and sent < 10_000:
+        more = m.FIRST_CREDIT + asked.granted - sent
+        asked.say(*(response(asked.number, *range(4000)) for _ in range(more)))
+        sent += more
+    until("it is given up", lambda: asked.cancelled)
+    assert sent * 16_000 < 64 << 20

@@ -1,0 +1,113 @@
+"""The largest values of an output, as texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from shmserve.errors import InvalidArgument
+from shmserve.gateway.inference.classification import classified, largest
+from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inferred
+
+X = [1.0, 3.5, 2.0, 3.5, -1e-7, 1e20]
+
+
+def texts(tensor: TensorRef) -> list[str]:
+    data, found, at = tensor.data, [], 0
+    assert isinstance(data, bytes)
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 4], "little")
+        found.append(data[at + 4 : at + 4 + size].decode())
+        at += 4 + size
+    return found
+
+
+def classify(
+    values: Any,
+    datatype: str,
+    count: int,
+    labels: tuple[str, ...] = (),
+    *,
+    batched: bool = False,
+) -> TensorRef:
+    array = np.asarray(values, NUMPY[datatype])
+    other = TensorRef("OTHER", "INT32", (1,), bytes(4))
+    tensor = TensorRef("OUT", datatype, array.shape, array.tobytes())
+    answer = Inferred((other, tensor), {"k": 1})
+    shown = classified(answer, {"OUT": count}, {"OUT": labels}, memoryview, batched=batched)  # type: ignore[arg-type]
+    assert shown.outputs[0] is other and shown.parameters == {"k": 1}
+    return shown.outputs[1]
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP64"])
+def test_floats_have_six_decimals(datatype: str) -> None:
+    shown = classify(X, datatype, 3)
+    assert (shown.datatype, shown.shape) == ("BYTES", (3,))
+    top = "100000002004087734272" if datatype == "FP32" else "100000000000000000000"
+    assert texts(shown) == [f"{top}.000000:5", "3.500000:1", "3.500000:3"]
+    assert texts(classify(X, datatype, 9))[-1] == "-0.000000:4"
+    assert texts(classify([float("nan"), 1.0], "FP32", 1, ("zero",))) == ["nan:0:zero"]
+
+
+@pytest.mark.parametrize("datatype", ["INT8", "INT32", "INT64", "UINT8", "UINT64"])
+def test_whole_numbers(datatype: str) -> None:
+    assert texts(classify([1, 3, 2, 3], datatype, 3)) == ["3:1", "3:3", "2:2"]
+
+
+def test_the_smallest_and_largest_numbers() -> None:
+    assert texts(classify([-(2**63), 2**63 - 1], "INT64", 2)) == [
+        "9223372036854775807:1",
+        "-9223372036854775808:0",
+    ]
+    assert texts(classify([0, 2**64 - 1], "UINT64", 1)) == ["18446744073709551615:1"]
+
+
+def test_labels_are_by_index_and_an_empty_one_is_none() -> None:
+    labels = ("zero", "one", "", "three")
+    shown = classify([1, 2, 3, 4, 5], "INT32", 5, labels)
+    assert texts(shown) == ["5:4", "4:3:three", "3:2", "2:1:one", "1:0:zero"]
+
+
+def test_each_row_of_a_batch() -> None:
+    values = [[3.0, 5.0, 3.0], [8.0, 8.0, 9.0]]
+    shown = classify(values, "FP32", 2, ("zero", "one"), batched=True)
+    assert shown.shape == (2, 2)
+    assert texts(shown) == ["5.000000:1:one", "3.000000:0:zero", "9.000000:2", "8.000000:0:zero"]
+    assert classify([[1.0, 2.0, 3.0]], "FP32", 9, batched=True).shape == (1, 3)
+    assert classify(values, "FP32", 9).shape == (6,)
+
+
+def test_nothing_is_left_of_nothing() -> None:
+    assert classify(np.zeros((0,)), "FP32", 2).shape == (0,)
+    shown = classify(np.zeros((2, 0)), "FP32", 2, batched=True)
+    assert (shown.shape, shown.data) == ((2, 0), b"")
+
+
+@pytest.mark.parametrize("datatype", ["BOOL", "FP16", "BF16", "BYTES"])
+def test_what_cannot_be_sorted(datatype: str) -> None:
+    answer = Inferred((TensorRef("OUT", datatype, (1,), b"\0\0"),))
+    with pytest.raises(InvalidArgument) as caught:
+        classified(answer, {"OUT": 1}, {}, memoryview, batched=False)  # type: ignore[arg-type]
+    text = f"class result not available for output due to unsupported type '{datatype}'"
+    assert caught.value.message == text
+
+
+def test_too_many_values() -> None:
+    answer = Inferred((TensorRef("OUT", "UINT8", (1_000_001,), bytes(1_000_001)),))
+    with pytest.raises(InvalidArgument, match="classification output tensor too large"):
+        classified(answer, {"OUT": 1}, {}, memoryview, batched=False)  # type: ignore[arg-type]
+
+
+@given(
+    st_numpy.arrays(np.int8, st.integers(0, 40), elements=st.integers(-3, 3)), st.integers(0, 45)
+)
+def test_the_largest_come_first_and_of_equal_ones_the_first(row: Any, count: int) -> None:
+    expected = sorted(range(len(row)), key=lambda index: (-int(row[index]), index))[:count]
+    assert largest(row, min(count, len(row))) == expected

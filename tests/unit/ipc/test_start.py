@@ -1,0 +1,66 @@
+"""What processes are started with is the same at both ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shmserve.common.tls import Tls
+from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.gateway.settings import GatewayStart, Settings
+from shmserve.ipc.messages.start import (
+    SchedulerStart,
+    SchedulingLimits,
+    WorkerStart,
+    decode,
+    encode,
+)
+from shmserve.logs import LogSettings
+
+LOG = LogSettings(log_verbose_level=2)
+RUN_DIR = Path("/tmp/run")
+TLS = Tls("a", "b", None)
+STARTS = [
+    SchedulerStart(
+        number=3,
+        version="1",
+        config={"name": "m", "input": [{"dims": [1, -1]}]},
+        run_dir=RUN_DIR,
+        capability_key=b"\0\xff",
+        limits=SchedulingLimits(request_timeout_us=7, quantiles=(0.5, 0.9)),
+        kept=[{"name": "m"}, []],
+        alive=[1, 2],
+        log=LOG,
+    ),
+    WorkerStart(
+        number=3,
+        index=0,
+        model_name="m",
+        version="1",
+        model_dir=Path("/models/\udcff"),  # a name that is not UTF-8
+        repository=Path("/models"),
+        run_dir=RUN_DIR,
+        device="gpu:1",
+        kind="GPU",
+        device_id=1,
+        instance_name="m_0_gpu1_0",
+        backend_config={"a": "b"},
+        arena_byte_size=1 << 40,
+        threads=2,
+        log=LOG,
+    ),
+    GatewayStart(
+        name="grpc",
+        run_dir=RUN_DIR,
+        settings=Settings(tokens={"ab": ("admin", "infer")}, allow_client_shm=False),
+        grpc=GrpcSettings((("::1", 8001), ("127.0.0.1", 8001)), TLS, (("grpc.x", 1),)),
+        log=LOG,
+    ),
+    GatewayStart(name="0", run_dir=RUN_DIR, settings=Settings(), http_sockets=2),
+]
+
+
+@pytest.mark.parametrize("start", STARTS, ids=lambda start: type(start).__name__)
+def test_what_is_decoded_is_what_was_encoded(start: object) -> None:
+    assert decode(type(start), encode(start)) == start

@@ -1,0 +1,264 @@
+"""Native models whose `predict` yields its responses, or is a coroutine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.messages.inference import FIRST_CREDIT
+from shmserve.workers.backends.native import NativeBackend
+from tests.rigs.stream_rig import Streams
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+from tests.support.waiting import until
+
+HEAD = """
+import asyncio, threading, time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator
+from typing import NamedTuple
+import torch
+from numpy import ndarray
+from torch import Tensor
+from shmserve.model import FP32
+
+class Pair(NamedTuple):
+    y: FP32[ndarray, -1]
+    z: FP32[ndarray, -1]
+
+class Model:
+    said = []
+"""
+FAILED = "Failed to process the request(s) for model 'm_0_0', message: "
+ARRAY = "FP32[ndarray, -1]"
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+class Model(Streams):
+    """A native model made of the body of its class."""
+
+    def __init__(self, worker: Rig, body: str, **more: Any) -> None:
+        (worker.context.version_dir / "model.py").write_text(HEAD + indent(body, "    "))
+        self.backend = NativeBackend(worker.context)
+        self.config = self.backend.complete_config(model_config([], [], **more))
+        worker.serve(self.backend, self.config)
+        super().__init__(worker, "x", "output", self.config["max_batch_size"] > 0)
+
+    @property
+    def said(self) -> list[Any]:
+        said: list[Any] = self.backend._model.said
+        return said
+
+
+KINDS = {
+    "generator": f"""
+def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
+    for n in range(int(x[0])):
+        yield x + n
+""",
+    "asynchronous generator": f"""
+async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
+    for n in range(int(x[0])):
+        await asyncio.sleep(0)
+        yield x + n
+""",
+    "a method that returns an iterator": f"""
+def predict(self, x: {ARRAY}) -> Iterable[{ARRAY}]:
+    return [x + n for n in range(int(x[0]))]
+""",
+    "of tensors": """
+def predict(self, x: FP32[Tensor, -1]) -> Generator[FP32[Tensor, -1], None, None]:
+    for n in range(int(x[0])):
+        assert torch.is_inference_mode_enabled()
+        yield x + n
+""",
+    "asynchronous, of tensors": """
+async def predict(self, x: FP32[Tensor, -1]) -> AsyncGenerator[FP32[Tensor, -1], None]:
+    for n in range(int(x[0])):
+        assert torch.is_inference_mode_enabled()
+        yield x + n
+""",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_yield_is_a_response(worker: Rig, kind: str) -> None:
+    model = Model(worker, KINDS[kind])
+    assert model.config["model_transaction_policy"] == {"decoupled": True}
+    assert model.config["max_batch_size"] == 0
+    assert "dynamic_batching" not in model.config
+    with model.pumping():
+        model.begin(3, 0, 1)
+        assert model.responses(1) == [[3], [4], [5], "end"]
+        assert model.responses(2) == ["end"]
+        assert model.responses(3) == [[1], "end"]
+    assert worker.finished.replies == []
+
+
+def test_rows_of_one_request(worker: Rig) -> None:
+    model = Model(worker, "max_batch_size = 4" + KINDS["generator"].replace("x[0]", "x[0, 0]"))
+    assert model.config["max_batch_size"] == 4
+    assert "dynamic_batching" not in model.config
+    model.begin([2, 5])
+    assert model.responses(1) == [[2, 5], [3, 6], "end"]
+
+
+def test_several_outputs(worker: Rig) -> None:
+    body = f"def predict(self, x: {ARRAY}) -> Iterator[Pair]:\n    yield Pair(x, -x)\n"
+    model = Model(worker, body)
+    assert [output["name"] for output in model.config["output"]] == ["y", "z"]
+
+
+def test_inputs_are_the_models_own(worker: Rig) -> None:
+    region = Region(64)
+    place = region.write(0, np.array([2], np.float32))
+    body = f"""
+def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
+    x += 1
+    yield x
+    x += 1
+    yield x
+"""
+    model = Model(worker, body)
+    model.begin(2, place=place)
+    assert model.responses(1) == [[3], [4], "end"]
+    assert region.read(0, 4) == np.array([2], np.float32).tobytes()
+    region.close()
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_an_error_ends_it(worker: Rig, kind: str) -> None:
+    iterator = "AsyncIterator" if "async" in kind else "Iterator"
+    body = f"""
+{kind} predict(self, x: {ARRAY}) -> {iterator}[{ARRAY}]:
+    if x[0] < 0:
+        raise ValueError("before")
+    yield x
+    raise ValueError("after")
+"""
+    model = Model(worker, body)
+    model.begin(1, -1)
+    assert model.responses(1) == [[1], f"{FAILED}ValueError: after", "end"]
+    assert model.responses(2) == [f"{FAILED}ValueError: before", "end"]
+
+
+def test_what_is_no_tensor_ends_it(worker: Rig) -> None:
+    model = Model(worker, f"def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:\n    yield 'text'")
+    model.begin(1)
+    assert model.responses(1) == ["inference output 'output' is a str, not a tensor", "end"]
+
+
+def test_a_client_that_leaves_closes_a_generator(worker: Rig) -> None:
+    body = f"""
+def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
+    try:
+        while True:
+            yield x
+    except GeneratorExit:
+        self.said.append("closed")
+        raise
+"""
+    model = Model(worker, body)
+    with model.pumping():
+        model.begin(7)
+        assert model.responses(1, FIRST_CREDIT) == [[7]] * FIRST_CREDIT
+        model.cancel(1)
+        assert model.responses(1)[-1] == "end"
+    assert model.said == ["closed"]
+
+
+def test_a_client_that_leaves_cancels_what_an_asynchronous_one_waits_for(worker: Rig) -> None:
+    body = f"""
+async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
+    try:
+        yield x
+        await asyncio.Event().wait()
+    finally:
+        self.said.append("closed")
+"""
+    model = Model(worker, body)
+    with model.pumping():
+        model.begin(7)
+        assert model.responses(1, 1) == [[7]]
+        model.cancel(1)
+        assert model.responses(1) == [[7], "end"]
+        until("it is closed", lambda: model.said == ["closed"])
+
+
+@pytest.mark.parametrize("kind", ["generator", "asynchronous generator"])
+def test_one_that_waits_for_its_client_holds_up_no_other(worker: Rig, kind: str) -> None:
+    model = Model(worker, KINDS[kind])
+    with model.pumping():
+        model.begin(2 * FIRST_CREDIT, 2)
+        assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
+        assert model.responses(2) == [[2], [3], "end"]
+        model.grant(1, FIRST_CREDIT)
+        assert len(model.responses(1)) == 2 * FIRST_CREDIT + 1
+
+
+def test_so_many_run_at_a_time(worker: Rig) -> None:
+    body = f"""
+max_streams = 2
+go = threading.Event()
+def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
+    self.said.append(int(x[0]))
+    if len(self.said) == 2:
+        threading.Timer(0.1, self.go.set).start()
+    self.go.wait(10)
+    self.said.append(-int(x[0]))
+    yield x
+"""
+    model = Model(worker, body)
+    model.begin(1, 2, 3)
+    for key in (1, 2, 3):
+        assert model.responses(key) == [[key], "end"]
+    assert sorted(model.said[:2]) == [1, 2]
+    assert model.said.index(3) > 2, "it began when one had ended"
+
+
+def test_a_coroutine(worker: Rig) -> None:
+    body = f"""
+async def predict(self, x: {ARRAY}) -> {ARRAY}:
+    await asyncio.sleep(0)
+    return x * 2
+"""
+    model = Model(worker, body)
+    assert "model_transaction_policy" not in model.config
+    rows = [np.array([[n]], np.float32) for n in (1, 2)]
+    replies = worker.batch(*(inference(tensor("x", row)) for row in rows))
+    assert [reply.array("output").tolist() for reply in replies] == [[[2]], [[4]]]
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (f"def predict(self, x: {ARRAY}) -> {ARRAY}:\n    yield x", "'-> Iterator[...]'"),
+        (f"async def predict(self, x: {ARRAY}) -> {ARRAY}:\n    yield x", "'-> AsyncIterator"),
+        (f"def predict(self, x: {ARRAY}) -> Iterator:\n    yield x", "'-> Iterator[...]'"),
+        (f"def predict(self, x: {ARRAY}) -> Iterator[int]:\n    yield x", "is not a tensor"),
+    ],
+)
+def test_what_is_yielded_must_be_said(worker: Rig, body: str, shown: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Model(worker, body)
+    assert shown in caught.value.message
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_configuration_and_predict_must_agree(worker: Rig, streams: bool) -> None:
+    kind = "generator" if streams else "of tensors"
+    body = KINDS[kind] if streams else f"def predict(self, x: {ARRAY}) -> {ARRAY}:\n    return x\n"
+    (worker.context.version_dir / "model.py").write_text(HEAD + indent(body, "    "))
+    tensors = [tensor_config("x", "FP32", [-1])], [tensor_config("output", "FP32", [-1])]
+    config = model_config(*tensors, model_transaction_policy={"decoupled": not streams})
+    with pytest.raises(InvalidArgument, match="transaction policy"):
+        NativeBackend(worker.context).load(config)

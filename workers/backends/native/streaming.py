@@ -1,0 +1,105 @@
+"""Generators as `predict`: each `yield` is a response, sent at once.
+
+A generator runs in a thread of its own, an asynchronous one in an event loop that all share, so
+requests are answered side by side, up to `most` of them; others wait in the scheduler's queue. When
+its client has gone a generator is closed at its next `yield` (GeneratorExit), an asynchronous one
+is cancelled where it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shmserve.errors import ShmserveError
+from shmserve.workers.backends import Request, Response, ResponseStream
+from shmserve.workers.event_loop import EventLoopThread
+
+Respond = Callable[[Request, Any], Response]
+
+
+class GeneratorStreams:
+    """Runs the iterators that `predict` gives for the inputs of one request.
+
+    `respond(request, yielded)` makes a response of what one of them yields.
+    """
+
+    def __init__(self, predict: Callable[..., Any], respond: Respond, most: int) -> None:
+        self._predict = predict
+        self._respond = respond
+        self._places = threading.Semaphore(most)
+        self._loop: EventLoopThread | None = None
+
+    def start(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
+        """Begin to answer a request; waits where `most` are being answered."""
+        self._places.acquire()
+        try:
+            with torch.inference_mode():
+                iterator = self._predict(**inputs)
+            if isinstance(iterator, AsyncIterator):
+                if self._loop is None:
+                    self._loop = EventLoopThread(torch.inference_mode)
+                future = self._loop.run(self._relay_async(iterator, stream), [stream])
+                stream.on_cancel(future.cancel)
+                future.add_done_callback(lambda _: self._end(stream))
+            else:
+                threading.Thread(
+                    target=self._serve, args=(iter(iterator), stream), name="stream", daemon=True
+                ).start()
+        except BaseException:
+            self._places.release()
+            raise
+
+    def close(self) -> None:
+        """End what runs in the event loop."""
+        if self._loop is not None:
+            self._loop.close()
+
+    def _end(self, stream: ResponseStream) -> None:
+        self._places.release()
+        stream.abandon()  # where it was cancelled before its end
+
+    def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
+        try:
+            with torch.inference_mode():
+                self._relay(iterator, stream)
+        except BaseException as error:  # SystemExit too: a model does not end its worker so
+            _fail(stream, stream.explain(error))
+        finally:
+            self._end(stream)
+
+    def _relay(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
+        try:
+            for yielded in iterator:
+                stream.send(self._respond(stream.request, yielded))
+                if stream.is_cancelled():
+                    break
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+        stream.send(final=True)
+
+    async def _relay_async(self, iterator: AsyncIterator[Any], stream: ResponseStream) -> None:
+        try:
+            async for yielded in iterator:
+                response = self._respond(stream.request, yielded)
+                if stream.may_send:
+                    stream.send(response)
+                else:
+                    await asyncio.to_thread(stream.send, response)
+                if stream.is_cancelled():
+                    break
+        finally:
+            close = getattr(iterator, "aclose", None)
+            if close is not None:
+                await close()
+        stream.send(final=True)
+
+
+def _fail(stream: ResponseStream, error: ShmserveError) -> None:
+    stream.fail(error)
