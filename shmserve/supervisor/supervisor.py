@@ -182,8 +182,10 @@ class Supervisor:
         error = work.exception()
         if error is None:
             return work.result()
-        shown = error.message if isinstance(error, ShmserveError) else "internal error"
-        logger.error("the server cannot start: %s", shown, exc_info=error)
+        if isinstance(error, ShmserveError):
+            logger.error("the server cannot start: %s", error.message)
+        else:
+            logger.error("the server cannot start: internal error", exc_info=error)
         return 1
 
     def open(self) -> None:
@@ -275,10 +277,14 @@ class Supervisor:
         return (*_WORKER_PRELOADS, _EXPORTED) if exported else _WORKER_PRELOADS
 
     async def _start(self, began: float) -> int:
-        gateways = self.host.background(self.gateways.start())
+        gateways = asyncio.ensure_future(self.gateways.start())
         with StartupReport() as progress:
-            loaded = await self.models.start(progress)
-        await gateways
+            loading = asyncio.ensure_future(self.models.start(progress))
+            try:
+                loaded, _ = await asyncio.gather(loading, gateways)
+            except BaseException:
+                await end_all(*(task for task in (loading, gateways) if not task.done()))
+                raise
         for line in model_table(self.models.index(ready=False)):
             logger.info("%s", line)
         if not loaded and self.config.exit_on_error:
