@@ -63,6 +63,7 @@ from shmserve.ipc.messages.memory import (
     MemoryChecked,
     MemoryDropped,
     RegionAbandoned,
+    RegionDrained,
     RegionPublished,
     RegionReleased,
     RegionWithdrawn,
@@ -162,6 +163,7 @@ __all__ = [
     "Refused",
     "RegionAbandoned",
     "RegionBlamed",
+    "RegionDrained",
     "RegionPublished",
     "RegionRegistered",
     "RegionReleased",
@@ -212,6 +214,7 @@ SupervisorToGateway = (
     | SchedulerLost
     | RegionPublished
     | RegionWithdrawn
+    | RegionDrained
     | HealthChanged
     | ProcessExited
     | SetLogging
