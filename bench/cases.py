@@ -76,7 +76,7 @@ LOADS = (
         "simple, gRPC, 16 in flight",
         Load("simple", 16, listener="grpc"),
         THROUGHPUT,
-        0.5,
+        0.7,
         1.0,
     ),
     _load("latency", "simple, binary, 1 in flight: p50", Load("simple", 1), P50, 1.2, 0.8),

@@ -13,6 +13,7 @@ from bench.cases import NAMES
 from bench.native import NATIVE
 from bench.runner import Runner, Settings
 from bench.servers import BENCH
+from bench.streams import STREAMS
 
 _PEERS = "~/.cache/shmserve-peers"
 
@@ -35,7 +36,7 @@ def _measure(arguments: list[str]) -> int:
         "--only",
         action="append",
         default=[],
-        choices=(names := (*NAMES, *(case.name for case in NATIVE))),
+        choices=(names := (*NAMES, *(case.name for case in (*NATIVE, *STREAMS)))),
         metavar="CASE",
         help="just this case (repeatable): " + ", ".join(names),
     )

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import machine, memcpy, native, perf
+from bench import machine, memcpy, native, perf, streams
 from bench.cases import LOADS, MEMCPY, STANDING, LoadCase, StandingCase
 from bench.client import RequestFailed
 from bench.peer import Analyzer, Missing, TritonFiles, find_analyzer, find_triton
@@ -69,6 +69,13 @@ class Runner:
                 self._add(native.run(case, self))
             except _FAILURES as error:
                 self._skip(case.name, str(error), failed=True)
+        for streamed in streams.STREAMS:
+            if self.settings.wants(streamed.name):
+                try:
+                    for row in streams.run(streamed, self):
+                        self._add(row)
+                except _FAILURES as error:
+                    self._skip(streamed.name, str(error), failed=True)
         if self.settings.wants(MEMCPY.name):
             samples = [memcpy.sample() for _ in range(self.settings.repeats)]
             self._add(Row(MEMCPY, {MACHINE: samples}))

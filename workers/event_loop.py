@@ -8,10 +8,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from shmserve.errors import ShmserveError
 from shmserve.workers.backends import ResponseStream
+
+T = TypeVar("T")
 
 _LAST_S = 5.0
 
@@ -37,6 +39,10 @@ class EventLoopThread:
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there, and wait for what it returns or raises."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
         """Cancel what runs, and end the thread, if it ends in time."""

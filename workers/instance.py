@@ -14,8 +14,10 @@ from shmserve.ipc.messages import (
     Attach,
     BatchFinished,
     CheckMemory,
+    CheckReady,
     MemoryDropped,
     ProcessExited,
+    ReadyChecked,
     Stop,
 )
 from shmserve.ipc.tensors.signature import Signature
@@ -45,6 +47,7 @@ class Instance:
         pid: int,
     ) -> None:
         self._context = context
+        self._backend = backend
         self._memory = OutputMemory(context.arena)
         self._metrics = MetricsReports(backend.metrics)
         self.link = SchedulerLink(context.control, index, pid, self._memory.release)
@@ -101,6 +104,8 @@ class Instance:
             case CheckMemory():
                 if context.device_memory is not None:
                     context.control.send(context.device_memory.check(message))
+            case CheckReady(id=number):
+                context.control.send(ReadyChecked(number, self._is_ready()))
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
                     context.mappings.drop(memory_id)
@@ -112,6 +117,13 @@ class Instance:
                 raise message  # a thread of the model's has found that the device is lost
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self._backend.is_ready()
+        except BaseException:  # SystemExit too: a model does not end its worker so
+            logger.exception("model '%s' failed in `is_ready`", self._context.model_name)
+            return False
 
     def _wait(self, timeout_s: float | None) -> bool:
         """As `Control.wait`, awake for a moment where that is worth it."""

@@ -115,11 +115,12 @@ class _Worker:
 
     def _load(self, config: dict[str, Any]) -> None:
         began = time.monotonic()
-        self._made(config).load(config)
+        backend = self._made(config)
+        backend.load(config)
         # What is there now stays: the collector need not look at it again, nor unshare its pages.
         gc.collect()
         gc.freeze()
-        self._control.send(InstanceLoaded(time.monotonic() - began))
+        self._control.send(InstanceLoaded(time.monotonic() - began, backend.checks_ready))
 
     def _made(self, config: dict[str, Any]) -> Backend:
         if self._backend is None:

@@ -11,6 +11,8 @@ from shmserve.workers.backends.python.config import ModelConfig
 from shmserve.workers.backends.python.errors import TritonError, TritonModelException
 from shmserve.workers.backends.python.metrics import MetricFamily
 from shmserve.workers.backends.python.request import (
+    RELEASE_ALL,
+    RELEASE_RESCHEDULE,
     InferenceRequest,
     InferenceTrace,
     MemoryType,
@@ -74,8 +76,8 @@ __all__ = [
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = RESPONSE_COMPLETE_FINAL
-TRITONSERVER_REQUEST_RELEASE_ALL = 1
-TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+TRITONSERVER_REQUEST_RELEASE_ALL = RELEASE_ALL
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = RELEASE_RESCHEDULE
 TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
 TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 

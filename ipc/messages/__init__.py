@@ -74,8 +74,10 @@ from shmserve.ipc.messages.memory import (
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
     Answered,
+    AskReady,
     Attach,
     ChangeLogging,
+    CheckReady,
     CompleteConfig,
     ConfigCompleted,
     CountsInherited,
@@ -97,6 +99,7 @@ from shmserve.ipc.messages.supervision import (
     ModelWithdrawn,
     PoolFailed,
     ProcessExited,
+    ReadyChecked,
     Refused,
     SchedulerLost,
     SchedulerReady,
@@ -112,12 +115,14 @@ __all__ = [
     "MOST_UNREAD_BYTES",
     "Acknowledged",
     "Answered",
+    "AskReady",
     "Attach",
     "BatchFinished",
     "Cancel",
     "CancelExecution",
     "ChangeLogging",
     "CheckMemory",
+    "CheckReady",
     "ClientToScheduler",
     "CompleteConfig",
     "ConfigCompleted",
@@ -160,6 +165,7 @@ __all__ = [
     "ProcessEnded",
     "ProcessExited",
     "ProcessStarted",
+    "ReadyChecked",
     "Refused",
     "RegionAbandoned",
     "RegionBlamed",
@@ -235,6 +241,7 @@ GatewayToSupervisor = (
     | UnloadModel
     | IndexRepository
     | ChangeLogging
+    | AskReady
     | Drained
 )
 SupervisorToScheduler = (
@@ -254,6 +261,7 @@ SupervisorToWorker = (
     | LoadInstance
     | Attach
     | CheckMemory
+    | CheckReady
     | MemoryDropped
     | ProcessExited
     | ModelWithdrawn
@@ -269,6 +277,8 @@ WorkerToSupervisor = (
     | InstanceLoaded
     | LoadFailed
     | MemoryChecked
+    | ReadyChecked
+    | AskReady
     | FindModel
     | LoadModel
     | UnloadModel

@@ -214,7 +214,7 @@ class KeepStatistics:
 @message
 class CountsInherited:
     """What was counted by the one that this version replaces, of its StatisticsKept: the latest
-    holds. See shmserve/counters.py."""
+    holds. See shmserve/common/cumulative_counters.py."""
 
     statistics: dict[str, Any]
 
@@ -250,9 +250,11 @@ class LoadInstance:
 
 @message
 class InstanceLoaded:
-    """The model is loaded; the instance is about to offer itself to its scheduler."""
+    """The model is loaded; the instance is about to offer itself to its scheduler. `checks_ready`:
+    it answers `CheckReady` as its model says."""
 
     seconds: float
+    checks_ready: bool = False
 
 
 @message
@@ -278,3 +280,28 @@ class FindModel:
     id: int
     name: str
     version: str
+
+
+@message
+class AskReady:
+    """Answer with {"ready": whether a model that says so itself is ready}; version "" means the
+    latest."""
+
+    id: int
+    name: str
+    version: str
+
+
+@message
+class CheckReady:
+    """Ask the model whether it is ready, then say `ReadyChecked`."""
+
+    id: int
+
+
+@message
+class ReadyChecked:
+    """What the model said to a `CheckReady`."""
+
+    id: int
+    ready: bool

@@ -1,28 +1,29 @@
 """`shmserve client infer`: one request from the shell, its answer as JSON.
 
-Datatypes and shapes come from the model's metadata. Every tensor travels as binary, both ways:
-one path for all datatypes, FP16 and BF16 among them.
+Datatypes and shapes come from what the server says of the model, and every way to it (doors/) gives
+the same answer.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
+import importlib.util
 import json
+import os
 import sys
-from dataclasses import dataclass
 from typing import Any, NoReturn
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
-from shmserve.cli.client_tensors import ModelTensor, WrongInput, decode, encode, load
+from shmserve.cli.client_tensors import WrongInput, encode, load
+from shmserve.cli.doors import Door, Failed, Request, Tensor
+from shmserve.cli.doors.http import HttpDoor
+from shmserve.client.discovery import VARIABLE
+from shmserve.client.errors import Disconnected
+from shmserve.errors import InvalidArgument, ShmserveError
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
-_HEADER_LENGTH = "Inference-Header-Content-Length"
-
-
-class _Failed(Exception):
-    """The server cannot be reached, refused, or answered with something else than an answer."""
+_USUAL_PORTS = {"http": 80, "grpc": 8001}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,33 +31,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(_USAGE, f"{self.prog}: {message}\n")
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """Where requests go."""
-
-    host: str
-    port: int
-
-    def exchange(
-        self, method: str, path: str, body: bytes | None = None, header_length: int | None = None
-    ) -> tuple[bytes, int | None]:
-        """An answer's body and its `Inference-Header-Content-Length`; raises _Failed."""
-        headers = {} if header_length is None else {_HEADER_LENGTH: str(header_length)}
-        connection = http.client.HTTPConnection(self.host, self.port)
-        try:
-            with contextlib.closing(connection):
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-                content = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise _Failed(f"no answer from {self.host}:{self.port}: {reason}") from error
-        if response.status != http.HTTPStatus.OK:
-            raise _Failed(_error_text(content) or f"{response.status} {response.reason}")
-        length = response.getheader(_HEADER_LENGTH)
-        return content, None if length is None else int(length)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog="Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong.",
     )
     infer.add_argument("model", metavar="MODEL")
-    infer.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="where the server is [%(default)s]"
+    where = infer.add_mutually_exclusive_group()
+    where.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="the run directory of a server on this host [that of this user's server, if it runs]",
+    )
+    where.add_argument(
+        "--url",
+        help="http://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc://HOST:PORT "
+        "[http://127.0.0.1:8000, where no server of this user's runs]",
     )
     infer.add_argument(
         "--input",
@@ -107,8 +89,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_infer(args)))
     except (WrongInput, UnicodeError) as error:  # of a name or a text that is none
         return _complain(str(error), _USAGE)
-    except _Failed as error:
+    except Failed as error:
         return _complain(str(error), _FAILED)
+    except ShmserveError as error:
+        return _complain(error.message, _FAILED)
     return _DONE
 
 
@@ -121,28 +105,24 @@ def _complain(text: str, status: int) -> int:
 def _infer(args: argparse.Namespace) -> dict[str, Any]:
     given = [_split(text) for text in args.inputs]
     values = [(name, load(name, value)) for name, value in given]
-    server = _server(args.url)
-    path = f"/v2/models/{quote(args.model, safe='')}"
-    if args.model_version:
-        path += f"/versions/{quote(args.model_version, safe='')}"
-    model = _inputs_of(server, path)
-    inputs, buffers = [], []
-    for name, value in values:
-        if name not in model:
-            raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model)}")
-        shape, raw = encode(model[name], value)
-        inputs.append(
-            {
-                "name": name,
-                "datatype": model[name].datatype,
-                "shape": shape,
-                "parameters": {"binary_data_size": len(raw)},
-            }
+    with contextlib.closing(_door(args)) as door:
+        model = door.inputs(args.model, args.model_version)
+        inputs = []
+        for name, value in values:
+            if name not in model:
+                raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model)}")
+            shape, raw = encode(model[name], value)
+            inputs.append(Tensor(name, model[name].datatype, shape, raw))
+        return door.infer(
+            Request(
+                args.model,
+                args.model_version,
+                args.request_id,
+                args.timeout_us,
+                inputs,
+                args.outputs,
+            )
         )
-        buffers.append(raw)
-    header = json.dumps(_header(args, inputs)).encode()
-    body = b"".join([header, *buffers])
-    return _answer(*server.exchange("POST", f"{path}/infer", body, len(header)))
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -152,69 +132,38 @@ def _split(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _server(url: str) -> _Server:
+def _door(args: argparse.Namespace) -> Door:
+    """The way to the server that the command line names; else this user's, if one runs."""
+    from shmserve.cli.doors.native import NativeDoor
+
+    if args.url:
+        return _door_at(args.url)
     try:
+        return NativeDoor(args.run_dir)
+    except (Disconnected, InvalidArgument):
+        if args.run_dir or os.environ.get(VARIABLE):
+            raise
+        return HttpDoor("127.0.0.1", 8000)
+
+
+def _door_at(url: str) -> Door:
+    try:
+        if url.startswith("unix:"):
+            return HttpDoor("", unix_socket=url.removeprefix("unix:").replace("///", "/", 1))
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme == "http" and parts.hostname and parts.path in ("", "/"):
-            return _Server(parts.hostname, parts.port or 80)
+        if parts.scheme in _USUAL_PORTS and parts.hostname and parts.path in ("", "/"):
+            port = parts.port or _USUAL_PORTS[parts.scheme]
+            if parts.scheme == "http":
+                return HttpDoor(parts.hostname, port)
+            return _grpc_door(parts.hostname, port)
     except ValueError:
         pass
-    raise WrongInput(f"--url takes http://HOST:PORT, not '{url}'")
+    raise WrongInput(f"--url takes http://HOST:PORT, unix:PATH or grpc://HOST:PORT, not '{url}'")
 
 
-def _inputs_of(server: _Server, path: str) -> dict[str, ModelTensor]:
-    metadata = _json(server.exchange("GET", path)[0])
-    try:
-        return {
-            tensor["name"]: ModelTensor(tensor["name"], tensor["datatype"], tuple(tensor["shape"]))
-            for tensor in metadata["inputs"]
-        }
-    except (KeyError, TypeError) as error:
-        raise _Failed("the server did not answer with a model's metadata") from error
+def _grpc_door(host: str, port: int) -> Door:
+    if importlib.util.find_spec("grpc") is None:
+        raise WrongInput("--url grpc://... takes the extra: pip install 'shmserve[grpc]'")
+    from shmserve.cli.doors.grpc import GrpcDoor
 
-
-def _header(args: argparse.Namespace, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
-    if args.timeout_us:
-        parameters["timeout"] = args.timeout_us
-    header: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
-    if args.request_id:
-        header["id"] = args.request_id
-    if args.outputs:
-        binary = {"binary_data": True}
-        header["outputs"] = [{"name": name, "parameters": binary} for name in args.outputs]
-    else:
-        parameters["binary_data_output"] = True
-    return header
-
-
-def _answer(body: bytes, header_length: int | None) -> dict[str, Any]:
-    """The answer with each output's data as nested lists of its shape."""
-    answer = _json(body if header_length is None else body[:header_length])
-    rest = memoryview(body)[len(body) if header_length is None else header_length :]
-    try:
-        for output in answer["outputs"]:
-            size = output.pop("parameters", {}).get("binary_data_size", 0)
-            if "data" not in output:
-                output["data"] = decode(output["datatype"], output["shape"], rest[:size])
-                rest = rest[size:]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _Failed("the server's answer is malformed") from error
-    return answer
-
-
-def _json(content: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except ValueError as error:
-        raise _Failed("the server did not answer in JSON") from error
-    if not isinstance(found, dict):
-        raise _Failed("the server did not answer with a JSON object")
-    return found
-
-
-def _error_text(content: bytes) -> str:
-    try:
-        return str(json.loads(content)["error"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+    return GrpcDoor(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

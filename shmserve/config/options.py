@@ -251,6 +251,17 @@ ACTED_ON: tuple[Flag, ...] = (
         repeat=True,
     ),
     Flag(
+        "http-header-forward-pattern",
+        help="headers of inferences whose names this regular expression matches become parameters "
+        "of the request",
+        group="What models are told",
+    ),
+    Flag(
+        "grpc-header-forward-pattern",
+        help="the same for the metadata of gRPC calls",
+        group="What models are told",
+    ),
+    Flag(
         "allow-client-shm",
         kind=bool,
         help="clients' shared memory over every door, or over none "
@@ -377,8 +388,7 @@ ACTED_ON: tuple[Flag, ...] = (
 _WITHOUT_EFFECT = """
 model-load-thread-count model-load-retry-count model-namespacing:bool
 enable-peer-access:bool
-reuse-http-port:bool http-header-forward-pattern http-thread-count
-reuse-grpc-port:bool grpc-header-forward-pattern grpc-infer-allocation-pool-size
+reuse-http-port:bool http-thread-count reuse-grpc-port:bool grpc-infer-allocation-pool-size
 grpc-max-response-pool-size grpc-infer-thread-count grpc-infer-max-completion-queue-thread-count
 allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
 allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model

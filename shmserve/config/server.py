@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ class ServerConfig:
     insecure: bool
     http_restricted: Restrictions
     grpc_restricted: Restrictions
+    http_header_forward_pattern: str
+    grpc_header_forward_pattern: str
     shm: ShmPolicy
     server_id: str
     run_dir: Path | None
@@ -99,6 +102,8 @@ class ServerConfig:
             "allow_client_shm": self.shm.allow,
             "shm_overlap": self.shm.overlap,
             "cuda_devices": cuda_devices(self.visible_devices),
+            "http_header_forward_pattern": self.http_header_forward_pattern,
+            "grpc_header_forward_pattern": self.grpc_header_forward_pattern,
             **self.metrics.shown(),
         }
 
@@ -158,6 +163,8 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
             parsed.repeated["grpc-restricted-protocol"],
             GRPC_HEADER_PREFIX,
         ),
+        http_header_forward_pattern=_pattern(value, "http-header-forward-pattern"),
+        grpc_header_forward_pattern=_pattern(value, "grpc-header-forward-pattern"),
         shm=_shm_policy(value),
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
@@ -183,6 +190,15 @@ def _config_name(name: str) -> str:
     if "/" in name or "\0" in name:
         raise InvalidArgument(f"--model-config-name: '{name}' is not the name of a file")
     return name
+
+
+def _pattern(value: Mapping[str, Any], flag: str) -> str:
+    pattern: str = value[flag] or ""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidArgument(f"--{flag}: '{pattern}' is no regular expression: {error}") from None
+    return pattern
 
 
 def _tokens(file: str | None) -> Tokens:

@@ -26,12 +26,15 @@ class Model:
     """One version of a model.
 
     `ready` is for health: a model that is starting again still takes requests, which wait. `tags`
-    are further labels of its nv_* metrics.
+    are further labels of its nv_* metrics, `labels` the texts for the indices of each output that
+    has any.
     """
 
     __slots__ = (
+        "checks_ready",
         "config",
         "decoupled",
+        "labels",
         "load_seconds",
         "metadata",
         "name",
@@ -48,7 +51,9 @@ class Model:
         self.version = published.version
         self.config: bytes = orjson.dumps(published.config)
         self.metadata = published.metadata
+        self.labels: dict[str, list[str]] = published.metadata.get("labels", {})
         self.ready = published.ready
+        self.checks_ready = bool(published.metadata.get("checks_ready"))
         self.load_seconds = published.load_seconds
         self.scheduler = scheduler
         self.prepared: PreparedCache[Any, Any] = PreparedCache(_MOST_PREPARED)

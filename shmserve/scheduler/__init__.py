@@ -1,13 +1,20 @@
-"""One process a model version: owns each request from arrival to answer, decides what runs when.
+"""One process a model version: owns each request from arrival to its last response, and decides
+what runs when.
 
-main.py, loop.py     the process; wait, receive, plan, send
-core.py              what each message changes, and what runs next
-  requests.py        a request, and the states of its life
-  queue.py         admission, order, deadlines, cancellation
-  dynamic.py         (now, queue) -> a batch, or until when to wait
-  pool.py            instances: who is free, what each one runs
-  executions.py      batches at workers: start, return, loss, overrun
-  answers.py         one answer each
-local clients.py            requests of programs outside the server, checked
-pace.py, statistics.py, settings.py      how long executions take; counts; what was configured
+main.py, loop.py        the process; the event loop: wait, receive, plan, send
+core.py                 what each message changes, and what runs next (no clock, no socket)
+settings.py             what was configured
+requests/               request.py      the state machine of a request, as a table
+                        queue.py        admission, order, timers
+                        responses.py    what clients are told; ordering
+batchers/               base.py, default.py, dynamic.py
+                                        (queue, time) -> a batch, or until when to wait
+                        dispatch.py     from the queue to the instances
+instances/              pool.py         slots: who is there, who is free, what each one runs
+                        executions.py   batches and responses between here and workers
+                        losses.py       workers that died, overran or talked nonsense: retries
+                        service_time.py moving averages of how long executions take
+statistics/             counters, histograms, quantiles, responses by index
+reports.py              what clients, and a successor, are told of them
+local_clients.py        requests of programs outside the server, checked
 """

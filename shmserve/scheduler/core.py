@@ -11,12 +11,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, assert_never
 
 from shmserve import logs
-from shmserve.common import model_metrics
-from shmserve.common.model_metrics import ModelMetrics
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import (
     Cancel,
@@ -35,16 +32,18 @@ from shmserve.ipc.messages import (
     Release,
     ReportStatistics,
     SetLogging,
-    StatisticsKept,
-    StatisticsReported,
     Stop,
     Submit,
     SupervisorToScheduler,
     WorkerToScheduler,
 )
 from shmserve.ipc.tensors.signature import id_prefix
-from shmserve.scheduler.batchers.dynamic import Batch, Closed, WaitUntil, decide
-from shmserve.scheduler.instances.executions import ControlLink, Executions
+from shmserve.ipc.transport.peercred_router import last_number
+from shmserve.scheduler.batchers.dispatch import Dispatch
+from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.losses import ControlLink, Losses
+from shmserve.scheduler.instances.pool import Pool
+from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue, believable
 from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
 from shmserve.scheduler.requests.responses import Peers, Responses
@@ -56,7 +55,6 @@ logger = logging.getLogger(__name__)
 _STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
 _DEAD_REMEMBERED = 64
-_CANNOT_GROW = (Closed.FULL, Closed.SHAPE)
 
 
 class Scheduler:
@@ -73,20 +71,21 @@ class Scheduler:
         self._to_clients = clients
         self._to_workers = workers
         self._to_control = control
-        self._wall_clock = wall_clock
-        self._batching = settings.batching
         self._ordered = settings.preserve_ordering
         self._statistics = Statistics(settings)
-        self._answers = Responses(clients, workers, self._statistics, self._ordered)
+        self._responses = Responses(clients, workers, self._statistics, self._ordered)
         self._queue = RequestQueue(settings)
-        self._executions = Executions(
-            settings, workers, control, self._queue, self._answers, self._statistics
+        self._pool = Pool(settings.execution_limit_ns)
+        self._losses = Losses(
+            settings, self._pool, control, self._queue, self._responses, self._statistics
         )
-        self._pool = self._executions.pool
-        self._metrics = ModelMetrics()
+        self._executions = Executions(
+            settings, self._pool, workers, self._responses, self._statistics, self._losses
+        )
+        self._dispatch = Dispatch(settings, self._queue, self._pool, self._executions)
+        self._reports = Reports(self._statistics, clients, control, wall_clock, self._gauges)
         self._clients: dict[bytes, Client] = {}
         self._dead: deque[int] = deque(maxlen=_DEAD_REMEMBERED)
-        self._misplaced = 0
         self._draining = False
         self._drained = False
         self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
@@ -111,7 +110,7 @@ class Scheduler:
             case Release():
                 self._executions.release(client.pid, message.pid, message.offsets)
             case ReportStatistics():
-                self._report_to(peer, message.id, now_ns)
+                self._reports.tell(peer, message.id, now_ns)
             case _:
                 assert_never(message)
 
@@ -123,7 +122,7 @@ class Scheduler:
 
     def _submit(self, client: Client, message: Submit, now_ns: int) -> None:
         if message.id in client.requests or (client.pid and client.pid in self._dead):
-            # Nothing is owed: an answer would be taken for the other request's, or by nobody.
+            # Nothing is owed: a response would be taken for the other request's, or by nobody.
             self.misplaced()
             return
         try:
@@ -132,23 +131,23 @@ class Scheduler:
             if self._pool.failure:
                 raise Unavailable(self._pool.failure)
             if self._pool.free and self._queue.full:
-                self._dispatch(now_ns)
-            self._answers.admitted(self._queue.admit(client, message, now_ns))
+                self._dispatch.run(now_ns)
+            self._responses.admitted(self._queue.admit(client, message, now_ns))
         except InvalidArgument as error:
-            self._answers.refuse(client, message, error, 0)
+            self._responses.refuse(client, message, error, 0)
         except ShmserveError as error:
             wait_s = 0
             if isinstance(error, QueueFull):
                 waiting, instances = len(self._queue), self._pool.ready_count
                 wait_s = self._executions.service_time.drain_s(waiting, instances)
             self._statistics.failed(believable(message.arrived_ns, now_ns), Reason.REJECTED, now_ns)
-            self._answers.refuse(client, message, error, wait_s)
+            self._responses.refuse(client, message, error, wait_s)
 
     def _cancel(self, request: Request, now_ns: int) -> None:
         match request.state:
             case State.QUEUED | State.HELD:
                 self._queue.remove(request)
-                self._answers.fail(
+                self._responses.fail(
                     request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
                 )
             case State.EXECUTING | State.RESPONDING:
@@ -167,7 +166,7 @@ class Scheduler:
                     self._executions.cancel(request)
                 case _:
                     pass
-            self._answers.abandon(request, now_ns)
+            self._responses.abandon(request, now_ns)
 
     # --- workers and supervisor -------------------------------------------------------------------
 
@@ -181,16 +180,11 @@ class Scheduler:
             self._executions.handle(peer, message, now_ns)
 
     def _metrics_reported(self, peer: bytes, message: MetricsReported) -> None:
-        index, _, pid = peer.partition(b".")  # as the instance's InstanceReady says
-        try:
-            families = model_metrics.parse(message.families)
-        except ValueError:
+        pid = last_number(peer)  # as the instance's InstanceReady says
+        if not (pid and peer.partition(b".")[0].isdigit()):
             self.misplaced()
-            return
-        if not (index.isdigit() and pid.isdigit()):
-            self.misplaced()
-        elif int(pid) not in self._dead:
-            self._metrics.report(int(pid), families)
+        elif pid not in self._dead:
+            self._reports.metrics_reported(pid, message)
 
     def from_control(self, message: SupervisorToScheduler, now_ns: int) -> None:
         """Handle the supervisor's message."""
@@ -199,15 +193,15 @@ class Scheduler:
                 self._pool.expect(message.index, message.pid)
             case InstanceExited():
                 lost = self._pool.exit(message.index)
-                self._executions.exited(lost, message.reason, now_ns)
+                self._losses.exited(lost, message.reason, now_ns)
             case ProcessExited():
                 self._process_exited(message.pid, now_ns)
             case PoolFailed():
                 self._pool.fail(message.reason)
             case CountsInherited():
-                self._inherit(message, now_ns)
+                self._reports.inherit(message, now_ns)
             case KeepStatistics():
-                self._keep(self.report(now_ns))
+                self._reports.keep(now_ns)
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():
@@ -218,37 +212,34 @@ class Scheduler:
                 assert_never(message)
 
     def _process_exited(self, pid: int, now_ns: int) -> None:
-        self._executions.exited(self._pool.exit_process(pid), "", now_ns)
+        self._losses.exited(self._pool.exit_process(pid), "", now_ns)
         self._executions.forget(pid)
-        self._metrics.exited(pid)
+        self._reports.exited(pid)
         # Frames that it sent may still be on their way.
         self._dead.append(pid)
         for client in [c for c in self._clients.values() if c.pid == pid]:
             self._client_gone(client, now_ns)
 
     def _drain(self, now_ns: int) -> None:
-        self._keep(self.report(now_ns))
+        self._reports.keep(now_ns)
         self._draining = True
         self._drained = False
-        # Nothing more comes that would be worth waiting for.
-        self._queue.release_hold()
-        if self._batching is not None:
-            self._batching = replace(self._batching, delay_ns=0)
+        self._dispatch.hurry()
 
     def _stop(self, now_ns: int) -> None:
         self.stopped = True
         for client in self._clients.values():
             for request in list(client.requests.values()):
-                if request.state is State.ANSWERED:
-                    self._answers.close(request, now_ns)
+                if request.state is State.FAILED_EARLY:
+                    self._responses.close(request, now_ns)
                 else:
                     text = id_prefix(request.request_id) + _STOPPING
-                    self._answers.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
+                    self._responses.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
 
     @property
     def live(self) -> int:
         """How many requests are not done."""
-        return self._answers.live
+        return self._responses.live
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -258,54 +249,21 @@ class Scheduler:
             self._expire(request, now_ns)
         if now_ns >= self._limit_ns:
             for slot in self._pool.overdue(now_ns):
-                self._executions.overrun(slot, now_ns)
+                self._losses.overrun(slot, now_ns)
         if self._pool.failure:
             self._refuse_waiting(self._pool.failure, now_ns)
-        wake_ns = self._dispatch(now_ns)
+        wake_ns = self._dispatch.run(now_ns)
         if self._ordered:
-            self._answers.release(now_ns)
-            self._answers.sweep()
-        if self._draining and not self._drained and not self._answers.live:
+            self._responses.release(now_ns)
+            self._responses.sweep()
+        if self._draining and not self._drained and not self._responses.live:
             self._drained = True
-            self._keep(self.report(now_ns))
+            self._reports.keep(now_ns)
             self._to_control.post(Drained())
-        self._queue.sweep(self._answers.live)
+        self._queue.sweep(self._responses.live)
         # What begins before the next turn can only pass its limit later than this.
         self._limit_ns = self._pool.next_limit_ns()
         return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
-
-    def _dispatch(self, now_ns: int) -> int:
-        queue, executions, rules = self._queue, self._executions, self._batching
-        pool = self._pool
-        while len(queue):
-            ahead = not pool.free
-            if ahead and not pool.room(executions.service_time.credit):
-                break
-            retry = None if ahead else queue.take_retry()
-            if retry is not None:
-                executions.start([retry], Closed.RETRY, now_ns)
-            elif not queue.queued:
-                break  # what must run alone waits for an instance that has nothing else
-            elif rules is None:
-                executions.start(queue.take(1), Closed.IDLE, now_ns)
-            elif queue.holding():
-                break
-            else:
-                decision = decide(
-                    now_ns, queue.waiting(), rules, executions.service_time.reserve_ns
-                )
-                match decision:
-                    case Batch(reason=reason) if ahead and reason not in _CANNOT_GROW:
-                        break
-                    case Batch():
-                        executions.start(queue.take(decision.count), decision.reason, now_ns)
-                    case WaitUntil():
-                        return NEVER if ahead else decision.ns
-                    case None:
-                        break
-                    case _:
-                        assert_never(decision)
-        return NEVER
 
     def _expire(self, request: Request, now_ns: int) -> None:
         early, reason = False, Reason.OTHER
@@ -320,57 +278,32 @@ class Scheduler:
                 pass
             case _:
                 return  # its other timer was first
-        self._answers.fail(request, "UNAVAILABLE", EXPIRED, reason, now_ns, early)
+        self._responses.fail(request, "UNAVAILABLE", EXPIRED, reason, now_ns, early)
 
     def _refuse_waiting(self, reason: str, now_ns: int) -> None:
         for request in self._queue.all():
             self._queue.remove(request)
-            self._answers.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
+            self._responses.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
     # --- counts -----------------------------------------------------------------------------------
-
-    def _report_to(self, peer: bytes, number: int, now_ns: int) -> None:
-        report = self.report(now_ns)
-        self._keep(report)
-        self._to_clients.post(peer, StatisticsReported(number, report))
-
-    def _keep(self, report: dict[str, Any]) -> None:
-        # First to whoever starts our successor: no count that was shown may ever go back.
-        self._to_control.post(StatisticsKept(report, self._metrics.kept()))
-
-    def _inherit(self, message: CountsInherited, now_ns: int) -> None:
-        try:
-            self._statistics.inherit(message.statistics)
-        except (KeyError, TypeError, ValueError):
-            logger.exception("the statistics of what was here before cannot be read")
-        self._keep(self.report(now_ns))
 
     def go_on(self, kept: list[Any], alive: list[int], now_ns: int) -> None:
         """Count on from a predecessor's last StatisticsKept, as [statistics, metrics].
 
         `alive` are the pids of the instances that it has left behind.
         """
-        statistics, metrics = kept
-        try:
-            self._statistics.restore(statistics, now_ns, self._wall_clock())
-            self._metrics.restore(metrics, alive)
-            self._misplaced = int(statistics["shmserve"]["malformed"])
-        except (KeyError, TypeError, ValueError):
-            logger.exception("a predecessor's statistics cannot be read")
+        self._reports.go_on(kept, alive, now_ns)
 
     def misplaced(self) -> None:
         """A message was dropped because it makes no sense from its sender or now."""
-        self._misplaced += 1
+        self._reports.misplaced += 1
 
-    def report(self, now_ns: int) -> dict[str, Any]:
-        """The statistics, as statistics.py describes them."""
+    def _gauges(self) -> dict[str, Any]:
         links = (self._to_clients, self._to_workers, self._to_control)
         unread = sum(link.malformed for link in links)
-        gauges = {
+        return {
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
-            "malformed": unread + self._misplaced + self._executions.misplaced,
-            "families": model_metrics.plain(self._metrics.total()),
+            "malformed": unread + self._executions.misplaced,
         }
-        return self._statistics.report(now_ns, self._wall_clock(), gauges)

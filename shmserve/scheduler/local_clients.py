@@ -32,7 +32,7 @@ _LONGEST_WAY_NS = 1_000_000_000
 
 class LocalClientListener:
     """One scheduler's local clients; `link` is the socket at `endpoint` that they are connected to.
-    `limit_us` is the server's limit from a request's arrival to its answer, 0: none."""
+    `limit_us` is the server's limit from a request's arrival to its last response, 0: none."""
 
     def __init__(
         self, endpoint: str, capabilities: Capabilities, signature: Signature, limit_us: int = 0
@@ -40,7 +40,7 @@ class LocalClientListener:
         self._gone: deque[int] = deque(maxlen=_GONE_REMEMBERED)
         self.link = UntrustedRouter(endpoint, self._admits)
         self._capabilities = capabilities
-        self._rules = GuestRules(capabilities, signature, limit_us)
+        self._rules = LocalClientRules(capabilities, signature, limit_us)
 
     def check(self, peer: bytes, message: Any, now_ns: int) -> Any:
         """The message as it may be believed, or None: then it is dealt with."""
@@ -74,7 +74,7 @@ class LocalClientListener:
         return self.link.connected(peer)
 
 
-class GuestRules:
+class LocalClientRules:
     """What is true of a local client's request (pure)."""
 
     def __init__(self, capabilities: Capabilities, signature: Signature, limit_us: int = 0) -> None:
@@ -82,7 +82,7 @@ class GuestRules:
         self._signature = signature
         self._limit_us = limit_us
         self._memories: set[tuple[int, Memory]] = set()
-        self._forms: TemplateCache[Admission] = TemplateCache()  # of small tensors
+        self._templates: TemplateCache[Admission] = TemplateCache()  # of small tensors
         # By a local client and its request, whose tensors are in memory.
         self._known: dict[tuple[int, bytes], Admission] = {}
 
@@ -127,7 +127,7 @@ class GuestRules:
         )
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
-        """When it is to be answered, 0: at any time. The shortest of the limits holds: its own, in
+        """When it is to have ended, 0: at any time. The shortest of the limits holds: its own, in
         both forms, and the server's, as over the other listeners."""
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)
@@ -143,7 +143,7 @@ class GuestRules:
         known = self._known.get(key) if len(work) <= _LONGEST_KNOWN else None
         if known is not None:
             return known
-        found = self._forms.find(work)
+        found = self._templates.find(work)
         if found is not None:
             return found[0]
         inference = unpack_inference(work)
@@ -154,7 +154,7 @@ class GuestRules:
             self._check_owner(number, place)
         admission = self._signature.admit(submit.request_id, inference.inputs, inference.outputs)
         if not places:
-            self._forms.learn(work, inference, admission)
+            self._templates.learn(work, inference, admission)
         elif len(places) >= len(inference.inputs) and len(work) <= _LONGEST_KNOWN:
             self._remember(key, admission)
         return admission
@@ -196,9 +196,8 @@ def _check_types(inference: Inference) -> None:
             raise MalformedMessage("a parameter has the wrong type")
 
 
-class Fronts:
-    """The scheduler's answers: to gateways and models on one socket, to local clients on the
-    other."""
+class ClientRouters:
+    """The way back to clients: gateways and models on one socket, local clients on the other."""
 
     def __init__(self, clients: Router, listener: LocalClientListener) -> None:
         self._clients = clients

@@ -145,7 +145,7 @@ class Loop:
     def _from_local_clients(self, local_clients: LocalClientListener) -> None:
         scheduler, now_ns = self._scheduler, time.monotonic_ns()
         for peer, message in local_clients.link.receive():
-            if type(message) not in _FROM_GUEST:
+            if type(message) not in _FROM_LOCAL_CLIENT:
                 scheduler.misplaced()
                 continue
             believed = local_clients.check(peer, message, now_ns)
@@ -157,4 +157,4 @@ class Loop:
 _FROM_CONTROL = frozenset(get_args(SupervisorToScheduler))
 _FROM_WORKER = frozenset(get_args(WorkerToScheduler))
 _FROM_CLIENT = frozenset(get_args(ClientToScheduler))
-_FROM_GUEST = frozenset(get_args(LocalClientToScheduler))
+_FROM_LOCAL_CLIENT = frozenset(get_args(LocalClientToScheduler))

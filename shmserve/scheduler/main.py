@@ -19,11 +19,11 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number, last_number
 from shmserve.scheduler.core import Scheduler
-from shmserve.scheduler.local_clients import Fronts, LocalClientListener
+from shmserve.scheduler.local_clients import ClientRouters, LocalClientListener
 from shmserve.scheduler.loop import Loop
 from shmserve.scheduler.settings import Settings
 
-_PARTING_S = 0.3  # for the last answers to leave
+_PARTING_S = 0.3  # for the last responses to leave
 
 
 def run(data: bytes) -> None:
@@ -43,7 +43,9 @@ def run(data: bytes) -> None:
     control = Dealer(endpoints.control(run_dir), f"scheduler.{number}.{os.getpid()}")
     listener = _open_listener(start)
     control.send(SchedulerReady(os.getpid()))
-    scheduler = Scheduler(settings, Fronts(clients, listener), workers, control, time.time_ns)
+    scheduler = Scheduler(
+        settings, ClientRouters(clients, listener), workers, control, time.time_ns
+    )
     if start.kept:
         scheduler.go_on(start.kept, start.alive, time.monotonic_ns())
     gc.freeze()  # what is here now stays: no collection needs to look at it

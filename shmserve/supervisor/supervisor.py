@@ -44,6 +44,7 @@ from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.models.poller import Poller
+from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.status import ModelRegistry
 from shmserve.supervisor.processes.control_socket import Control
 from shmserve.supervisor.processes.table import Child, ProcessTable
@@ -181,8 +182,10 @@ class Supervisor:
         error = work.exception()
         if error is None:
             return work.result()
-        shown = error.message if isinstance(error, ShmserveError) else "internal error"
-        logger.error("the server cannot start: %s", shown, exc_info=error)
+        if isinstance(error, ShmserveError):
+            logger.error("the server cannot start: %s", error.message)
+        else:
+            logger.error("the server cannot start: internal error", exc_info=error)
         return 1
 
     def open(self) -> None:
@@ -226,6 +229,7 @@ class Supervisor:
         self.handles = HandleCheck(
             found.count, lambda device_id: self.registry.workers_on(device_id), control.send
         )
+        self.readiness = ReadinessCheck(control.send)
         # A server that has no descriptor left could start no process again.
         most = min(self.config.shm.max_regions, fd_limits.for_regions())
         self.regions = RegionRegistry(
@@ -273,10 +277,14 @@ class Supervisor:
         return (*_WORKER_PRELOADS, _EXPORTED) if exported else _WORKER_PRELOADS
 
     async def _start(self, began: float) -> int:
-        gateways = self.host.background(self.gateways.start())
+        gateways = asyncio.ensure_future(self.gateways.start())
         with StartupReport() as progress:
-            loaded = await self.models.start(progress)
-        await gateways
+            loading = asyncio.ensure_future(self.models.start(progress))
+            try:
+                loaded, _ = await asyncio.gather(loading, gateways)
+            except BaseException:
+                await end_all(*(task for task in (loading, gateways) if not task.done()))
+                raise
         for line in model_table(self.models.index(ready=False)):
             logger.info("%s", line)
         if not loaded and self.config.exit_on_error:
@@ -369,6 +377,10 @@ class Supervisor:
                 self._answer(pid, number, self.regions.unregister(name, peer, cuda))
             case m.MemoryChecked():
                 self.handles.checked(pid, message)
+            case m.ReadyChecked():
+                self.readiness.checked(pid, message)
+            case m.AskReady(id=number, name=name, version=version):
+                self._answer(pid, number, self._ask_ready(name, version))
             case m.LoadModel(id=number, name=name, config=config, files=files):
                 self._answer(pid, number, self.models.load_on_request(name, config, files))
             case m.UnloadModel(id=number, name=name):
@@ -384,6 +396,10 @@ class Supervisor:
 
     async def _find(self, name: str, version: str) -> dict[str, Any]:
         return self.registry.find(name, version)
+
+    async def _ask_ready(self, name: str, version: str) -> dict[str, Any]:
+        pids = self.registry.asked_whether_ready(name, version)
+        return {"ready": await self.readiness.check(pids)}
 
     async def _index(self, only_ready: bool) -> dict[str, Any]:
         return {"models": self.models.index(only_ready)}

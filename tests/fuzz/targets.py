@@ -45,7 +45,7 @@ from shmserve.ipc.tensors.ranges import LARGEST, fits, whole
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.local_clients import GuestRules
+from shmserve.scheduler.local_clients import LocalClientRules
 
 _LIMIT = 1 << 16
 _OURS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")
@@ -344,7 +344,7 @@ def _decoded(given: _Bytes) -> None:
 def _said(submit: Submit) -> None:
     """A request is what it is, whatever it says of itself, and also after one of the same form."""
     for signature in _SIGNATURES:
-        rules = GuestRules(_SEALS, signature)
+        rules = LocalClientRules(_SEALS, signature)
         counted = []
         for _ in range(2):
             with _refused(submit.work), contextlib.suppress(MalformedMessage):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.gateway.context import Gateway
+from shmserve.ipc.messages import AskReady
 
 
 def check_staying(gateway: Gateway) -> None:
@@ -17,10 +20,15 @@ def is_leaving(gateway: Gateway) -> bool:
     return gateway.health.exiting or gateway.draining
 
 
-def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
-    """Whether a model's version is ready; raises InvalidArgument for what is no version."""
+async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
+    """Whether a model's version is ready, and says so itself where it defines `is_ready`; raises
+    InvalidArgument for what is no version."""
     try:
-        return gateway.models.resolve(name, version).ready
+        model = gateway.models.resolve(name, version)
+        if not (model.ready and model.checks_ready):
+            return model.ready
+        ask = partial(AskReady, name=model.name, version=model.version)
+        return bool((await gateway.supervisor.ask(ask))["ready"])
     except InvalidArgument:
         raise
     except ShmserveError:

@@ -9,6 +9,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.model_table import describe
 
 EXTENSIONS = (
+    "classification",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",

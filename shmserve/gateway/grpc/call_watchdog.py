@@ -46,6 +46,11 @@ LATE = (grpc.StatusCode.UNAVAILABLE, "the request did not arrive in time")
 MISSING = (grpc.StatusCode.INTERNAL, "Unable to parse request")  # as from Triton
 
 
+def client_left(error: BaseException) -> bool:
+    """Whether gRPC raises this because the client was gone; it does not say what the class is."""
+    return type(error).__name__ == "ExecuteBatchError"
+
+
 class Calls:
     """All of a server's.
 

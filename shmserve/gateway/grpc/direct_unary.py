@@ -20,9 +20,13 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc
 
 from shmserve.gateway.grpc.call_watchdog import LATE, MISSING, Calls
+
+try:
+    from grpc._cython import cygrpc
+except ImportError:
+    cygrpc = None
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,7 @@ _PARTS = (
     *("_receive_message", "execute_batch", "_ServicerContext", "ReceiveCloseOnServerOperation"),
     *("SendInitialMetadataOperation", "SendMessageOperation", "SendStatusFromServerOperation"),
 )
+_SERVER_PARTS = ("add_registered_method_handlers", "_request_registered_call", "is_running")
 _OK = grpc.StatusCode.OK.value[0]
 
 Metadata = Sequence[tuple[str, str]]
@@ -258,14 +263,19 @@ def acceptor(
 ) -> Acceptor | None:
     """Whoever takes calls of the method `path`, for a server that is not started yet.
 
-    `way` is grpc.aio's own way for the same method. None: this gRPC has not what it takes.
+    `way` is grpc.aio's own way for the same method. None: this gRPC has not what it takes, which is
+    logged.
     """
-    core = getattr(server, "_server", None)
-    wanted = ("add_registered_method_handlers", "_request_registered_call", "is_running")
-    if not (
-        all(hasattr(core, name) for name in wanted)
-        and all(hasattr(cygrpc, name) for name in _PARTS)
-    ):
+    core: Any = getattr(server, "_server", None)
+    missing = [name for name in _SERVER_PARTS if not hasattr(core, name)]
+    missing += [name for name in _PARTS if not hasattr(cygrpc, name)]
+    if missing:
+        logger.warning(
+            "gRPC %s is not one that was tested (it has no %s): calls go through grpc.aio alone, "
+            "which is slower",
+            grpc.__version__,
+            ", ".join(missing),
+        )
         return None
-    core.add_registered_method_handlers({path: way})  # type: ignore[union-attr]
+    core.add_registered_method_handlers({path: way})
     return Acceptor(core, path, handler, refuse, calls)

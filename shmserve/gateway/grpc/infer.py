@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -16,6 +18,8 @@ from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import wire_request
 from shmserve.gateway.grpc.wire.response import encode
 from shmserve.gateway.inference.builder import build
+from shmserve.gateway.inference.classification import as_asked
+from shmserve.gateway.inference.header_forwarding import forwarded_headers
 from shmserve.gateway.inference.open_request import Message, OpenRequest
 from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
@@ -29,6 +33,7 @@ from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 logger = logging.getLogger(__name__)
 
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 
@@ -121,6 +126,7 @@ class Submitted:
 
 def encoded(gateway: Gateway, model: Model, wire: WireRequest, response: Inferred) -> bytes:
     """A worker's response as a serialized ModelInferResponse."""
+    response = as_asked(gateway, model, wire, response)
     placed = {out.name for out in wire.outputs if out.place is not None}
     contents: list[bytes | memoryview] = []
     for tensor in response.outputs:
@@ -176,13 +182,29 @@ class Inferences:
         if not self.count and self.on_idle is not None:
             self.on_idle()
 
-    def submit(self, raw: bytes, client: ClientIdentity, remaining_s: float | None) -> Submitted:
+    def headers(self, call: Any) -> Mapping[str, str]:
+        """What of a call's metadata becomes parameters of its requests, in Triton's order. Raises
+        InvalidArgument."""
+        pattern = self.gateway.settings.grpc_header_forward_pattern
+        if not pattern:
+            return _NO_HEADERS
+        metadata = call.invocation_metadata() or ()
+        given = sorted((key, value) for key, value in metadata if type(value) is str)
+        return forwarded_headers(pattern, given)
+
+    def submit(
+        self,
+        raw: bytes,
+        client: ClientIdentity,
+        remaining_s: float | None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> Submitted:
         """Hand the serialized ModelInferRequest `raw` of `client` to its scheduler.
 
-        `remaining_s` is how long its client's call lasts, in seconds, None for any time. Raises
-        `Refused`.
+        `remaining_s` is how long its client's call lasts, in seconds, None for any time; `headers`
+        are parameters, too. Raises `Refused`.
         """
-        return self._submitted(*self._admitted(raw, client, remaining_s, streamed=False))
+        return self._submitted(*self._admitted(raw, client, remaining_s, headers, streamed=False))
 
     def stream(
         self,
@@ -190,10 +212,11 @@ class Inferences:
         client: ClientIdentity,
         remaining_s: float | None,
         on_response: Callable[[OpenRequest, Message], None],
+        headers: Mapping[str, str] = _NO_HEADERS,
     ) -> Submitted | OpenRequest:
         """As `submit`, for a request in a stream: one for a decoupled model is an `OpenRequest`,
         which tells `on_response` of its responses."""
-        model, built, order = self._admitted(raw, client, remaining_s, streamed=True)
+        model, built, order = self._admitted(raw, client, remaining_s, headers, streamed=True)
         if not model.decoupled:
             return self._submitted(model, built, order)
         return OpenRequest(self.gateway, model, built, order, on_response)
@@ -203,19 +226,28 @@ class Inferences:
         return Submitted(self.gateway, self, model, built, pending)
 
     def _admitted(
-        self, raw: bytes, client: ClientIdentity, remaining_s: float | None, *, streamed: bool
+        self,
+        raw: bytes,
+        client: ClientIdentity,
+        remaining_s: float | None,
+        headers: Mapping[str, str],
+        *,
+        streamed: bool,
     ) -> tuple[Model, BuiltRequest, m.Submit]:
         arrived_ns = time.monotonic_ns()
         gateway = self.gateway
-        model, built = self._read(raw, streamed)
+        model, built = self._read(raw, headers, streamed)
         limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
         try:
             return model, built, admit(gateway, built, client, arrived_ns, limit_us)
         except ShmserveError as error:
             raise Refused(error, built.wire.id) from None
 
-    def _read(self, raw: bytes, streamed: bool) -> tuple[Model, BuiltRequest]:
-        parts = split(raw)
+    def _read(
+        self, raw: bytes, headers: Mapping[str, str], streamed: bool
+    ) -> tuple[Model, BuiltRequest]:
+        # With parameters of its own a request is not like others with its message.
+        parts = None if headers else split(raw)
         if parts is not None:
             try:
                 found = self._prepared.repeat(*parts)
@@ -236,6 +268,7 @@ class Inferences:
             if model.decoupled and not streamed:
                 raise Unsupported(_DECOUPLED)
             wire = wire_request(message)
+            wire.parameters |= headers
             if parts is None:
                 return model, build(self.gateway, model, wire, b"", 0)[0]
             key, contents = parts

@@ -23,7 +23,7 @@ from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc import event_loop
-from shmserve.gateway.grpc.call_watchdog import Calls
+from shmserve.gateway.grpc.call_watchdog import Calls, client_left
 from shmserve.gateway.grpc.connection_limits import ConnectionLimits
 from shmserve.gateway.grpc.direct_unary import acceptor
 from shmserve.gateway.grpc.infer import Inferences
@@ -65,7 +65,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     """Whether a record of gRPC's is worth a line: a client that has left before its answer was
     sent, which it reports with a traceback, is not."""
     error = record.exc_info[1] if record.exc_info else None
-    return type(error).__name__ != "ExecuteBatchError"
+    return error is None or not client_left(error)
 
 
 class GrpcFront(process.Front):

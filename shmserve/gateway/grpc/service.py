@@ -241,7 +241,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         submitted.when_answered(answered)
 
     def _submitted(self, raw: bytes, call: Any) -> Submitted:
-        return self._inferences.submit(raw, self._client(call), call.time_remaining())
+        headers = self._inferences.headers(call)
+        return self._inferences.submit(raw, self._client(call), call.time_remaining(), headers)
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         try:

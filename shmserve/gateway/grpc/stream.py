@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
-from grpc._cython import cygrpc
-
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.grpc.call_watchdog import client_left
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.streamed_request import StreamedRequest
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error
@@ -75,10 +74,11 @@ async def stream_infer(
     reader = asyncio.create_task(stream.read(requests))
     try:
         await stream.write(patience_s)
-    except cygrpc.ExecuteBatchError:
-        pass  # the client is gone
     except TimeoutError:
         raise Unavailable("the responses are not read") from None
+    except Exception as error:
+        if not client_left(error):
+            raise
     finally:
         # Nothing is awaited before all is given up: a call may be cancelled twice.
         reader.cancel()
@@ -94,6 +94,7 @@ class _Stream:
         self._inferences = inferences
         self._client = client
         self._context = context
+        self._headers = inferences.headers(context)
         self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         self._room = _Room(_MOST_WAITING)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # each with its size
@@ -121,7 +122,7 @@ class _Stream:
         inferences = self._inferences
         try:
             item: Submitted | OpenRequest | Refused = inferences.stream(
-                raw, self._client, self._context.time_remaining(), self._responded
+                raw, self._client, self._context.time_remaining(), self._responded, self._headers
             )
         except Refused as refused:
             item = refused.bare()

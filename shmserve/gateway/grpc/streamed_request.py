@@ -31,7 +31,8 @@ class StreamedRequest:
         self.size = size
         self._templates: TemplateCache[StreamedTemplate] = TemplateCache(_MOST_TEMPLATES)
         # Whether a response has all that a worker gave, as it gave it.
-        self._plain = not any(output.place for output in request.wire.outputs)
+        outputs = request.wire.outputs
+        self._plain = not any(output.place or output.classes for output in outputs)
 
     def encode(self, message: Message, *, strict: bool) -> tuple[bytes | None, Inferred | None]:
         """The message for a response, None where there is none for it; and what it was made of,

@@ -17,6 +17,7 @@ from shmserve.gateway.http.json.output_text import joined, output_text
 from shmserve.gateway.http.request import ACCEPT_ENCODING, Request
 from shmserve.gateway.http.response import JSON, Reply
 from shmserve.gateway.http.streaming.infer import accepted_stream, infer_stream
+from shmserve.gateway.inference.classification import as_asked
 from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import WireRequest
@@ -76,10 +77,11 @@ async def _run(
         return _small_reply(*known)
     response = unpack(body)
     if _at_hand(built.wire, response):
-        template = ResponseTemplate(built.wire, model.name, model.version, response)
-        if templates is not None and template.whole:
+        shown = as_asked(gateway, model, built.wire, response)
+        template = ResponseTemplate(built.wire, model.name, model.version, shown)
+        if templates is not None and template.whole and shown is response:
             templates.learn(body, response, template)
-        return await _reply(request, template, _views(gateway, template.datas(response)))
+        return await _reply(request, template, _views(gateway, template.datas(shown)))
     scheduler = pending.scheduler
     scheduler.use()
 
@@ -88,8 +90,9 @@ async def _run(
         scheduler.leave()
 
     try:
-        template = ResponseTemplate(built.wire, model.name, model.version, response)
-        reply = await _reply(request, template, _views(gateway, template.datas(response)))
+        shown = as_asked(gateway, model, built.wire, response)
+        template = ResponseTemplate(built.wire, model.name, model.version, shown)
+        reply = await _reply(request, template, _views(gateway, template.datas(shown)))
     except BaseException:
         sent()
         raise

@@ -28,6 +28,7 @@ from shmserve.gateway.inference.builder import (
     resources_of,
     tensor_ref,
 )
+from shmserve.gateway.inference.header_forwarding import forwarded_headers
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import WireInput, WireRequest
 from shmserve.gateway.inference.resources import Resources
@@ -41,6 +42,7 @@ _BODY_TOO_LARGE = (
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
+_NOTHING: dict[str, str] = {}
 
 
 async def read_request(gateway: Gateway, model: Model, request: Request) -> BuiltRequest:
@@ -50,17 +52,19 @@ async def read_request(gateway: Gateway, model: Model, request: Request) -> Buil
     full; then it holds nothing.
     """
     headers = request.headers
+    pattern = gateway.settings.http_header_forward_pattern
+    extra = forwarded_headers(pattern, headers.items()) if pattern else _NOTHING
     said = headers.get(HEADER_LENGTH)
     encoded = CONTENT_ENCODING in headers
     content = request.content
     if type(content) is WholeBody and not encoded:
-        return await _whole(gateway, model, content.read_nowait(), said)
+        return await _whole(gateway, model, content.read_nowait(), said, extra)
     body = Body(request, gateway.settings, gateway.body_budget)
     if encoded and body.compressed():
-        return await _whole(gateway, model, await body.inflate(), said)
+        return await _whole(gateway, model, await body.inflate(), said, extra)
     whole = body.here()
     if whole is not None:
-        return await _whole(gateway, model, whole, said)
+        return await _whole(gateway, model, whole, said, extra)
     limit = gateway.settings.max_input_size
     if said is None:
         whole = await body.read(limit, JSON_TOO_LARGE)
@@ -72,9 +76,9 @@ async def read_request(gateway: Gateway, model: Model, request: Request) -> Buil
         if tail_size > INLINE_LIMIT:
             with body.arriving():
                 client = request.connection.client
-                return await _streamed(gateway, model, body, size, client)
+                return await _streamed(gateway, model, body, size, client, extra)
         whole = await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
-    return await _whole(gateway, model, whole, said)
+    return await _whole(gateway, model, whole, said, extra)
 
 
 def header_size(said: str | None, body_size: int) -> int:
@@ -98,23 +102,28 @@ def header_size(said: str | None, body_size: int) -> int:
     return int(said)
 
 
-async def _whole(gateway: Gateway, model: Model, body: bytes, said: str | None) -> BuiltRequest:
+async def _whole(
+    gateway: Gateway, model: Model, body: bytes, said: str | None, extra: dict[str, str]
+) -> BuiltRequest:
     limit = gateway.settings.max_input_size
     size = header_size(said, len(body))
     if not size:
         if len(body) > limit:
             raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
         wire, body = raw_request(model.signature, body)
+        wire.parameters |= extra
         return build(gateway, model, wire, body, 0)[0]
     tail_size = len(body) - size
     header = body[:size] if tail_size else body
     key, arrays = split(header, tail_size)
-    if len(header) <= limit:
+    if len(header) <= limit and not extra:
         known = repeat(model.prepared, key, body, size, arrays)
         if known is not None:
             return known
     wire = await _parse(header, tail_size, model, limit)
-    prepare = worth_preparing(model.prepared, key)
+    wire.parameters |= extra
+    # What comes with parameters of its own is not like others with its body.
+    prepare = not extra and worth_preparing(model.prepared, key)
     built, prepared = build(gateway, model, wire, body, size, prepare=prepare)
     if prepared is not None:
         remember(model.prepared, key, wire, prepared, len(arrays))
@@ -148,7 +157,12 @@ async def _read_parts(parts: Iterator[list[Any]], tensor: WireInput) -> bytes:
 
 
 async def _streamed(
-    gateway: Gateway, model: Model, body: Body, size: int, client: ClientIdentity
+    gateway: Gateway,
+    model: Model,
+    body: Body,
+    size: int,
+    client: ClientIdentity,
+    extra: dict[str, str],
 ) -> BuiltRequest:
     """Read the header, make room, and fill it from the socket."""
     limit = gateway.settings.max_input_size
@@ -158,6 +172,7 @@ async def _streamed(
     if len(start) < size:
         raise InvalidArgument(_CUT_SHORT)
     wire = await _parse(start[:size], body.declared - size, model, limit)
+    wire.parameters |= extra
     start = start[size:]
     resources = resources_of(gateway)
     try:

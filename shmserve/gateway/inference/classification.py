@@ -1,4 +1,4 @@
-"""The classification extension: an output as its largest values, with index and label (pure).
+"""The classification extension: an output as its largest values, with index and label.
 
 [0.1, 0.7, 0.2], the 2 largest, labels cat dog cow  ->  "0.700000:1:dog" "0.200000:2:cow"
 """
@@ -12,12 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmserve.errors import InvalidArgument
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.model_table import Model
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 
 _MOST_ELEMENTS = 1_000_000
 _UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))  # as in Triton
+
+
+def as_asked(gateway: Gateway, model: Model, wire: WireRequest, response: Inferred) -> Inferred:
+    """A response with those of its outputs classified that the request wants so. Raises
+    InvalidArgument."""
+    classes = wire.classes
+    if not classes:
+        return response
+    batched = bool(model.signature.max_batch_size)
+    return classified(response, classes, model.labels, gateway.mappings.view, batched=batched)
 
 
 def classified(

@@ -45,11 +45,13 @@ class WireInput:
 
 @dataclass(slots=True)
 class WireOutput:
-    """A requested output and the form it is to have."""
+    """A requested output and the form it is to have: with `classes`, so many of its largest values
+    as texts."""
 
     name: str
     binary: bool
     place: RegionRange | None = None
+    classes: int = 0
 
 
 @dataclass(slots=True)
@@ -71,6 +73,11 @@ class WireRequest:
     priority: int = 0
     version: str = ""
     empty_final: bool = False
+
+    @property
+    def classes(self) -> dict[str, int]:
+        """How many values of an output are asked for, of those that are to be classified."""
+        return {output.name: output.classes for output in self.outputs if output.classes}
 
 
 def check_number(members: Sized, noun: str) -> None:

@@ -17,48 +17,30 @@ with the order of the queue kept and a request never split:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
-from typing import Protocol
+from dataclasses import replace
 
-from shmserve.ipc.transport.records import record
+from shmserve.scheduler.batchers.base import Batch, Closed, Pending, WaitUntil
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
 
-class Closed(StrEnum):
-    """Why a batch took no further request."""
+class DynamicBatcher:
+    """A `Batcher` by these rules."""
 
-    FULL = "full"  # the next one would not fit the maximum
-    PREFERRED = "preferred"  # a preferred size was reached
-    DELAY = "delay"  # the oldest request had waited long enough
-    SHAPE = "shape"  # the next one has other shapes
-    DEADLINE = "deadline"  # waiting longer would have missed a deadline
-    IDLE = "idle"  # nothing to wait for
-    RETRY = "retry"  # a request whose worker died runs alone
+    grows = True
 
+    def __init__(self, rules: Batching) -> None:
+        self._rules = rules
 
-class Pending(Protocol):
-    """What the batcher looks at in a request."""
+    def decide(
+        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
+    ) -> Batch | WaitUntil | None:
+        """As `Batcher` says."""
+        return decide(now_ns, pending, self._rules, reserve_ns)
 
-    units: int
-    shape_key: bytes
-    enqueued_ns: int
-    hurry_ns: int
-
-
-@record
-class Batch:
-    """Run the first `count` requests of the queue now."""
-
-    count: int
-    reason: Closed
-
-
-@record
-class WaitUntil:
-    """Ask again at this time (monotonic ns), or when the queue changes."""
-
-    ns: int
+    def hurry(self) -> None:
+        """As `Batcher` says."""
+        self._rules = replace(self._rules, delay_ns=0)
 
 
 def decide(

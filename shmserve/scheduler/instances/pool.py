@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.requests.request import NEVER, Request, Worker
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum, auto
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.statistics.timing import Timing
@@ -24,9 +24,9 @@ class State(StrEnum):
     QUEUED = auto()
     EXECUTING = auto()  # if its worker is lost, it may run again
     RESPONDING = auto()  # it has had a response, or `execute` has returned and more may follow
-    HELD = auto()  # executed; its answer waits for those of earlier requests
-    ANSWERED = auto()  # failed early: a worker still has it, `Settled` is owed
-    CANCELLED = auto()  # nobody waits for the result: a worker still has it, the answer is owed
+    HELD = auto()  # executed; its response waits for those of earlier requests
+    FAILED_EARLY = auto()  # a worker still has it, `Settled` is owed
+    CANCELLED = auto()  # nobody waits for the result: a worker still has it, an error is owed
     ORPHANED = auto()  # its client is gone: a worker still has it, nothing is owed
     DONE = auto()
 
@@ -38,8 +38,8 @@ class Event(StrEnum):
     RETURN = auto()
     RESPOND = auto()
     HOLD = auto()
-    ANSWER = auto()
-    ANSWER_EARLY = auto()
+    FINISH = auto()
+    FAIL_EARLY = auto()
     CANCEL = auto()
     ABANDON = auto()
     SETTLE = auto()
@@ -48,27 +48,27 @@ class Event(StrEnum):
 LIFE: Mapping[State, Mapping[Event, State]] = {
     State.QUEUED: {
         Event.DISPATCH: State.EXECUTING,
-        Event.ANSWER: State.DONE,
+        Event.FINISH: State.DONE,
         Event.ABANDON: State.DONE,
     },
     State.EXECUTING: {
         Event.RETURN: State.QUEUED,
         Event.RESPOND: State.RESPONDING,
         Event.HOLD: State.HELD,
-        Event.ANSWER: State.DONE,
-        Event.ANSWER_EARLY: State.ANSWERED,
+        Event.FINISH: State.DONE,
+        Event.FAIL_EARLY: State.FAILED_EARLY,
         Event.CANCEL: State.CANCELLED,
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
-        Event.ANSWER: State.DONE,
-        Event.ANSWER_EARLY: State.ANSWERED,
+        Event.FINISH: State.DONE,
+        Event.FAIL_EARLY: State.FAILED_EARLY,
         Event.CANCEL: State.CANCELLED,
         Event.ABANDON: State.ORPHANED,
     },
-    State.HELD: {Event.ANSWER: State.DONE, Event.ABANDON: State.DONE},
-    State.ANSWERED: {Event.SETTLE: State.DONE, Event.ABANDON: State.ORPHANED},
-    State.CANCELLED: {Event.ANSWER: State.DONE, Event.ABANDON: State.ORPHANED},
+    State.HELD: {Event.FINISH: State.DONE, Event.ABANDON: State.DONE},
+    State.FAILED_EARLY: {Event.SETTLE: State.DONE, Event.ABANDON: State.ORPHANED},
+    State.CANCELLED: {Event.FINISH: State.DONE, Event.ABANDON: State.ORPHANED},
     State.ORPHANED: {Event.SETTLE: State.DONE},
     State.DONE: {},
 }
@@ -89,6 +89,15 @@ class Worker(NamedTuple):
     pid: int
 
 
+class Outcome(NamedTuple):
+    """What an execution made of a request: `code` "" is success, no `timing` a death."""
+
+    code: str
+    message: str
+    body: bytes
+    timing: Timing | None
+
+
 class Client:
     """Who submits: its address at our socket, its pid (0: unknown), its requests by number."""
 
@@ -103,14 +112,13 @@ class Client:
 class Request:
     """One inference, which counts for `units` in a batch. Times are monotonic ns, 0: none.
 
-    `deadline_ns` holds from arrival to answer, `queue_limit_ns` only in the queue; before
+    `deadline_ns` holds until the last response, `queue_limit_ns` only in the queue; before
     `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker` is who
     had it last. Of a decoupled model's: `responses` it has had, as many as `granted` of which its
     client has read; since `responded_ns` the model has been at the next one.
     """
 
     __slots__ = (
-        "answer",
         "arrived_ns",
         "client",
         "deadline_ns",
@@ -120,6 +128,7 @@ class Request:
         "hurry_ns",
         "id",
         "key",
+        "outcome",
         "queue_limit_ns",
         "request_id",
         "responded_ns",
@@ -162,7 +171,7 @@ class Request:
         self.request_id = request_id
         self.state = State.QUEUED
         self.deaths = 0
-        self.answer: Any = None
+        self.outcome: Outcome | None = None
         self.worker: Worker | None = None
         self.responses = 0
         self.responded_ns = 0

@@ -5,13 +5,13 @@ end      the last of them
 finish   the outcome of an execution (ordered if the model preserves ordering)
 fail     an error that waits for nobody: rejection, deadline, cancellation
 close    a worker has returned a request whose fate was decided meanwhile
-abandon  nobody is there to answer
+abandon  nobody is there to be told
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import (
@@ -27,9 +27,15 @@ from shmserve.ipc.messages import (
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.requests.request import AT_WORK, Client, Event, Request, State
+from shmserve.scheduler.requests.request import (
+    AT_WORK,
+    Client,
+    Event,
+    Outcome,
+    Request,
+    State,
+)
 from shmserve.scheduler.statistics.counters import Reason, Statistics
-from shmserve.scheduler.statistics.timing import Timing
 
 # Stale places in the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
@@ -48,15 +54,6 @@ class Peers(Protocol):
         """Queue a message for one of them."""
 
 
-class Outcome(NamedTuple):
-    """What an execution made of a request: `code` "" is success, no `timing` a death."""
-
-    code: str
-    message: str
-    body: bytes
-    timing: Timing | None
-
-
 class Responses:
     """What clients are told. `live` counts the requests that are not done."""
 
@@ -71,7 +68,7 @@ class Responses:
         self.live = 0
 
     def admitted(self, request: Request) -> None:
-        """From now on this request is owed an answer."""
+        """From now on this request is owed a response."""
         request.client.requests[request.id] = request
         self.live += 1
         if self._ordered:
@@ -80,7 +77,7 @@ class Responses:
     def refuse(
         self, client: Client, message: Submit, error: ShmserveError, retry_after_s: int
     ) -> None:
-        """Answer a request that was not admitted."""
+        """Refuse a request that was not admitted."""
         self._clients.post(
             client.peer, Failed(message.id, error.code, error.message, retry_after_s, False)
         )
@@ -102,17 +99,17 @@ class Responses:
             self._statistics.failed(request.arrived_ns, reason, now_ns)
         else:
             self._statistics.succeeded(request, request.timing, now_ns)
-        request.meet(Event.ANSWER)
+        request.meet(Event.FINISH)
         self._clients.post(
             request.client.peer, Responded(request.id, last.code, last.message, last.body, True)
         )
         self._forget(request)
 
     def finish(self, request: Request, outcome: Outcome, now_ns: int) -> None:
-        """Answer an executing request, as soon as its turn comes."""
+        """End an executing request with its outcome, as soon as its turn comes."""
         if self._ordered:
             request.meet(Event.HOLD)
-            request.answer = outcome
+            request.outcome = outcome
         else:
             self._deliver(request, outcome, now_ns)
 
@@ -122,7 +119,8 @@ class Responses:
         while order and order[0].state not in _UNDECIDED:
             request = order.popleft()
             if request.state is State.HELD:
-                outcome, request.answer = request.answer, None
+                outcome, request.outcome = request.outcome, None
+                assert outcome is not None  # which is what it was held for
                 self._deliver(request, outcome, now_ns)
 
     def sweep(self) -> None:
@@ -138,7 +136,7 @@ class Responses:
             self.fail(request, code, text, reason, now_ns)
             return
         self._statistics.succeeded(request, timing, now_ns)
-        request.meet(Event.ANSWER)
+        request.meet(Event.FINISH)
         self._clients.post(request.client.peer, Finished(request.id, body))
         self._forget(request)
 
@@ -151,9 +149,9 @@ class Responses:
         now_ns: int,
         early: bool = False,
     ) -> None:
-        """Answer with an error at once; `early`: a worker still has it, and `close` follows."""
+        """End a request with an error now; `early`: a worker still has it, and `close` follows."""
         self._statistics.failed(request.arrived_ns, reason, now_ns)
-        request.meet(Event.ANSWER_EARLY if early else Event.ANSWER)
+        request.meet(Event.FAIL_EARLY if early else Event.FINISH)
         self._clients.post(request.client.peer, Failed(request.id, code, message, 0, early))
         if not early:
             self._drop_held(request)
@@ -164,7 +162,7 @@ class Responses:
         match request.state:
             case State.CANCELLED:
                 self.fail(request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns)
-            case State.ANSWERED:
+            case State.FAILED_EARLY:
                 request.meet(Event.SETTLE)
                 self._clients.post(request.client.peer, Settled(request.id))
                 self._forget(request)
@@ -174,7 +172,7 @@ class Responses:
 
     def abandon(self, request: Request, now_ns: int) -> None:
         """The client is gone; a worker that has the request still returns it."""
-        if request.state is not State.ANSWERED:
+        if request.state is not State.FAILED_EARLY:
             self._statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
         request.meet(Event.ABANDON)
         if request.state is State.DONE:
@@ -199,7 +197,7 @@ class Responses:
             self._workers.post(worker.peer, ReleaseOutputs(request.client.pid, offsets))
 
     def _drop_held(self, request: Request) -> None:
-        outcome, request.answer = request.answer, None
+        outcome, request.outcome = request.outcome, None
         if outcome is not None and outcome.body:
             self.drop_outputs(request, outcome.body)
 

@@ -17,7 +17,7 @@ and one key more, for metrics:
         failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
         pending         requests in the queue now
         executing       requests at workers now
-        batches_closed  {reason of dynamic.Closed: executions}
+        batches_closed  {reason of batchers.base.Closed: executions}
         histograms      {"request_seconds" | "queue_seconds" (one observation a success) |
                         "compute_seconds" | "batch_size" (one an execution) |
                         "first_response_ms" (one a request; decoupled models only):

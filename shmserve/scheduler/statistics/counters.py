@@ -7,7 +7,7 @@ from typing import Any
 
 from shmserve.common.cumulative_counters import lasting
 from shmserve.ipc.messages import ExecutionResponded, Reply
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.requests.request import Request
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.histogram import Histogram
@@ -99,7 +99,7 @@ class Statistics:
         self._sizes.observe(units)
 
     def succeeded(self, request: Request, timing: Timing | None, now_ns: int) -> None:
-        """A request is answered with its result. Where its execution has not returned yet there is
+        """A request has ended with its result. Where its execution has not returned yet there is
         no `timing`, and `timed` follows."""
         total = now_ns - request.arrived_ns
         self._succeeded += 1
@@ -139,7 +139,7 @@ class Statistics:
         self._responses.cancelled(request, now_ns)
 
     def failed(self, arrived_ns: int, reason: Reason, now_ns: int) -> None:
-        """A request is answered with an error."""
+        """A request has ended with an error."""
         self._failed += 1
         self._fail_ns += max(now_ns - arrived_ns, 0)
         self._failures[reason] += 1

@@ -78,6 +78,19 @@ class InstanceProcesses:
             and (i.kind, i.device_id) == ("GPU", device_id)
         ]
 
+    def checking_ready(self) -> list[int]:
+        """The processes that serve now, and say themselves whether their model is ready."""
+        return [
+            i.child.pid
+            for i in self._all
+            if i.child is not None and i.state is InstanceState.READY and i.checks_ready
+        ]
+
+    @property
+    def checks_ready(self) -> bool:
+        """Whether the model says itself whether it is ready."""
+        return any(instance.checks_ready for instance in self._all)
+
     # --- start
 
     async def complete_config(self) -> None:

@@ -34,6 +34,7 @@ class Instance:
     ready_at: float = 0.0
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
     failed_loads: int = 0
+    checks_ready: bool = False
 
     @property
     def alive(self) -> bool:
@@ -44,8 +45,9 @@ class Instance:
         """Move to the next state."""
         self.state = instance_after(self.state, name)
 
-    def loaded(self) -> None:
-        """Its model is loaded."""
+    def loaded(self, checks_ready: bool) -> None:
+        """Its model is loaded; `checks_ready`: it says itself whether it is ready."""
+        self.checks_ready = checks_ready
         self.event("loaded")
         self.ready_at = time.monotonic()
         self.failed_loads = 0

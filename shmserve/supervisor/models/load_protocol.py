@@ -25,7 +25,7 @@ from shmserve.supervisor.processes.table import Child
 
 _ENTRY = "shmserve.workers.main:run"
 # What workers say that is not about themselves.
-_CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.MemoryChecked
+_CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.AskReady | m.ReadyChecked | m.MemoryChecked
 
 
 class LoadProtocol:
@@ -70,7 +70,7 @@ class LoadProtocol:
         if not isinstance(message, m.InstanceLoaded):
             raise _failure(message)
         self._refuse_if_over(instance)
-        instance.loaded()
+        instance.loaded(message.checks_ready)
         current = self._scheduler.instances_endpoint
         if current != endpoint:  # the scheduler was replaced while the model loaded
             self.send(instance, m.Attach(current))

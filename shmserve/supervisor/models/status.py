@@ -143,7 +143,14 @@ class ModelRegistry:
             "config": found.config,
             "version": found.spec.version,
             "ready": found.ready,
+            "checks_ready": found.instances.checks_ready,
         }
+
+    def asked_whether_ready(self, name: str, version: str) -> list[int]:
+        """The workers that say whether a version is ready; none where it is not, or not there."""
+        model = self._models.get(name)
+        found = model.serving.get(version or model.latest) if model is not None else None
+        return found.instances.checking_ready() if found is not None and found.ready else []
 
     def index(self, found: Mapping[str, ModelFolder], ready: bool) -> list[dict[str, Any]]:
         """The repository index; `found` is what the repositories hold. Models never loaded have a
@@ -203,7 +210,11 @@ class ModelRegistry:
             name=model.name,
             version=version.spec.version,
             config=version.config,
-            metadata={**metadata, "labels": version.spec.labels},
+            metadata={
+                **metadata,
+                "labels": version.spec.labels,
+                "checks_ready": version.instances.checks_ready,
+            },
             endpoint=version.endpoint,
             ready=version.ready,
             latest=version.spec.version == model.latest,

@@ -12,8 +12,8 @@ so a key that is unlinked and made again is never confused with what was registe
 the requests that use a generation. Who may register and unregister what is decided by
 shmserve.common.shm_access, how much by shmserve.supervisor.regions.quota.
 
-What a local client shares (shmserve/guests.py) is a region without a name: no gateway hears of it,
-and it is the local client's alone until the local client gives it back, or is gone.
+What a local client shares (local_clients/server.py) is a region without a name: no gateway hears
+of it, and it is the local client's alone until the local client gives it back, or is gone.
 
 CUDA memory is registered by a handle that workers alone open. Where the process is known that
 exported it, its death unregisters the region.

@@ -5,7 +5,9 @@ verbs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, hold_ports, port_of, run_command
+from tests.support.servers import Server, hold_ports, port_of, run_command, running
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ from tests.support.servers import Server, hold_ports, port_of, run_command
     ],
 )
 def test_bad_flags(repository: Path, flags: tuple[str, ...], named: str) -> None:
-    """Of each kind of error one; tests/unit/test_flags.py has them all."""
+    """Of each kind of error one; tests/unit/config/test_options.py has them all."""
     refused = run_command("serve", f"--model-repository={repository}", *flags)
     assert refused.returncode == 2
     assert named in refused.stderr
@@ -142,24 +144,73 @@ def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> Non
     assert simple.split()[:2] == ["simple:1", "ok"]
 
 
-def infer(server: Server, *arguments: str) -> Any:
+@pytest.fixture(scope="module")
+def every_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server with all the ways to it, and the flag for each."""
+    folder = tmp_path_factory.mktemp("doors")
+    repositories.add(folder, "completed", "text")
+    repositories.add_identity(folder, "halves", "BF16", [-1])
+    with tempfile.TemporaryDirectory(prefix="sd-") as sockets:
+        path = f"{sockets}/http"
+        with running(folder, f"--http-unix-socket={path}", grpc=True) as server:
+            yield {
+                "native": f"--run-dir={server.run_dir}",
+                "http": f"--url=http://{server.url}",
+                "unix": f"--url=unix:{path}",
+                "grpc": f"--url=grpc://{server.grpc_url}",
+            }
+
+
+def infer(door: str, *arguments: str) -> Any:
     """What `shmserve client infer` prints."""
-    url = f"http://127.0.0.1:{server.http_port}"
-    done = run_command("client", "infer", *arguments, "--url", url)
+    done = run_command("client", "infer", *arguments, door)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_client_infer(server: Server, tmp_path: Path) -> None:
-    answer = infer(server, "completed", "--input", "INPUT0=[1, 2, 3, 4]", "--request-id", "shell")
-    assert answer["id"] == "shell"
-    assert answer["outputs"][0]["shape"] == [1, 4]
-    assert answer["outputs"][0]["data"] == [[2, 4, 6, 8]]
+@pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
+def test_client_infer(every_door: dict[str, str], door: str, tmp_path: Path) -> None:
+    """The answer is the same by every door."""
+    there = every_door[door]
+    assert infer(there, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
+        "id": "shell",
+        "model_name": "completed",
+        "model_version": "1",
+        "outputs": [
+            {"name": "OUTPUT0", "datatype": "FP32", "shape": [1, 4], "data": [[2, 4, 6, 8]]}
+        ],
+    }
     np.save(tmp_path / "rows.npy", np.ones((3, 4), np.float32))
-    answer = infer(server, "completed", "--input", f"INPUT0=@{tmp_path / 'rows.npy'}")
+    answer = infer(
+        there, "completed", f"--input=INPUT0=@{tmp_path / 'rows.npy'}", "--timeout-us=9000000"
+    )
     assert answer["outputs"][0]["data"] == [[2, 2, 2, 2]] * 3
-    answer = infer(server, "text", "--input", 'INPUT0=["a", "ü"]', "--output", "OUTPUT0")
+    answer = infer(there, "text", '--input=INPUT0=["a", "ü"]', "--output=OUTPUT0")
     assert answer["outputs"][0]["data"] == [["a", "ü"]]
+    (output,) = infer(there, "halves", "--input=INPUT0=[0.5, 3]", "--model-version=1")["outputs"]
+    assert output == {"name": "OUTPUT0", "datatype": "BF16", "shape": [2], "data": [0.5, 3]}
+
+
+@pytest.mark.parametrize("door", ["native", "http", "unix", "grpc"])
+def test_client_infer_that_is_refused(every_door: dict[str, str], door: str) -> None:
+    """The text is the same by every door, too."""
+    for arguments, told in (
+        (("nothing", "--input=INPUT0=1"), "Request for unknown model: 'nothing' is not found"),
+        (("completed", "--input=INPUT0=[1, 2]"), "unexpected shape for input 'INPUT0'"),
+    ):
+        done = run_command("client", "infer", *arguments, every_door[door])
+        assert (done.returncode, done.stdout) == (1, "")
+        assert told in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_client_infer_finds_this_users_server(server: Server) -> None:
+    environment = {**os.environ, "SHMSERVE_RUN_DIR": str(server.run_dir)}
+    arguments = ("client", "infer", "completed", "--input=INPUT0=[1, 2, 3, 4]")
+    done = run_command(*arguments, env=environment)
+    assert json.loads(done.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], done.stderr
+    done = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
+    assert done.returncode == 1
+    assert done.stderr == "shmserve client infer: no server: there is no run directory /nowhere\n"
 
 
 @pytest.mark.parametrize(
@@ -183,10 +234,12 @@ def test_client_infer_that_fails(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_client_infer_without_a_server() -> None:
+@pytest.mark.parametrize("scheme", ["http", "grpc"])
+def test_client_infer_without_a_server(scheme: str) -> None:
     (held,) = hold_ports(1)  # nobody listens there
     with held:
-        url = f"http://127.0.0.1:{port_of(held)}"
+        url = f"{scheme}://127.0.0.1:{port_of(held)}"
         done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
     assert done.returncode == 1
+    assert "no answer from 127.0.0.1" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

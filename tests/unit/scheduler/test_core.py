@@ -171,7 +171,7 @@ def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
     for _ in range(3000):
         rig.client(m.Cancel(*rig.submit()))
     (last,) = rig.submit()
-    assert len(rig.scheduler._answers._order) < 2000
+    assert len(rig.scheduler._responses._order) < 2000
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
@@ -645,7 +645,7 @@ def test_stopping_answers_everyone() -> None:
     assert rig.scheduler.stopped
     told = {answer.id: type(answer) for answer in rig.answers()}
     assert told[early] is m.Settled and told[queued] is m.Failed
-    assert rig.scheduler._answers.live == 0
+    assert rig.scheduler._responses.live == 0
 
 
 # --- models' own metrics -------------------------------------------------------------------------

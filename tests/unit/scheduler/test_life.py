@@ -333,7 +333,7 @@ class Life(RuleBasedStateMachine):
             early = isinstance(ends[-1], m.Failed) and ends[-1].early
             assert len(story.told) == len(ends) + early
         scheduler = self.rig.scheduler
-        assert scheduler._answers.live == 0 and len(scheduler._queue) == 0
+        assert scheduler._responses.live == 0 and len(scheduler._queue) == 0
         assert not any(client.requests for client in scheduler._clients.values())
         self.check_counts()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.scheduler.batchers.dynamic import Closed
+from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.instances.pool import SLOT, Execution, Lost, Pool, SlotState
 from shmserve.scheduler.requests.request import NEVER, Client, Request
 

@@ -159,7 +159,7 @@ def test_timers_of_done_requests_do_not_pile_up() -> None:
     for _ in range(5000):
         admit(queue, deadline_ns=NOW + 60_000_000_000)
         (request,) = queue.take(1)
-        request.meet(Event.ANSWER)
+        request.meet(Event.FINISH)
         queue.sweep(0)
     assert len(queue._timers) <= 1025
     assert queue.next_timer_ns() == NEVER

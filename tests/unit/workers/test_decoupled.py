@@ -324,6 +324,23 @@ def test_a_kept_request_keeps_its_sender(model: Model) -> None:
     assert model.responses(1) == ["end"]
 
 
+def test_rescheduling_is_refused_where_there_was_no_end(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            for request in requests:
+                request.get_response_sender().send(response(1))
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            requests[1].get_response_sender().send(flags=FINAL)
+        """
+    )
+    model.begin(0, 0)
+    (value, text, end) = model.responses(1)
+    assert (value, end) == ([1], "end")
+    assert text.startswith("Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE")
+    assert model.responses(2) == [[1], "end"]
+
+
 # --- coroutines
 
 

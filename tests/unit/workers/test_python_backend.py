@@ -33,6 +33,9 @@ def given(request, name="X"):
 def response(array, **more):
     return pb_utils.InferenceResponse([pb_utils.Tensor("Y", array)], **more)
 
+def failure(text):
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text))
+
 def first(kept):
     if hasattr(kept, "inputs"):
         kept = kept.inputs()[0]
@@ -364,16 +367,76 @@ def test_one_entry_that_is_none_of_a_batch(model: Model) -> None:
     assert isinstance(bad, str) and "found type '<class 'NoneType'>'" in bad
 
 
-def test_rescheduling_is_refused(model: Model) -> None:
+NOT_ITERATIVE = (
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
+    "configured to handle such a flag."
+)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        ("[None]", NOT_ITERATIVE),
+        ("None", NOT_ITERATIVE),
+        (
+            "[response(given(requests[0]))]",
+            failed(
+                "Expected a None object in the execute function return list for reschduled "
+                "request, found type '<class 'shmserve.workers.backends.python.response."
+                "InferenceResponse'>'."
+            ),
+        ),
+    ],
+)
+def test_rescheduling_is_refused(model: Model, returned: str, text: str) -> None:
+    model.serve(
+        f"""
+        def execute(self, requests):
+            requests[0].set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            return {returned}
+        """
+    )
+    assert model.ask(0) == [text]
+
+
+def test_other_release_flags_change_nothing(model: Model) -> None:
     model.serve(
         """
         def execute(self, requests):
-            requests[0].set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-            return [None]
+            for flags in (0, pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL, 5):
+                requests[0].set_release_flags(flags)
+            for flags in (-1, "x", None):
+                try:
+                    requests[0].set_release_flags(flags)
+                except TypeError:
+                    continue
+                raise AssertionError(flags)
+            return [response(given(r)) for r in requests]
         """
     )
-    (text,) = model.ask(0)
-    assert isinstance(text, str) and "iterative sequence batching" in text
+    assert model.ask(3) == [[3]]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return True", True),
+        ("return False", False),
+        ("return 1", "`is_ready` must return a bool, found type '<class 'int'>'"),
+        ("raise ValueError('odd')", "odd"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_model_says_whether_it_is_ready(
+    model: Model, kind: str, body: str, says: bool | str
+) -> None:
+    model.serve(f"def execute(self, requests): pass\n{kind} is_ready(self): {body}")
+    assert model.backend.checks_ready
+    if isinstance(says, bool):
+        assert model.backend.is_ready() is says
+    else:
+        with pytest.raises(Exception, match=says):
+            model.backend.is_ready()
 
 
 def test_outputs_pass_as_the_model_made_them(model: Model) -> None:
@@ -645,6 +708,43 @@ def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region
         """
     )
     assert rounds(model, region, 14) == list(range(14))
+
+
+@pytest.mark.parametrize("told", ["raise RuntimeError('so')", "return [failure('so')]"])
+def test_a_model_that_says_so_in_words_of_its_own(model: Model, region: Region, told: str) -> None:
+    """What copies cure was that."""
+    model.serve(
+        f"""
+        tries = []
+        def execute(self, requests):
+            array = given(requests[0])
+            first = array[0]
+            self.tries.append(int(first))
+            try:
+                if first >= 10:
+                    array += 1
+            except Exception:
+                {told}
+            return [response(np.array([first], "f4"))]
+        """
+    )
+    assert rounds(model, region, 14) == list(range(14))
+    assert model.backend._model.tries == [*range(10), 10, *range(10, 14)]
+
+
+def test_what_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
+    model.serve(
+        """
+        tries = []
+        def execute(self, requests):
+            self.tries.append(given(requests[0]).flags.writeable)
+            if given(requests[0])[0] >= 10:
+                return [failure(f"try {len(self.tries)}")]
+            return [response(given(requests[0])[:1])]
+        """
+    )
+    assert rounds(model, region, 12) == [*range(10), "try 12", "try 14"]
+    assert model.backend._model.tries[8:] == [False, False, *[False, True] * 2]
 
 
 # --- calling other models

@@ -28,12 +28,15 @@ from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedR
 from shmserve.workers.backends.python.response import InferenceResponse, to_response
 from shmserve.workers.backends.python.sender import SingleResponse
 from shmserve.workers.event_loop import EventLoopThread
-from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
 # What models import, and what a few import although it is Triton's own affair.
 _MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
+_NOT_ITERATIVE = (
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
+    "configured to handle such a flag."
+)
 # How the count of an object looks that only a list refers to.
 _LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
 
@@ -94,6 +97,7 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
+        self.checks_ready = hasattr(self._model, "is_ready")
         self._server.alone = _instances(config) == 1
         self._server.running = True
 
@@ -104,16 +108,13 @@ class PythonBackend(Backend):
         received = [ReceivedRequest(request, self._lender) for request in requests]
         try:
             responses = self._execute(received)
-        except Exception as error:
+        except Exception:
             responses = self._sent(received)
             if not responses:
-                if isinstance(error, UserWarning) and "not writable" in in_words(error):
-                    raise ValueError("an input is read-only") from error
                 raise
             logger.exception("model '%s' failed after it had answered", self.context.model_name)
         finally:
             self._server.executing = ()
-        _check_complaints(requests, responses)
         self._lender.settle(responses)
         _give_up(requests, received)
         return responses
@@ -126,6 +127,16 @@ class PythonBackend(Backend):
             self._execute_decoupled(streams)
         finally:
             self._server.executing = ()
+
+    def is_ready(self) -> bool:
+        """What the model's `is_ready` says, plain or a coroutine. Raises what it raises, Internal
+        for what is no bool."""
+        said = self._model.is_ready()
+        if asyncio.iscoroutine(said):
+            said = self._run(said) if self._background is None else self._background.wait(said)
+        if not isinstance(said, bool):
+            raise Internal(f"`is_ready` must return a bool, found type '{type(said)}'")
+        return said
 
     def metrics(self) -> list[list[Any]] | None:
         """What the model has made with `pb_utils.MetricFamily`."""
@@ -177,7 +188,7 @@ class PythonBackend(Backend):
         """What `execute` has returned, if that is not yet a list."""
         if asyncio.iscoroutine(returned):
             returned = self._run(returned)
-        if returned is None and all(request.outbox is not None for request in received):
+        if returned is None and all(r.outbox is not None or r.is_rescheduled for r in received):
             return [None] * len(received)
         if not isinstance(returned, list):
             raise self._misbehaved(_no_list(returned))
@@ -193,7 +204,8 @@ class PythonBackend(Backend):
             # Nobody knows when the model's threads have done with them.
             for item in stream.request.inputs.values():
                 self.context.copied.inputs += item.detach()
-        returned = self._model.execute([DecoupledRequest(stream) for stream in streams])
+        received = [DecoupledRequest(stream) for stream in streams]
+        returned = self._model.execute(list(received))
         if asyncio.iscoroutine(returned):
             if self._background is None:
                 self._background = EventLoopThread()
@@ -203,19 +215,31 @@ class PythonBackend(Backend):
                 f"Python model '{self.context.instance_name}' is using the decoupled mode and the "
                 "execute function must return None."
             )
+        for request, stream in zip(received, streams, strict=True):
+            if request.is_rescheduled:
+                stream.fail(Internal(_NOT_ITERATIVE))
 
     def _answer(self, request: ReceivedRequest, response: Any) -> Response:
+        if request.is_rescheduled:
+            return self._not_rescheduled(response)
         if request.outbox is not None and request.outbox.response is not None:
             return request.outbox.response
         if isinstance(response, InferenceResponse):
             return to_response(response)
-        if request.release_flags == pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
-            what = "only a model with iterative sequence batching may reschedule its requests"
-        else:
-            what = (
-                "Expected an 'InferenceResponse' object in the execute function return list, found "
-                f"type '{type(response)}'."
-            )
+        what = (
+            "Expected an 'InferenceResponse' object in the execute function return list, found "
+            f"type '{type(response)}'."
+        )
+        return Response(error=self._misbehaved(what))
+
+    def _not_rescheduled(self, response: Any) -> Response:
+        """Why a request that its model wants to get again has failed."""
+        if response is None:
+            return Response(error=Internal(_NOT_ITERATIVE))
+        what = (
+            "Expected a None object in the execute function return list for reschduled request, "
+            f"found type '{type(response)}'."
+        )
         return Response(error=self._misbehaved(what))
 
     def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
@@ -253,21 +277,6 @@ async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
     while not all(outbox.done.is_set() for outbox in outboxes):
         await changed.wait()
         changed.clear()
-
-
-def _check_complaints(requests: Sequence[Request], responses: Sequence[Response]) -> None:
-    """Raises ValueError when the model reports that it may not write into its inputs.
-
-    The server then runs the requests again with inputs that the model may write into.
-    """
-    for request, response in zip(requests, responses, strict=True):
-        if response.error is None:
-            continue
-        text = response.error.message
-        if ("read-only" in text or "not writable" in text) and any(
-            source.shared for source in request.inputs.values()
-        ):
-            raise ValueError(f"an input is read-only: {text}")
 
 
 def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:

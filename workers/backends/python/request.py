@@ -37,6 +37,9 @@ from shmserve.workers.backends.python.tensor import Tensor
 from shmserve.workers.bls.request import CallRequest, Reply
 from shmserve.workers.bls.streams import StreamCall
 
+RELEASE_ALL = 1
+RELEASE_RESCHEDULE = 2
+
 
 class MemoryType(IntEnum):
     """Where outputs of a call may be wanted."""
@@ -171,7 +174,8 @@ class InferenceRequest:
         return self._trace
 
     def set_release_flags(self, flags: int) -> None:
-        """Set TRITONSERVER_REQUEST_RELEASE_ALL or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE."""
+        """Set TRITONSERVER_REQUEST_RELEASE_ALL or TRITONSERVER_REQUEST_RELEASE_RESCHEDULE: whether
+        the request, when `execute` returns, is done with or to come again."""
         self._release_flags = whole(flags, "flags", bits=32)
 
     # --- calling another model
@@ -290,9 +294,9 @@ class ReceivedRequest(InferenceRequest):
         self._sender: weakref.ref[InferenceResponseSender] | None = None
 
     @property
-    def release_flags(self) -> int:
-        """What the model wants to happen with it."""
-        return self._release_flags
+    def is_rescheduled(self) -> bool:
+        """Whether the model wants to get it again."""
+        return self._release_flags == RELEASE_RESCHEDULE
 
     def inputs(self) -> list[Tensor]:
         """Its input tensors."""

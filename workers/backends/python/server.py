@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.ipc.messages import FindModel, LoadModel, UnloadModel
+from shmserve.ipc.messages import AskReady, FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
@@ -89,7 +89,10 @@ class Server:
             found = self.context.control.ask(lambda number: FindModel(number, name, version))
         except (NotFound, Unavailable):
             return False
-        return bool(found["ready"])
+        if not (found["ready"] and found.get("checks_ready")):
+            return bool(found["ready"])
+        asked = self.context.control.ask(lambda number: AskReady(number, name, found["version"]))
+        return bool(asked["ready"])
 
 
 @contextlib.contextmanager

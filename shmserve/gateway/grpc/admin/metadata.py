@@ -40,7 +40,8 @@ async def model_ready(
     gateway: Gateway, client: ClientIdentity, request: pb.ModelReadyRequest
 ) -> pb.ModelReadyResponse:
     """ModelReady."""
-    ready = health.is_model_ready(gateway, request.name, checked_version(request.version))
+    version = checked_version(request.version)
+    ready = await health.is_model_ready(gateway, request.name, version)
     return pb.ModelReadyResponse(ready=ready)
 
 

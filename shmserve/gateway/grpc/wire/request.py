@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.errors import InvalidArgument
 from shmserve.gateway.inference.request import (
     SEQUENCE_END,
     SEQUENCE_START,
@@ -121,9 +121,7 @@ def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> WireOutput:
             raise InvalidArgument(
                 "output can't set both 'shared_memory_region' and 'classification'"
             )
-        raise Unsupported(
-            f"the 'classification' parameter of output '{output.name}' is not supported"
-        )
+        return WireOutput(output.name, True, classes=parameter.int64_param)
     return WireOutput(output.name, True, place)
 
 

@@ -28,7 +28,7 @@ async def ready(gateway: Gateway, request: Request) -> Reply:
 
 async def model_ready(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
     """GET /v2/models/NAME/ready."""
-    if health.is_model_ready(gateway, name, version or ""):
+    if await health.is_model_ready(gateway, name, version or ""):
         return Reply()
     return error_reply(400, "Model version not ready")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.parser import (
     JsonFault,
@@ -179,7 +179,7 @@ def _output(raw: Any) -> WireOutput:
     binary = "binary_data" in given and boolean(given["binary_data"], "binary_data")
     classes = 0
     if "classification" in given:
-        classes = unsigned(given["classification"], "classification")
+        classes = _classes(given["classification"])
     place = None
     if "shared_memory_region" in given:
         place = _range(given)
@@ -190,9 +190,16 @@ def _output(raw: Any) -> WireOutput:
         for word in ("shared_memory_offset", "shared_memory_byte_size"):
             if word in given:
                 unsigned(given[word], word)
-    if classes:
-        raise Unsupported(f"the 'classification' parameter of output '{name}' is not supported")
-    return WireOutput(name, binary, place)
+    return WireOutput(name, binary, place, classes)
+
+
+def _classes(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST_UNSIGNED:
+        raise JsonFault(
+            "Unable to set 'classification': "
+            "attempt to access JSON non-unsigned-integer as unsigned-integer"
+        )
+    return value & 0xFFFF_FFFF  # as Triton has it; 0 is none
 
 
 def _take_parameters(request: WireRequest, raw: Any) -> None:

@@ -11,12 +11,15 @@ from shmserve.gateway.http.intake import read_request
 from shmserve.gateway.http.json.events import Framing, accepted
 from shmserve.gateway.http.json.infer_response import ResponseTemplate
 from shmserve.gateway.http.json.output_text import output_text
+from shmserve.gateway.http.json.tensors import encode
 from shmserve.gateway.http.request import ACCEPT, Request
 from shmserve.gateway.http.response import Reply
 from shmserve.gateway.http.streaming.responses import Responses, StreamReply
-from shmserve.gateway.inference.open_request import is_last
-from shmserve.gateway.inference.request import WireOutput, WireRequest
+from shmserve.gateway.inference.classification import as_asked
+from shmserve.gateway.inference.open_request import Message, is_last
+from shmserve.gateway.inference.request import WireRequest
 from shmserve.gateway.model_table import Model
+from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.template_cache import TemplateCache
 
@@ -67,24 +70,41 @@ class _Events:
         self._templates: TemplateCache[ResponseTemplate] = TemplateCache(_MOST_TEMPLATES)
 
     async def next(self) -> tuple[bytes | None, Inferred | None]:
+        message = self._responses.first
         answer: Inferred | None = None
         try:
-            answer = self._responses.request.outputs(self._responses.first)
-            if answer is None:
-                return None, None
-            return self._framing.frame(await self._json(answer)), answer
+            json = self._known(message)
+            if json is None:
+                answer = self._responses.request.outputs(message)
+                if answer is None:
+                    return None, None
+                json = await self._json(answer)
         except ShmserveError as error:
             return self._framing.error(error.message), answer
+        return self._framing.frame(json), answer
+
+    def _known(self, message: Message) -> bytes | None:
+        """The text of a response of a form that came before."""
+        found = self._templates.find(message.body) if isinstance(message, m.Responded) else None
+        if found is None:
+            return None
+        template, datas = found
+        pairs = zip(template.outputs, datas, strict=True)
+        return template.json([encode(data, o.datatype, o.shape, o.name) for o, data in pairs])
 
     async def _json(self, answer: Inferred) -> bytes:
-        template = ResponseTemplate(self._wire, self._model.name, self._model.version, answer)
+        model, message = self._model, self._responses.first
+        shown = as_asked(self._gateway, model, self._wire, answer)
+        template = ResponseTemplate(self._wire, model.name, model.version, shown)
+        if template.whole and shown is answer and isinstance(message, m.Responded):
+            self._templates.learn(message.body, answer, template)
         arrays: list[bytes] = []
-        for output, raw in zip(template.outputs, template.datas(answer), strict=True):
+        for output, raw in zip(template.outputs, template.datas(shown), strict=True):
             data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
             arrays.append(await output_text(output, data))
         return template.json(arrays)
 
 
 def _without_binary(wire: WireRequest) -> WireRequest:
-    outputs = [WireOutput(output.name, binary=False, place=output.place) for output in wire.outputs]
+    outputs = [replace(output, binary=False) for output in wire.outputs]
     return replace(wire, outputs=outputs, binary=False)

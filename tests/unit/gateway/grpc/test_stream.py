@@ -79,7 +79,10 @@ def test_who_does_not_read_is_cut_off() -> None:
     abandoned: list[str] = []
 
     class Inferences:
-        def stream(self, raw: bytes, caller: Any, remaining_s: Any, then: Any) -> Submitted:
+        def headers(self, call: Any) -> dict[str, str]:
+            return {}
+
+        def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
             return Asked(abandoned, raw.decode())
 
     async def requests() -> AsyncIterator[bytes]:
@@ -119,7 +122,10 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
     asked = 0
 
     class Inferences:
-        def stream(self, raw: bytes, caller: Any, remaining_s: Any, then: Any) -> Submitted:
+        def headers(self, call: Any) -> dict[str, str]:
+            return {}
+
+        def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
             nonlocal asked
             asked += 1
             return Asked(abandoned, str(asked))
@@ -140,7 +146,10 @@ def test_memory_is_given_back_when_the_call_is_over(monkeypatch: pytest.MonkeyPa
     pauses: list[int] = []
 
     class Inferences:
-        def stream(self, raw: bytes, caller: Any, remaining_s: Any, then: Any) -> Submitted:
+        def headers(self, call: Any) -> dict[str, str]:
+            return {}
+
+        def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
             return Asked([], "")
 
     async def requests() -> AsyncIterator[bytes]:

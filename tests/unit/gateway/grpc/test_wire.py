@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.errors import InvalidArgument
 from shmserve.gateway.grpc.wire.fingerprint import split
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error, varint
 from shmserve.proto import grpc_service_pb2 as ours
@@ -107,9 +107,8 @@ def output(**parameters: object) -> ours.ModelInferRequest:
     return made
 
 
-def test_classification_is_refused() -> None:
-    with pytest.raises(Unsupported, match="'classification' parameter of output 'y'"):
-        wire_request(output(int64_param=3))
+def test_classification() -> None:
+    assert wire_request(output(int64_param=3)).classes == {"y": 3}
     with pytest.raises(InvalidArgument, match="expected >= 0"):
         wire_request(output(int64_param=0))
     with pytest.raises(InvalidArgument, match="expected int64_param"):

@@ -338,10 +338,20 @@ def test_a_place_without_a_region_is_checked_all_the_same(field: str) -> None:
     assert parse_request(fine, 0, "m", LIMIT).outputs
 
 
-def test_classification_says_that_it_is_not_there() -> None:
-    header = one_input() | {"outputs": [{"name": "Y", "parameters": {"classification": 2}}]}
-    with pytest.raises(Unsupported, match="'classification' parameter of output 'Y'"):
-        parse_request(header, 0, "m", LIMIT)
+def test_classification() -> None:
+    def classes(value: Any) -> dict[str, int]:
+        header = one_input() | {"outputs": [{"name": "Y", "parameters": {"classification": value}}]}
+        return parse_request(header, 0, "m", LIMIT).classes
+
+    assert classes(2) == {"Y": 2}
+    assert classes(0) == classes(2**32) == {}
+    for wrong in (-1, "2", 2.5, True, None, [1], 2**64):
+        with pytest.raises(JsonFault) as caught:
+            classes(wrong)
+        assert caught.value.message == (
+            "Unable to set 'classification': "
+            "attempt to access JSON non-unsigned-integer as unsigned-integer"
+        )
 
 
 @pytest.mark.parametrize(

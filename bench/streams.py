@@ -1,0 +1,117 @@
+"""The cases of a model that gives many responses to a request: our own load generator for both
+servers, which take turns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from bench.cases import Figure, Target
+from bench.perf import LoadFailed
+from bench.results import US, Row
+from bench.servers import BENCH, Server, running
+from bench.stream_load import FIRST, MODEL, RESPONSES
+
+if TYPE_CHECKING:
+    from bench.runner import Runner
+
+_GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class StreamCase:
+    """`streams` at once, each with one request of `count` responses after the other; `ours`: the
+    way to shmserve (to Triton it is gRPC). A figure is the column of stream_load of its unit."""
+
+    name: str
+    ours: Literal["grpc", "native"]
+    streams: int
+    count: int
+    figures: tuple[Figure, ...]
+
+
+def _rate(name: str, title: str, must: float, aim: float) -> Figure:
+    return Figure(name, title, RESPONSES, "higher", Target("ratio", must, aim))
+
+
+_ONE = "1,000 responses of 16 bytes a request, one gRPC stream"
+
+STREAMS = (
+    StreamCase(
+        "stream",
+        "grpc",
+        1,
+        1000,
+        (
+            _rate("stream", _ONE, 1.0, 2.0),
+            Figure(
+                "stream-first",
+                "the same: time to the first response, p50",
+                FIRST,
+                "lower",
+                Target("ratio", 1.2, 0.8),
+            ),
+        ),
+    ),
+    StreamCase(
+        "streams-16",
+        "grpc",
+        16,
+        100,
+        (_rate("streams-16", "100 responses a request, 16 gRPC streams at once", 1.0, 2.0),),
+    ),
+    StreamCase(
+        "native-stream",
+        "native",
+        1,
+        1000,
+        (_rate("native-stream", "native client, 1,000 responses a request", 3.0, 6.0),),
+    ),
+)
+
+
+def run(case: StreamCase, runner: Runner) -> list[Row]:
+    """Samples of both, taking turns. Raises what the failure of either raises."""
+    rows = [Row(figure, {}) for figure in case.figures]
+    with ExitStack() as started:
+        servers: list[Server] = []
+        for product in runner.products():
+            runner.say(f"{case.name}: starting {product.name}")
+            server = started.enter_context(
+                running(product, [BENCH / "models" / MODEL], notes=runner.results.notes)
+            )
+            servers.append(server)
+        for turn in range(runner.settings.repeats):
+            for server in servers[:: -1 if turn % 2 else 1]:
+                found = _sample(case, server, runner.settings.seconds)
+                for row in rows:
+                    row.samples.setdefault(server.name, []).append(found[row.figure.unit])
+                first = rows[0].figure.unit
+                runner.say(f"{case.name}: {server.name} {found[first]:,.0f} {first}")
+    return rows
+
+
+def _sample(case: StreamCase, server: Server, seconds: float) -> dict[str, float]:
+    """One run of the load generator. Raises LoadFailed."""
+    native = case.ours == "native" and server.name == US
+    way = ("native", str(server.run_dir)) if native else ("grpc", server.address("grpc"))
+    command = [sys.executable, "-m", "bench.stream_load", *way]
+    try:
+        done = subprocess.run(
+            [*command, str(case.streams), str(case.count), str(seconds)],
+            cwd=BENCH.parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds + _GRACE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise LoadFailed("the load of streams did not end in time") from None
+    if done.returncode != 0:
+        raise LoadFailed(f"the load of streams failed: {done.stderr.strip()[-600:]}")
+    found: dict[str, float] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,64 @@
+"""The ways to a server for the shell's client: each asks what a model takes, and sends a request.
+
+native.py    shared memory and unix sockets, on the server's host
+http.py      HTTP, by TCP or at a unix socket
+grpc.py      gRPC
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shmserve.cli.client_tensors import ModelTensor
+
+
+class Failed(Exception):
+    """The server cannot be reached, refused, or answered with something else than an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An input as it travels: bytes, little-endian and row-major."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    raw: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One inference. No `outputs`: all of them; `timeout_us` 0: none; `version` "": the latest."""
+
+    model: str
+    version: str
+    id: str
+    timeout_us: int
+    inputs: list[Tensor]
+    outputs: list[str]
+
+
+class Door(Protocol):
+    """A way to a server."""
+
+    def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
+        """What a model takes; raises Failed."""
+
+    def infer(self, request: Request) -> dict[str, Any]:
+        """The answer as JSON has it, each output's data as nested lists; raises Failed."""
+
+    def close(self) -> None:
+        """Go."""
+
+
+def answer(
+    model: str, version: str, request_id: str, parameters: Any, outputs: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """An answer, whichever way it came."""
+    named = {"id": request_id, "model_name": model, "model_version": version}
+    return {
+        **{key: value for key, value in named.items() if value},
+        **({"parameters": parameters} if parameters else {}),
+        "outputs": outputs,
+    }

@@ -1,0 +1,80 @@
+"""Requests over gRPC (the extra `grpc`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from shmserve.cli.client_tensors import ModelTensor, decode
+from shmserve.cli.doors import Failed, Request, answer
+from shmserve.proto import grpc_service_pb2
+
+pb: Any = grpc_service_pb2
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+class GrpcDoor:
+    """A server at `target`, HOST:PORT."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._channel = grpc.insecure_channel(target, _UNLIMITED)
+
+    def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
+        """ModelMetadata."""
+        asked = pb.ModelMetadataRequest(name=model, version=version)
+        metadata = self._call("ModelMetadata", asked, pb.ModelMetadataResponse)
+        return {
+            tensor.name: ModelTensor(tensor.name, tensor.datatype, tuple(tensor.shape))
+            for tensor in metadata.inputs
+        }
+
+    def infer(self, request: Request) -> dict[str, Any]:
+        """ModelInfer."""
+        asked = pb.ModelInferRequest(
+            model_name=request.model, model_version=request.version, id=request.id
+        )
+        if request.timeout_us:
+            asked.parameters["timeout"].int64_param = request.timeout_us
+        for tensor in request.inputs:
+            asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            asked.raw_input_contents.append(tensor.raw)
+        for name in request.outputs:
+            asked.outputs.add(name=name)
+        found = self._call("ModelInfer", asked, pb.ModelInferResponse)
+        try:
+            outputs = [
+                {
+                    "name": output.name,
+                    "datatype": output.datatype,
+                    "shape": list(output.shape),
+                    "data": decode(output.datatype, list(output.shape), memoryview(raw)),
+                }
+                for output, raw in zip(found.outputs, found.raw_output_contents, strict=True)
+            ]
+        except (KeyError, ValueError) as error:
+            raise Failed("the server's answer is malformed") from error
+        parameters = {
+            name: getattr(value, value.WhichOneof("parameter_choice"))
+            for name, value in found.parameters.items()
+        }
+        return answer(found.model_name, found.model_version, found.id, parameters, outputs)
+
+    def _call(self, method: str, request: Any, response: Any) -> Any:
+        call = self._channel.unary_unary(
+            _SERVICE + method, type(request).SerializeToString, response.FromString
+        )
+        try:
+            return call(request)
+        except grpc.RpcError as error:
+            text = error.details() or str(error.code())
+            if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in text:
+                text = f"no answer from {self._target}: {text}"
+            raise Failed(text) from error
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()

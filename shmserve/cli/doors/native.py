@@ -1,0 +1,76 @@
+"""Requests as the programs on the server's host make them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from shmserve.cli.client_tensors import ModelTensor, decode
+from shmserve.cli.doors import Failed, Request, Tensor, answer
+from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.client.session import Session
+from shmserve.client.sync import Server
+from shmserve.errors import ShmserveError
+from shmserve.ipc.tensors.datatypes import decode_bytes, encode_bytes
+
+_MEMORY_LIMIT = 1 << 40  # what the request and its answer take
+_WELCOME_WITHIN_S = 10.0
+
+
+class NativeDoor:
+    """The server of a run directory, or this user's. Raises Disconnected when there is none."""
+
+    def __init__(self, run_dir: str | os.PathLike[str] | None) -> None:
+        self._session = Session(run_dir, _MEMORY_LIMIT, _WELCOME_WITHIN_S)
+        self._server = Server(self._session)
+
+    def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
+        """As the server has told when it was connected to."""
+        try:
+            signature = self._session.connection().models.resolve(model, version).signature
+        except ShmserveError as error:
+            raise Failed(error.message) from error
+        batch = (-1,) if signature.max_batch_size else ()
+        return {
+            name: ModelTensor(name, spec.datatype, (*batch, *spec.dims))
+            for name, spec in signature.inputs.items()
+        }
+
+    def infer(self, request: Request) -> dict[str, Any]:
+        """One request to the model's scheduler."""
+        timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
+        try:
+            model = self._session.connection().models.resolve(request.model, request.version)
+            with self._server.infer(
+                request.model,
+                {tensor.name: _array(tensor, request.model) for tensor in request.inputs},
+                outputs=request.outputs or None,
+                version=request.version,
+                timeout=timeout_s,
+                request_id=request.id,
+            ) as result:
+                datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
+                outputs = [_output(name, datatypes[name], result[name]) for name in result]
+                parameters = result.parameters
+        except ShmserveError as error:
+            raise Failed(error.message) from error
+        return answer(request.model, model.version, request.id, parameters, outputs)
+
+    def close(self) -> None:
+        """Leave the server."""
+        self._server.close()
+
+
+def _array(tensor: Tensor, model: str) -> Array:
+    if tensor.datatype == "BYTES":
+        return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
+    return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)
+
+
+def _output(name: str, datatype: str, array: Array) -> dict[str, Any]:
+    raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
+    shape = list(array.shape)
+    data = decode(datatype, shape, memoryview(raw))
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data}

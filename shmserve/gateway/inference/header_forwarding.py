@@ -1,0 +1,39 @@
+"""Headers of a client's call that become parameters of its request (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from shmserve.errors import InvalidArgument
+
+_RESERVED = frozenset(
+    (
+        *("sequence_id", "sequence_start", "sequence_end"),
+        *("priority", "timeout", "binary_data_output"),
+    )
+)
+
+
+def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Those whose names match somewhere, whatever their case, in the order of the headers; of one
+    that comes twice the last. An empty pattern matches none.
+
+    Raises InvalidArgument for one that would be a parameter with a meaning to the server.
+    """
+    if not pattern:
+        return {}
+    matches = _compiled(pattern).search
+    found = {name: value for name, value in headers if matches(name)}
+    for name in found:
+        if name in _RESERVED or name.startswith("triton_"):
+            raise InvalidArgument(
+                f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
+            )
+    return found
+
+
+@lru_cache(maxsize=4)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.IGNORECASE)

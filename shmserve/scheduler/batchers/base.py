@@ -1,0 +1,65 @@
+"""What a batcher is: asked with the queue and the time, it gives a batch or a time to wait until.
+
+It decides and does nothing else: the scheduler's core takes the requests out of the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Protocol
+
+from shmserve.ipc.transport.records import record
+
+
+class Closed(StrEnum):
+    """Why a batch took no further request."""
+
+    FULL = "full"  # the next one would not fit the maximum
+    PREFERRED = "preferred"  # a preferred size was reached
+    DELAY = "delay"  # the oldest request had waited long enough
+    SHAPE = "shape"  # the next one has other shapes
+    DEADLINE = "deadline"  # waiting longer would have missed a deadline
+    IDLE = "idle"  # nothing to wait for
+    RETRY = "retry"  # a request whose worker died runs alone
+
+
+class Pending(Protocol):
+    """What the batcher looks at in a request."""
+
+    units: int
+    shape_key: bytes
+    enqueued_ns: int
+    hurry_ns: int
+
+
+@record
+class Batch:
+    """Run the first `count` requests of the queue now."""
+
+    count: int
+    reason: Closed
+
+
+@record
+class WaitUntil:
+    """Ask again at this time (monotonic ns), or when the queue changes."""
+
+    ns: int
+
+
+class Batcher(Protocol):
+    """Asked only while an instance can take a batch."""
+
+    grows: bool  # whether more requests in the queue may make a larger batch
+
+    def decide(
+        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
+    ) -> Batch | WaitUntil | None:
+        """What to do with `pending`, in its order; None when it is empty.
+
+        `reserve_ns`: how long before a deadline a batch must start to be done in time.
+        """
+
+    def hurry(self) -> None:
+        """Nothing more comes that would be worth waiting for."""

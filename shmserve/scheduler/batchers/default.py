@@ -1,0 +1,22 @@
+"""The default scheduler: one request an execution, in order (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shmserve.scheduler.batchers.base import Batch, Closed, Pending
+
+_ONE = Batch(1, Closed.IDLE)
+
+
+class DefaultBatcher:
+    """A `Batcher` that never waits."""
+
+    grows = False
+
+    def decide(self, now_ns: int, pending: Iterable[Pending], reserve_ns: int) -> Batch | None:
+        """As `Batcher` says."""
+        return next((_ONE for _ in pending), None)
+
+    def hurry(self) -> None:
+        """As `Batcher` says."""

@@ -1,0 +1,73 @@
+"""From the queue to the instances: retries alone, then the batches that the batcher forms."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
+from shmserve.scheduler.batchers.default import DefaultBatcher
+from shmserve.scheduler.batchers.dynamic import DynamicBatcher
+from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.pool import Pool
+from shmserve.scheduler.requests.queue import RequestQueue
+from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.settings import Settings
+
+_CANNOT_GROW = (Closed.FULL, Closed.SHAPE)
+
+
+class Dispatch:
+    """Starts what can run. An instance that is free gets a batch at once, one that is busy only
+    what could not grow while it waits."""
+
+    def __init__(
+        self, settings: Settings, queue: RequestQueue, pool: Pool, executions: Executions
+    ) -> None:
+        self._batcher = _batcher(settings)
+        self._queue = queue
+        self._pool = pool
+        self._executions = executions
+
+    def hurry(self) -> None:
+        """Nothing more comes that would be worth waiting for."""
+        self._queue.release_hold()
+        self._batcher.hurry()
+
+    def run(self, now_ns: int) -> int:
+        """Start all that can; returns when to try again if nothing happens before."""
+        queue, executions, batcher = self._queue, self._executions, self._batcher
+        pool = self._pool
+        while len(queue):
+            ahead = not pool.free
+            if ahead and not pool.room(executions.service_time.credit):
+                break
+            retry = None if ahead else queue.take_retry()
+            if retry is not None:
+                executions.start([retry], Closed.RETRY, now_ns)
+            elif not queue.queued:
+                break  # what must run alone waits for an instance that has nothing else
+            elif queue.holding():
+                break
+            else:
+                reserve_ns = executions.service_time.reserve_ns
+                decision = batcher.decide(now_ns, queue.waiting(), reserve_ns)
+                match decision:
+                    case Batch(reason=reason) if (
+                        ahead and batcher.grows and reason not in _CANNOT_GROW
+                    ):
+                        break
+                    case Batch():
+                        executions.start(queue.take(decision.count), decision.reason, now_ns)
+                    case WaitUntil():
+                        return NEVER if ahead else decision.ns
+                    case None:
+                        break
+                    case _:
+                        assert_never(decision)
+        return NEVER
+
+
+def _batcher(settings: Settings) -> Batcher:
+    if settings.batching is None:
+        return DefaultBatcher()
+    return DynamicBatcher(settings.batching)

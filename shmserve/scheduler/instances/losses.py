@@ -1,0 +1,123 @@
+"""Workers that died, passed the limit or talked nonsense: which of their requests run again, and
+which fail.
+
+A request runs again, once and alone, where it is an idempotent retry: its worker died while it ran
+and nobody has heard of it since. Who has had a response, or was open after `execute`, fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from shmserve.ipc.messages import KillInstance
+from shmserve.ipc.tensors.aliasing import runs_once
+from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
+from shmserve.scheduler.requests.queue import RequestQueue
+from shmserve.scheduler.requests.request import AT_WORK, Outcome, Request, State
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.statistics.counters import Reason, Statistics
+
+_DIED_OPEN = "the model's worker died before this request's last response"
+
+
+class ControlLink(Protocol):
+    """Queues messages to the supervisor; `malformed` counts unreadable ones from it."""
+
+    malformed: int
+
+    def post(self, message: Any) -> None:
+        """Queue a message."""
+
+
+class Losses:
+    """What becomes of the requests of workers that are lost, or are to be."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        pool: Pool,
+        control: ControlLink,
+        queue: RequestQueue,
+        responses: Responses,
+        statistics: Statistics,
+    ) -> None:
+        self._limit_s = settings.execution_limit_ns / 1e9
+        self._pool = pool
+        self._control = control
+        self._queue = queue
+        self._responses = responses
+        self._statistics = statistics
+
+    def exited(self, lost: Lost, reason: str, now_ns: int) -> None:
+        """A worker died with these: whoever was in the first execution runs once more, alone, if it
+        can; those in the others, which it had not begun, go back to where they were in the queue.
+        Who has had a response does not run again, and neither does who was open: what it was is
+        told already, or may be.
+        """
+        if not (lost.executions or lost.open):
+            return
+        self._statistics.workers_lost += 1
+        why = f" ({reason})" if reason else ""
+        for request in lost.open:
+            self._lost(request, _DIED_OPEN + why, now_ns)
+        for execution in reversed(lost.executions[1:]):
+            for request in reversed(execution.requests):
+                if request.state is State.EXECUTING:
+                    self._queue.put_back(request)
+                else:
+                    self._lost(request, _DIED_OPEN + why, now_ns)
+        for execution in lost.executions[:1]:
+            for request in execution.requests:
+                self._died_running(request, why, now_ns)
+
+    def _died_running(self, request: Request, why: str, now_ns: int) -> None:
+        if request.state is not State.EXECUTING:
+            self._lost(request, _DIED_OPEN + why, now_ns)
+            return
+        request.deaths += 1
+        once = runs_once(request.work)
+        if request.deaths == 1 and not once:
+            self._statistics.retried += 1
+            self._queue.retry(request)
+        else:
+            text = "the model's worker died while running this request" + why
+            if once:
+                text += "; its outputs go over its inputs, which may be changed"
+            self._lost(request, text, now_ns)
+
+    def _lost(self, request: Request, text: str, now_ns: int) -> None:
+        """It ended with its worker, unless it had ended before."""
+        if request.state in AT_WORK:
+            self._responses.finish(request, Outcome("INTERNAL", text, b"", None), now_ns)
+        elif request.state is not State.DONE:
+            self._responses.close(request, now_ns)
+
+    def overrun(self, slot: Slot, now_ns: int) -> None:
+        """A batch passed the limit: its worker is killed, and a request that was alone in it fails.
+
+        Members of a larger batch wait for the end of the worker, which still uses their memory, and
+        run again alone.
+        """
+        assert slot.execution is not None
+        self._statistics.overruns += 1
+        limit = f"exceeded the limit of {self._limit_s:g} seconds"
+        requests = slot.execution.requests
+        self._doom(slot, f"an execution of {len(requests)} requests {limit}")
+        if len(requests) == 1 and requests[0].state in AT_WORK:
+            self._fail_early(requests[0], f"execution of the request {limit}", now_ns)
+
+    def distrusted(self, slot: Slot, now_ns: int) -> None:
+        """A worker that returns what it was not given is in no state that we know."""
+        if slot.state is SlotState.BUSY:
+            self._doom(slot, "it returned a batch that it was not given")
+            for request in slot.requests.values():
+                if request.state in AT_WORK:
+                    self._fail_early(request, "internal error", now_ns)
+
+    def _doom(self, slot: Slot, reason: str) -> None:
+        self._pool.doom(slot)
+        self._control.post(KillInstance(slot.index, reason, slot.pid))
+
+    def _fail_early(self, request: Request, text: str, now_ns: int) -> None:
+        self._responses.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)

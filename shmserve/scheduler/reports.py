@@ -1,0 +1,96 @@
+"""What a scheduler tells of its counts: to clients that ask, and to who starts its successor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.common import model_metrics
+from shmserve.common.model_metrics import ModelMetrics
+from shmserve.ipc.messages import (
+    CountsInherited,
+    MetricsReported,
+    StatisticsKept,
+    StatisticsReported,
+)
+from shmserve.scheduler.instances.losses import ControlLink
+from shmserve.scheduler.requests.responses import Peers
+from shmserve.scheduler.statistics.counters import Statistics
+
+logger = logging.getLogger(__name__)
+
+
+class Reports:
+    """The statistics with what others know of now (`gauges`), and the model's own metrics.
+
+    `misplaced` counts messages that make no sense from their sender or now. `wall_clock` gives
+    epoch ns.
+    """
+
+    def __init__(
+        self,
+        statistics: Statistics,
+        clients: Peers,
+        control: ControlLink,
+        wall_clock: Callable[[], int],
+        gauges: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._statistics = statistics
+        self._clients = clients
+        self._control = control
+        self._wall_clock = wall_clock
+        self._gauges = gauges
+        self._metrics = ModelMetrics()
+        self.misplaced = 0
+
+    def report(self, now_ns: int) -> dict[str, Any]:
+        """The statistics, as their package describes them."""
+        gauges = self._gauges()
+        gauges["malformed"] += self.misplaced
+        gauges["families"] = model_metrics.plain(self._metrics.total())
+        return self._statistics.report(now_ns, self._wall_clock(), gauges)
+
+    def tell(self, peer: bytes, number: int, now_ns: int) -> None:
+        """A client asks, with this number."""
+        report = self.report(now_ns)
+        self._keep(report)
+        self._clients.post(peer, StatisticsReported(number, report))
+
+    def keep(self, now_ns: int) -> None:
+        """Tell whoever starts our successor: no count that was shown may ever go back."""
+        self._keep(self.report(now_ns))
+
+    def _keep(self, report: dict[str, Any]) -> None:
+        self._control.post(StatisticsKept(report, self._metrics.kept()))
+
+    def inherit(self, message: CountsInherited, now_ns: int) -> None:
+        """What this version replaces has counted this."""
+        try:
+            self._statistics.inherit(message.statistics)
+        except (KeyError, TypeError, ValueError):
+            logger.exception("the statistics of what was here before cannot be read")
+        self.keep(now_ns)
+
+    def go_on(self, kept: list[Any], alive: list[int], now_ns: int) -> None:
+        """As `Scheduler.go_on`."""
+        statistics, metrics = kept
+        try:
+            self._statistics.restore(statistics, now_ns, self._wall_clock())
+            self._metrics.restore(metrics, alive)
+            self.misplaced = int(statistics["shmserve"]["malformed"])
+        except (KeyError, TypeError, ValueError):
+            logger.exception("a predecessor's statistics cannot be read")
+
+    def metrics_reported(self, pid: int, message: MetricsReported) -> None:
+        """An instance's model has metrics of its own."""
+        try:
+            families = model_metrics.parse(message.families)
+        except ValueError:
+            self.misplaced += 1
+        else:
+            self._metrics.report(pid, families)
+
+    def exited(self, pid: int) -> None:
+        """A process is gone; what its model has counted stays."""
+        self._metrics.exited(pid)

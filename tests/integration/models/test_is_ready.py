@@ -1,0 +1,69 @@
+"""A Python model's own `is_ready`: readiness over both doors, and of models that ask for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+
+from tests.support import repositories
+from tests.support.raw_http import json_input
+from tests.support.servers import running
+
+MODEL = """
+import pathlib
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.file = pathlib.Path(args["model_repository"]) / "state"
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        ready = np.array([pb_utils.is_model_ready("moody")], np.int32)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])
+"""
+PLAIN = """
+    def is_ready(self):
+        return self.said()
+"""
+COROUTINE = """
+    async def is_ready(self):
+        import asyncio
+        await asyncio.sleep(0)
+        return self.said()
+"""
+SAID = """
+    def said(self):
+        return {"yes": True, "no": False, "odd": 1}[self.file.read_text()]
+"""
+
+
+@pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
+def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
+    for name, code in (("moody", MODEL + form + SAID), ("asker", MODEL)):
+        repositories.write(repository, name, repositories.identity_config(name, "INT32", [1]), code)
+    state = repository / "moody" / "state"
+    state.write_text("yes")
+    with (
+        running(repository, grpc=True) as server,
+        server.http() as http,
+        grpc.InferenceServerClient(server.grpc_url) as client,
+    ):
+        # "odd" is no bool, and "none" raises: both mean no, and are in the log.
+        for said, ready in (("yes", 1), ("no", 0), ("odd", 0), ("none", 0), ("yes", 1)):
+            state.write_text(said)
+            reply = http.get("/v2/models/moody/ready")
+            assert (reply.status == 200) == bool(ready)
+            assert client.is_model_ready("moody") == bool(ready)
+            given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+            told = http.infer("asker", given).ok().json()
+            assert told["outputs"][0]["data"] == [ready]
+        assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()
+        assert "KeyError: 'none'" in server.log()
+        assert http.get("/v2/health/ready").status == 200

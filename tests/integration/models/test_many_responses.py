@@ -1,0 +1,246 @@
+"""A decoupled model through every door for strangers, with the clients that they use."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+
+from tests.support import repositories
+from tests.support.raw_http import Http
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+PATTERN = "^x-my-"
+SCORES = """
+max_batch_size: 4
+input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 3 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 3 ] label_filename: "labels.txt" } ]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("many") / "models"
+    repository.mkdir()
+    repositories.add(repository, "repeat", "echo_request")
+    source = (repositories.MODELS / "identity" / "1" / "model.py").read_text()
+    folder = repositories.write(repository, "scores", 'backend: "python"' + SCORES, source)
+    (folder / "labels.txt").write_text("zero\n\ntwo")
+    flags = (f"--http-header-forward-pattern={PATTERN}", f"--grpc-header-forward-pattern={PATTERN}")
+    with running(repository, *flags, grpc=True) as started:
+        yield started
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[Http]:
+    with server.http() as connection:
+        yield connection
+
+
+def repeat_inputs(values: list[int], delay_ms: int = 0) -> dict[str, Any]:
+    return {"IN": values, "DELAY": [delay_ms] * len(values), "WAIT": 0}
+
+
+def grpc_inputs(values: list[int], delay_ms: int = 0) -> list[Any]:
+    found = []
+    for name, array in (
+        ("IN", np.array(values, np.int32)),
+        ("DELAY", np.full(len(values), delay_ms, np.uint32)),
+        ("WAIT", np.zeros(1, np.uint32)),
+    ):
+        tensor = triton_grpc.InferInput(name, array.shape, "INT32" if name == "IN" else "UINT32")
+        tensor.set_data_from_numpy(array)
+        found.append(tensor)
+    return found
+
+
+# --- gRPC
+
+
+def test_tritons_stream_client(server: Server) -> None:
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for name in ("a", "b"):
+            client.async_stream_infer(
+                "repeat",
+                grpc_inputs([1, 2, 3]),
+                request_id=name,
+                enable_empty_final_response=True,
+            )
+        found: dict[str, list[Any]] = {"a": [], "b": []}
+        open_requests = 2
+        while open_requests:
+            result, error = answers.get(timeout=20)
+            assert error is None
+            response = result.get_response()
+            final = response.parameters["triton_final_response"].bool_param
+            open_requests -= final
+            found[response.id].append(None if final else int(result.as_numpy("OUT")[0]))
+        client.stop_stream()
+    assert found == {"a": [1, 2, 3, None], "b": [1, 2, 3, None]}
+
+
+def test_a_thousand_responses_come_in_order(server: Server) -> None:
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("repeat", grpc_inputs(list(range(1000))))
+        got = [answers.get(timeout=20)[0] for _ in range(1000)]
+        client.stop_stream()
+    assert [int(result.as_numpy("OUT")[0]) for result in got] == list(range(1000))
+
+
+def test_a_stream_that_is_left_cancels(server: Server) -> None:
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("repeat", grpc_inputs([1] * 5000, delay_ms=10))
+        assert answers.get(timeout=20)[1] is None
+        client.stop_stream(cancel_requests=True)
+    until("it is over", lambda: server.metric("shmserve_executing_requests") == 0, 20)
+
+
+# --- HTTP
+
+
+def events(body: bytes) -> list[Any]:
+    return [json.loads(text.removeprefix("data: ")) for text in body.decode().split("\n\n")[:-1]]
+
+
+def test_generate_stream(http: Http) -> None:
+    reply = http.post("/v2/models/repeat/generate_stream", repeat_inputs([4, 5]) | {"id": "q"}).ok()
+    assert events(reply.body) == [
+        {"IDX": index, "OUT": value, "id": "q", "model_name": "repeat", "model_version": "1"}
+        for index, value in enumerate((4, 5))
+    ]
+
+
+def test_generate(http: Http) -> None:
+    one = http.post("/v2/models/repeat/generate", repeat_inputs([4])).ok().json()
+    assert one == {"IDX": 0, "OUT": 4, "model_name": "repeat", "model_version": "1"}
+    many = http.post("/v2/models/repeat/generate", repeat_inputs([4] * 3)).json()
+    assert many["error"].startswith("generate expects model to produce exactly 1 response")
+    ordinary = http.post("/v2/models/echo_request/generate", {"INPUT0": 1, "k": "v"}).ok().json()
+    assert json.loads(ordinary["OUTPUT0"])["parameters"] == {"k": "v"}
+
+
+def test_infer_as_lines(http: Http) -> None:
+    inputs = [
+        {"name": name, "datatype": kind, "shape": [2 if name != "WAIT" else 1], "data": data}
+        for name, kind, data in (
+            ("IN", "INT32", [7, 8]),
+            ("DELAY", "UINT32", [0, 0]),
+            ("WAIT", "UINT32", [0]),
+        )
+    ]
+    headers = {"Accept": "application/x-ndjson"}
+    reply = http.infer("repeat", {"inputs": inputs, "outputs": [{"name": "OUT"}]}, headers).ok()
+    lines = [json.loads(line) for line in reply.body.splitlines()]
+    assert [line["outputs"][0]["data"] for line in lines] == [[7], [8]]
+    assert [len(line["outputs"]) for line in lines] == [1, 1]
+
+
+def test_who_leaves_an_event_stream_cancels(server: Server) -> None:
+    with server.http() as http:
+        connection = http._connection
+        body = json.dumps(repeat_inputs([1] * 5000, delay_ms=10))
+        connection.request("POST", "/v2/models/repeat/generate_stream", body)
+        assert connection.getresponse().read(10)
+    until("it is over", lambda: server.metric("shmserve_executing_requests") == 0, 20)
+
+
+def test_many_streams_at_once(server: Server) -> None:
+    found: list[list[int]] = []
+
+    def read() -> None:
+        with server.http() as http:
+            reply = http.post("/v2/models/repeat/generate_stream", repeat_inputs([*range(100)]))
+            found.append([event["OUT"] for event in events(reply.ok().body)])
+
+    readers = [threading.Thread(target=read) for _ in range(8)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(30)
+    assert found == [[*range(100)]] * 8
+
+
+# --- classification
+
+ROWS = np.array([[0.5, 2.5, 1.0], [9.0, 8.0, 9.0]], np.float32)
+BEST = [b"2.500000:1", b"1.000000:2:two", b"9.000000:0:zero", b"9.000000:2:two"]
+
+
+@pytest.mark.parametrize("client_module", [triton_http, triton_grpc])
+def test_classification(server: Server, client_module: Any) -> None:
+    url = server.url if client_module is triton_http else server.grpc_url
+    with client_module.InferenceServerClient(url) as client:
+        assert "classification" in _extensions(client.get_server_metadata())
+        tensor = client_module.InferInput("INPUT0", ROWS.shape, "FP32")
+        tensor.set_data_from_numpy(ROWS)
+        wanted = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
+        for _ in range(3):  # what the request and the response come to may be known by then
+            result = client.infer("scores", [tensor], outputs=[wanted])
+            shown = result.as_numpy("OUTPUT0")
+            assert shown.shape == (2, 2)
+            assert shown.ravel().tolist() == BEST
+        plain = client.infer(
+            "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
+        )
+        assert (plain.as_numpy("OUTPUT0") == ROWS).all()
+
+
+def _extensions(metadata: Any) -> Any:
+    return metadata["extensions"] if isinstance(metadata, dict) else metadata.extensions
+
+
+def test_classification_in_json(http: Http) -> None:
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1, 3], "data": ROWS[0].tolist()}
+    output = {"name": "OUTPUT0", "parameters": {"classification": 1}}
+    for headers in ({}, {"Accept": "application/x-ndjson"}):
+        reply = http.infer("scores", {"inputs": [tensor], "outputs": [output]}, headers).ok()
+        assert reply.json()["outputs"] == [
+            {"name": "OUTPUT0", "datatype": "BYTES", "shape": [1, 1], "data": ["2.500000:1"]}
+        ]
+
+
+# --- headers
+
+
+@pytest.mark.parametrize("client_module", [triton_http, triton_grpc])
+def test_headers_become_parameters(server: Server, client_module: Any) -> None:
+    url = server.url if client_module is triton_http else server.grpc_url
+    with client_module.InferenceServerClient(url) as client:
+        tensor = client_module.InferInput("INPUT0", [1], "INT32")
+        tensor.set_data_from_numpy(np.zeros(1, np.int32))
+        for value in ("one", "two", ""):
+            headers = {"x-my-key": value, "x-other": "no"} if value else {}
+            result = client.infer(
+                "echo_request", [tensor], headers=headers, parameters={"own": 5}
+            ).as_numpy("OUTPUT0")
+            told = json.loads(result[0])
+            assert told["parameters"] == {"own": 5} | ({"x-my-key": value} if value else {})
+
+
+def test_headers_of_a_stream_become_parameters(server: Server) -> None:
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+        tensor = triton_grpc.InferInput("INPUT0", [1], "INT32")
+        tensor.set_data_from_numpy(np.zeros(1, np.int32))
+        client.start_stream(
+            lambda result, error: answers.put((result, error)), headers={"x-my-key": "v"}
+        )
+        client.async_stream_infer("echo_request", [tensor])
+        result, error = answers.get(timeout=20)
+        client.stop_stream()
+    assert error is None
+    assert json.loads(result.as_numpy("OUTPUT0")[0])["parameters"] == {"x-my-key": "v"}

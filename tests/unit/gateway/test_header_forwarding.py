@@ -1,0 +1,35 @@
+"""Headers that become parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.gateway.inference.header_forwarding import forwarded_headers
+
+HEADERS = [("X-My-Key", "Value One"), ("Host", "h"), ("my-other", "2"), ("X-My-Key", "Value Two")]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("", []),
+        ("my", ["X-My-Key", "my-other"]),
+        ("^X-", ["X-My-Key"]),
+        ("host|other", ["Host", "my-other"]),
+        ("^key$", []),
+    ],
+)
+def test_a_name_matches_in_part_and_in_any_case(pattern: str, names: list[str]) -> None:
+    found = forwarded_headers(pattern, HEADERS)
+    assert list(found) == names
+    assert found.get("X-My-Key", "Value Two") == "Value Two"
+
+
+@pytest.mark.parametrize("name", ["sequence_id", "priority", "timeout", "triton_x"])
+def test_what_has_a_meaning_is_refused(name: str) -> None:
+    assert forwarded_headers("other", [(name, "1")]) == {}
+    with pytest.raises(InvalidArgument) as caught:
+        forwarded_headers(".*", [(name, "1")])
+    text = f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
+    assert caught.value.message == text
