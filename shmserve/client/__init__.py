@@ -7,8 +7,10 @@ tensors through shared memory.
 `aio.connect` is the same for asyncio. PROTOCOL.md, beside this file, is for other languages.
 
     sync.py, aio.py              what programs call
+    waiting.py                   how threads submit and wait
     session.py, discovery.py     which server, and again when it was started anew
-    connection.py, models.py     its listener: models, losses, shared memory
+    connection.py                its listener, and the thread that hears it
+    server_state.py, models.py   what it tells: models, losses
     inflight.py, links.py        requests in flight, and the sockets that they go by
     streaming.py                 those with any number of responses
     errors.py                    what went wrong here

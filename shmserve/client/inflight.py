@@ -13,13 +13,14 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.links import Links
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import Prepared
 from shmserve.client.request.results import Result, discard, read
+from shmserve.client.server_state import ServerState
 from shmserve.errors import (
     Internal,
     InvalidArgument,
@@ -36,9 +37,6 @@ from shmserve.ipc.messages import Cancel, Failed, Finished, Grant, Release, Resp
 from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
-
-if TYPE_CHECKING:
-    from shmserve.client.connection import Connection
 
 LATE = "nobody answered within the timeout"
 ENDED = "the connection to the server ended before it answered"
@@ -105,7 +103,7 @@ class Pending(InflightRequest):
         end, self.end = self.end, nothing
         outcome: Result | ShmserveError
         try:
-            outcome = read(self.prepared, body, channel.connection.copied, self.release)
+            outcome = read(self.prepared, body, channel.server.copied, self.release)
         except ShmserveError as error:
             self.end = end
             over = self.again or self.abandoned or runs_once(self.submit.work)
@@ -152,13 +150,13 @@ class RequestChannel:
 
     def __init__(
         self,
-        connection: Connection,
+        server: ServerState,
         watch: Callable[[int], None],
         unwatch: Callable[[int], None],
     ) -> None:
-        self.connection = connection
+        self.server = server
         self._unwatch = unwatch
-        identity = f"{connection.identity}.{connection.next_link_name()}"
+        identity = f"{server.identity}.{server.next_link_name()}"
         self._links = Links(identity, watch, unwatch)
         self._table: InflightTable[Pending] = InflightTable()
         self._numbers = itertools.count(1)
@@ -166,7 +164,7 @@ class RequestChannel:
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         watch(self.waker)
-        connection.join(self)
+        server.join(self)
 
     # --- out
 
@@ -180,9 +178,9 @@ class RequestChannel:
 
     def start(self, pending: P) -> P:
         """`submit` what stands for a request already."""
-        connection, prepared = self.connection, pending.prepared
-        another = prepared.model.source is not connection.models
-        if self._closed or not connection.alive or another:
+        server, prepared = self.server, pending.prepared
+        another = prepared.model.source is not server.models
+        if self._closed or not server.alive or another:
             prepared.end()
             raise Disconnected("this client is closed" if self._closed and not another else ENDED)
         if len(prepared.work) > LARGEST_WORK:
@@ -236,7 +234,7 @@ class RequestChannel:
 
     def release(self, endpoint: str, pid: int, offsets: list[int]) -> None:
         """Tell a worker of the scheduler at `endpoint` that its outputs have been read."""
-        lost = self.connection.lost
+        lost = self.server.lost
         while endpoint in lost:
             endpoint = lost[endpoint]
         if endpoint:  # else its workers are gone as well
@@ -261,7 +259,7 @@ class RequestChannel:
 
     def _link(self, endpoint: str) -> Dealer:
         link = self._links.keep(self._links.connect(endpoint))
-        if endpoint in self.connection.lost:
+        if endpoint in self.server.lost:
             # It was lost before this request was made; where that goes now is looked up as for
             # those that were on their way.
             self._losses = -1
@@ -274,7 +272,7 @@ class RequestChannel:
         """Handle what is at these descriptors, and send what that asks for."""
         if self.waker in readable:
             self._slept()  # first: what happens after we have looked around wakes us again
-        if self._losses != self.connection.losses or not self.connection.alive:
+        if self._losses != self.server.losses or not self.server.alive:
             self._look_around()
         for fd in readable:
             link = self._links.by_fd(fd)
@@ -297,9 +295,9 @@ class RequestChannel:
     def moved(self, pending: Pending) -> bool:
         """Submit to who serves the model now, if that is another scheduler than had it."""
         model = pending.prepared.model
-        now = self.connection.models.find(model.name, model.version)
+        now = self.server.models.find(model.name, model.version)
         if now is None:
-            now = self.connection.models.find(model.name, "")
+            now = self.server.models.find(model.name, "")
         if now is None or now.endpoint == pending.endpoint:
             return False
         self._resubmit(pending, now.endpoint)
@@ -313,18 +311,18 @@ class RequestChannel:
 
     def _look_around(self) -> None:
         """Schedulers, or the whole server, have ended: see who had something."""
-        connection = self.connection
-        if not connection.alive:
+        server = self.server
+        if not server.alive:
             self._drop_all()
             return
-        self._losses = connection.losses
-        for endpoint in self._links.among(connection.lost):
+        self._losses = server.losses
+        for endpoint in self._links.among(server.lost):
             link = self._links.take_out(endpoint)
             while link.wait(0):  # its last words
                 for message in link.receive():
                     self._handle(message)
             self._links.close(link)
-            self._lose(endpoint, connection.lost[endpoint])
+            self._lose(endpoint, server.lost[endpoint])
 
     def _lose(self, endpoint: str, successor: str) -> None:
         for pending in self._table.lose(endpoint):
@@ -350,7 +348,7 @@ class RequestChannel:
         for pending in left:
             if pending.again:
                 pending.free()
-                over = self.connection.is_over()
+                over = self.server.is_over()
                 pending.done(Disconnected(ENDED) if over else Unavailable(_TWICE))
             else:
                 pending.again = True
@@ -377,7 +375,7 @@ class RequestChannel:
             self._closed = True
             self._drop_all()
             self._unwatch(self.waker)
-            self.connection.part(self)
+            self.server.part(self)
             os.close(self.waker)
 
 

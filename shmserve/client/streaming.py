@@ -67,7 +67,7 @@ class StreamPending(Pending):
 
         def copy(place: Any) -> bytes:
             copied.append(place.byte_size)
-            return self.channel.connection.copied(place)
+            return self.channel.server.copied(place)
 
         try:
             item = read_one_of_many(self.prepared, body, copy, self.release)
