@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import RequestChannel
+from shmserve.client.inflight.channel import RequestChannel
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import nothing
 from shmserve.client.server_state import ServerState

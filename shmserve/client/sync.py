@@ -9,12 +9,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from shmserve.client.connection import Connection
+from shmserve.client.inflight.streaming import ResponseStream
+from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel, Waiting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
-from shmserve.client.streaming import ResponseStream
-from shmserve.client.waiting import SharedChannel, ThreadChannel, Waiting
 from shmserve.ipc.capabilities import MOST_LINKS
 
 _MOST_CHANNELS = MOST_LINKS - 1  # one is the connection's own

@@ -17,12 +17,13 @@ import pytest
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import Pending, RequestChannel
+from shmserve.client.inflight.channel import RequestChannel
+from shmserve.client.inflight.pending import Pending
+from shmserve.client.inflight.waiting import ThreadChannel
 from shmserve.client.models import Model
 from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import Prepared
 from shmserve.client.session import Session
-from shmserve.client.waiting import ThreadChannel
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Memory, Place

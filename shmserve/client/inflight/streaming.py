@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from shmserve.client.inflight import Pending, RequestChannel
+from shmserve.client.inflight.channel import RequestChannel
+from shmserve.client.inflight.pending import Pending
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import Prepared
 from shmserve.client.request.results import Result, read_one_of_many

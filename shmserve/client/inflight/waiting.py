@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.inflight import LATE, Pending, RequestChannel
+from shmserve.client.inflight.channel import LATE, RequestChannel
+from shmserve.client.inflight.pending import Pending
+from shmserve.client.inflight.streaming import StreamPending
 from shmserve.client.request.prepare import Prepared
 from shmserve.client.request.results import Result
-from shmserve.client.streaming import StreamPending
 from shmserve.errors import ShmserveError
 
 
