@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "config": ("common", "model_config"),
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler", "scheduler.statistics"),
-    "scheduler.batchers": ("ipc.*", "scheduler", "scheduler.requests"),
+    "scheduler.batchers": ("ipc.*", "scheduler", "scheduler.requests", "scheduler.instances"),
     "scheduler.statistics": ("ipc.*", "common", "scheduler.*"),
     "scheduler.instances": ("ipc.*", "scheduler.*"),
     "scheduler": ("ipc.*", "common", "scheduler.*"),
