@@ -358,8 +358,7 @@ class Supervisor:
 
     def _snapshot(self) -> Iterator[Any]:
         yield from self.registry.published()
-        for region in self.regions.active():
-            yield region.published(0)
+        yield from self.regions.published()
         yield self._health
 
     def _asked(self, pid: int, message: Any) -> None:
