@@ -56,7 +56,8 @@ from shmserve.supervisor.startup_report import StartupReport, model_table
 logger = logging.getLogger(__name__)
 
 _FRONT_PRELOADS = ("shmserve.gateway.http.main", "shmserve.scheduler.main")
-_WORKER_PRELOADS = ("torch", "shmserve.workers.main")
+_WORKER_PRELOADS = ("torch", "shmserve.workers.main", "shmserve.workers.preload_operations")
+_SCRIPTED = "shmserve.workers.preload_scripted"
 _EXPORTED = "shmserve.workers.preload_exported"
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -271,10 +272,14 @@ class Supervisor:
         events.open(endpoints.events(folder), self._feed.subscribed)
 
     def _preloads(self) -> tuple[str, ...]:
-        # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
+        # Exported programs need torch's compiler: a second and 95 MB, for whoever has some; what
+        # TorchScript needs is a tenth of that.
         roots = self.config.model_repositories
-        exported = any(any(root.glob("*/*/*.pt2")) for root in roots)
-        return (*_WORKER_PRELOADS, _EXPORTED) if exported else _WORKER_PRELOADS
+        wanted = list(_WORKER_PRELOADS)
+        for pattern, module in (("*/*/*.pt", _SCRIPTED), ("*/*/*.pt2", _EXPORTED)):
+            if any(any(root.glob(pattern)) for root in roots):
+                wanted.append(module)
+        return tuple(wanted)
 
     async def _start(self, began: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())

@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "config": ("common", "model_config"),
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler", "scheduler.statistics"),
-    "scheduler.batchers": ("ipc.*", "scheduler", "scheduler.requests"),
+    "scheduler.batchers": ("ipc.*", "scheduler", "scheduler.requests", "scheduler.instances"),
     "scheduler.statistics": ("ipc.*", "common", "scheduler.*"),
     "scheduler.instances": ("ipc.*", "scheduler.*"),
     "scheduler": ("ipc.*", "common", "scheduler.*"),
@@ -54,6 +54,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway.api": ("ipc.*", "common", "gateway"),
     "gateway": ("ipc.*", "common", "gateway.links", "gateway.inference"),
     "gateway.http.json": ("ipc.*", "common", "gateway.inference"),
+    "gateway.http.connection": ("common", "gateway", "gateway.http"),
     "gateway.http.handlers": ("ipc.*", "common", "gateway", "gateway.api", "gateway.http.*"),
     "gateway.http.streaming": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.json"),
@@ -64,6 +65,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
     "gateway.grpc.admin": ("ipc.*", "gateway", "gateway.api", "proto"),
+    "gateway.grpc.core": ("common", "gateway", "gateway.inference"),
     "gateway.grpc": (
         *("ipc.*", "common", "proto", "gateway", "gateway.links", "gateway.inference"),
         *("gateway.api", "gateway.grpc.*"),

@@ -22,10 +22,10 @@ from shmserve.common.tls import Tls
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc import event_loop
-from shmserve.gateway.grpc.call_watchdog import Calls, client_left
-from shmserve.gateway.grpc.connection_limits import ConnectionLimits
-from shmserve.gateway.grpc.direct_unary import acceptor
+from shmserve.gateway.grpc.core import event_loop
+from shmserve.gateway.grpc.core.call_watchdog import Calls, client_left
+from shmserve.gateway.grpc.core.connection_limits import ConnectionLimits
+from shmserve.gateway.grpc.core.direct_unary import acceptor
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import MODEL_INFER, Service
 from shmserve.gateway.grpc.settings import GrpcSettings
