@@ -94,10 +94,10 @@ class _Here:
         callback(*args)
 
 
-_HERE = _Here()  # for good: gRPC keeps no reference
+HERE = _Here()  # for good: gRPC keeps no reference
 
 
-def _start(coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
+def start(coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
     """Run a coroutine of gRPC's, then `then`; raises what keeps it from starting."""
     coroutine.send(None).resumes(coroutine, then)
 
@@ -156,7 +156,7 @@ class Call:
             self.done = True
             self._calls.answered(self)
             try:
-                _start(cygrpc.execute_batch(self._state, operations, _HERE), self._over)
+                start(cygrpc.execute_batch(self._state, operations, HERE), self._over)
             except BaseException:
                 self._over()
                 raise
@@ -193,11 +193,11 @@ class Call:
                 logger.exception("a handler failed")
                 self.fail(grpc.StatusCode.INTERNAL, "internal error")
 
-        _start(cygrpc.execute_batch(self._state, (close,), _HERE), closed)
+        start(cygrpc.execute_batch(self._state, (close,), HERE), closed)
         if (ending := refuse(self)) is not None:
             self.fail(*ending)
             return
-        _start(cygrpc._receive_message(self._state, _HERE), received)
+        start(cygrpc._receive_message(self._state, HERE), received)
         self._calls.begin(self)
 
 
@@ -206,26 +206,20 @@ Refuse = Callable[[Call], tuple[grpc.StatusCode, str, Metadata] | None]
 
 
 class Acceptor:
-    """Asks a server for calls of one method, and hands each with its message to `handler`, unless
-    `refuse` gives what it ends with."""
+    """Asks a server for calls of one method, for `most` at a time, and hands each as gRPC has it to
+    `begin`."""
 
     def __init__(
-        self,
-        server: Any,
-        path: str,
-        handler: Callable[[bytes, Call], None],
-        refuse: Refuse,
-        calls: Calls,
+        self, server: Any, path: str, begin: Callable[[Any], None], most: int = _MOST_ASKED
     ) -> None:
         self._server = server
         self._path = path.encode()
-        self._handler = handler
-        self._refuse = refuse
-        self._calls = calls
+        self._begin = begin
+        self._most = most
 
     def open(self) -> None:
         """Take calls; the server has started."""
-        for _ in range(_MOST_ASKED):
+        for _ in range(self._most):
             self._ask()
 
     def _ask(self) -> None:
@@ -239,7 +233,7 @@ class Acceptor:
             if self._server.is_running():
                 self._ask()
             try:
-                Call(end.value, self._calls).begin(self._handler, self._refuse)
+                self._begin(end.value)
             except Exception:
                 logger.exception("a call could not be taken")
         except Exception:
@@ -249,14 +243,10 @@ class Acceptor:
 
 
 def acceptor(
-    server: grpc.aio.Server,
-    path: str,
-    way: Any,
-    handler: Callable[[bytes, Call], None],
-    refuse: Refuse,
-    calls: Calls,
+    server: grpc.aio.Server, path: str, way: Any, begin: Callable[[Any], None]
 ) -> Acceptor | None:
-    """Whoever takes calls of the method `path`, for a server that is not started yet.
+    """Whoever takes calls of the method `path`, for a server that is not started yet; `begin` gets
+    each as gRPC has it.
 
     `way` is grpc.aio's own way for the same method. None: this gRPC has not what it takes.
     """
@@ -268,4 +258,4 @@ def acceptor(
     ):
         return None
     core.add_registered_method_handlers({path: way})  # type: ignore[union-attr]
-    return Acceptor(core, path, handler, refuse, calls)
+    return Acceptor(core, path, begin)

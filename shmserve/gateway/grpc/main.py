@@ -27,7 +27,7 @@ from shmserve.gateway.grpc.call_watchdog import Calls
 from shmserve.gateway.grpc.connection_limits import ConnectionLimits
 from shmserve.gateway.grpc.direct_unary import acceptor
 from shmserve.gateway.grpc.infer import Inferences
-from shmserve.gateway.grpc.service import MODEL_INFER, Service
+from shmserve.gateway.grpc.service import MODEL_INFER, MODEL_STREAM_INFER, Service
 from shmserve.gateway.grpc.settings import GrpcSettings
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.settings import GatewayStart
@@ -116,19 +116,16 @@ class GrpcFront(process.Front):
             else:
                 _add_secure_port(server, address, settings.tls)
         service = self._service
-        frequent = acceptor(
-            server,
-            MODEL_INFER,
-            service.infer_handler,
-            service.infer,
-            service.refuses_inference,
-            self._calls,
+        direct = (
+            acceptor(server, MODEL_INFER, service.infer_handler, service.begin_infer),
+            acceptor(server, MODEL_STREAM_INFER, service.stream_handler, service.begin_stream),
         )
         await server.start()
         self._server = server
         self._crowds.open()
-        if frequent is not None:
-            frequent.open()
+        for accepting in direct:
+            if accepting is not None:
+                accepting.open()
 
     def health_changed(self) -> None:
         """Those who watch hear of it."""

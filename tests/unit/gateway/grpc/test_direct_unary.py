@@ -75,7 +75,9 @@ def play(
             (grpc.method_handlers_generic_handler("test.Service", slow),)
         )
         way = grpc.unary_unary_rpc_method_handler(own)
-        short = acceptor(server, PATH, way, first, lambda _: None, calls)
+        short = acceptor(
+            server, PATH, way, lambda state: Call(state, calls).begin(first, lambda _: None)
+        )
         assert short is not None, "this gRPC has not what the short way takes"
         port = scene.port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -248,7 +250,7 @@ def test_a_handler_that_fails(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_release_without_these_parts_goes_its_own_way() -> None:
-    assert acceptor(object(), PATH, None, echo, lambda _: None, Calls(30)) is None
+    assert acceptor(object(), PATH, None, lambda _: None) is None
 
 
 def test_a_waiter_goes_on_with_what_it_gets() -> None:
