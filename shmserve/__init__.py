@@ -1,19 +1,17 @@
 """shmserve: a model server for one host whose clients pass tensors through shared memory.
 
-One HTTP request, by file (gRPC and programs on this host come in through gateway/grpc and client):
+One HTTP request, by room (gRPC comes in by gateway/grpc, a program on this host by client):
 
-    gateway/connections.py, app.py, infer.py    bytes -> route -> handler, and back to bytes
-    gateway/intake.py, codec.py, assembly.py    body -> the tensors of a request, admitted
-    gateway/dispatch.py                         to the model's scheduler, until that answers
-    scheduler/loop.py, core.py                  receive, decide, send
-    scheduler/backlog.py, dynamic.py, pool.py   wait, form a batch, choose an instance
-    workers/loop.py, batch.py                   tensors -> one batch -> the model -> outputs
-    gateway/answers.py, replies.py              an answer -> a response
+    gateway/http          bytes -> route -> handler; a body -> the tensors of a request, and back
+    gateway/inference     the request is built, its memory found, admitted, answered
+    gateway/links         to the model's scheduler, until it has answered
+    scheduler             requests/ wait, batchers/ choose what runs next, instances/ run it
+    workers               batch/ gathers, backends/ call the model, batch/ scatters
 
-The control plane, beside it: cli.py, flags.py and config.py; supervisor.py owns the process tree
-(children.py, zygote.py, listening.py, gateways.py, local clients.py), models.py what is loaded
-(repository.py, planning.py, deployment.py), regions.py whose memory is registered (trust.py,
-region_ledger.py). ipc has the words and the memory that processes share.
+The control plane, beside it: cli and config; supervisor owns the process tree (processes/, host/),
+what is loaded (models/), whose memory is registered (regions/), programs on this host
+(local_clients/), and tells what happens (events/). What all rooms share is in common; the words
+between processes, and the memory that they share, are in ipc.
 """
 
 __version__ = "0.1.0"

@@ -29,6 +29,16 @@ class Failures:
         self._instance = instance
         self._device = device
 
+    @staticmethod
+    def is_models_own(error: BaseException) -> bool:
+        """Whether it is neither this server's error, nor says that memory is full or a device
+        lost."""
+        return not (
+            isinstance(error, ShmserveError | WrongCount)
+            or _device_lost(error)
+            or _out_of_memory(error)
+        )
+
     def explain(self, error: BaseException, request_id: str = "") -> ShmserveError:
         """The error for the client. Raises `error` itself where the device is lost: the process
         ends then, another one starts, and what was in it runs there."""

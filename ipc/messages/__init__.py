@@ -63,6 +63,7 @@ from shmserve.ipc.messages.memory import (
     MemoryChecked,
     MemoryDropped,
     RegionAbandoned,
+    RegionDrained,
     RegionPublished,
     RegionReleased,
     RegionWithdrawn,
@@ -168,6 +169,7 @@ __all__ = [
     "Refused",
     "RegionAbandoned",
     "RegionBlamed",
+    "RegionDrained",
     "RegionPublished",
     "RegionRegistered",
     "RegionReleased",
@@ -218,6 +220,7 @@ SupervisorToGateway = (
     | SchedulerLost
     | RegionPublished
     | RegionWithdrawn
+    | RegionDrained
     | HealthChanged
     | ProcessExited
     | SetLogging

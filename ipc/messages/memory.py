@@ -16,8 +16,10 @@ class MemoryDropped:
 class RegionPublished:
     """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
 
-    `uid` and `group` say whose it is; `copied`: it is not to be mapped (see shmserve/trust.py);
-    `pinned`: workers on CUDA devices lock its pages.
+    `uid` and `group` say whose it is; `copied`: it is not to be mapped (common/shm_access.py says
+    when); `pinned`: workers on CUDA devices lock its pages.
+    `draining`: its name is free already, and requests in flight use it still: it is listed, and
+    nothing else, until `RegionDrained`.
     With a `handle` (64 bytes) it is CUDA memory on `device_id`, and `key`, `pid`, `fd` and `inode`
     mean nothing; `device_uuid` is empty where the client gave none.
     """
@@ -39,6 +41,16 @@ class RegionPublished:
     device_id: int = 0
     device_uuid: bytes = b""
     pinned: bool = False
+    draining: bool = False
+
+
+@message
+class RegionDrained:
+    """The last request that used a withdrawn generation has ended, in whichever gateway: it is
+    listed no more."""
+
+    memory_id: int
+    acknowledge: int
 
 
 @message

@@ -214,7 +214,7 @@ class KeepStatistics:
 @message
 class CountsInherited:
     """What was counted by the one that this version replaces, of its StatisticsKept: the latest
-    holds. See shmserve/counters.py."""
+    holds. See shmserve/common/cumulative_counters.py."""
 
     statistics: dict[str, Any]
 

@@ -39,6 +39,12 @@ ACTED_ON: tuple[Flag, ...] = (
         group="Models",
     ),
     Flag(
+        "model-config-name",
+        help="take a model's configuration from configs/TEXT.pbtxt in its folder, where it has "
+        "one, in the place of config.pbtxt",
+        group="Models",
+    ),
+    Flag(
         "disable-auto-complete-config",
         kind=bool,
         default=False,
@@ -380,7 +386,7 @@ ACTED_ON: tuple[Flag, ...] = (
 
 # Flags of tritonserver that have no counterpart here.
 _WITHOUT_EFFECT = """
-model-config-name model-load-thread-count model-load-retry-count model-namespacing:bool
+model-load-thread-count model-load-retry-count model-namespacing:bool
 enable-peer-access:bool
 reuse-http-port:bool http-thread-count reuse-grpc-port:bool grpc-infer-allocation-pool-size
 grpc-max-response-pool-size grpc-infer-thread-count grpc-infer-max-completion-queue-thread-count

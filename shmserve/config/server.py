@@ -43,6 +43,7 @@ class ServerConfig:
     load_models: tuple[str, ...]
     repository_poll_s: int
     auto_complete: bool
+    model_config_name: str
     backend_config: tuple[tuple[str, str, str], ...]  # (backend, setting, value)
     model_defaults: ModelDefaults
     max_queue_size: int
@@ -130,6 +131,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         load_models=tuple(parsed.repeated["load-model"]),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not value["disable-auto-complete-config"],
+        model_config_name=_config_name(value["model-config-name"] or ""),
         backend_config=tuple(map(_backend_setting, parsed.repeated["backend-config"])),
         model_defaults=ModelDefaults(
             dynamic_batching=value["dynamic-batching"],
@@ -182,6 +184,12 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
     )
+
+
+def _config_name(name: str) -> str:
+    if "/" in name or "\0" in name:
+        raise InvalidArgument(f"--model-config-name: '{name}' is not the name of a file")
+    return name
 
 
 def _pattern(value: Mapping[str, Any], flag: str) -> str:

@@ -128,6 +128,9 @@ class _Process:
             case m.RegionWithdrawn(memory_id=memory_id, acknowledge=acknowledge):
                 gateway.regions.withdraw(memory_id)
                 self._acknowledge(acknowledge)
+            case m.RegionDrained(memory_id, acknowledge):
+                gateway.regions.drained(memory_id)
+                self._acknowledge(acknowledge)
             case m.HealthChanged():
                 gateway.health = message
                 self._front.health_changed()

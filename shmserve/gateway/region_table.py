@@ -238,11 +238,14 @@ class RegionTable:
         self.overlap = overlap
         self._spans: dict[int | bytes, Spans] = {}  # by the object
         self._by_name: dict[str, Region] = {}
+        self._draining: dict[int, Region] = {}  # listed only: without a name, and in use somewhere
         self._by_id: dict[int, Region] = {}
 
     def publish(self, message: RegionPublished) -> None:
-        """A region may be used under its name."""
-        if message.memory_id not in self._by_id:
+        """A region may be used under its name, or is listed while requests use it."""
+        if message.draining:
+            self._draining[message.memory_id] = Region(message)
+        elif message.memory_id not in self._by_id:
             region = self._by_id[message.memory_id] = Region(message)
             # Two names for one object share what is written in it.
             region.spans = self._spans.setdefault(region.memory.object, region.spans)
@@ -262,6 +265,10 @@ class RegionTable:
             del self._by_name[region.name]
         if not region.requests:
             self.released(region)
+
+    def drained(self, memory_id: int) -> None:
+        """No request uses a withdrawn generation any more, here or in another gateway."""
+        self._draining.pop(memory_id, None)
 
     def released(self, region: Region) -> None:
         """Nothing uses a withdrawn generation any more."""
@@ -287,10 +294,12 @@ class RegionTable:
 
         Raises NotFound with Triton's texts for an unknown name and for one of the other kind.
         """
+        listed = self._listed()
         if not name:
-            return [r for r in self.all() if r.admits(peer) and (r.memory.cuda is not None) == cuda]
+            every = [listed[each] for each in sorted(listed)]
+            return [r for r in every if r.admits(peer) and (r.memory.cuda is not None) == cuda]
         kind, other = ("CUDA", "system") if cuda else ("system", "CUDA")
-        region = self._by_name.get(name)
+        region = listed.get(name)
         if region is None or not region.admits(peer):
             raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
         if (region.memory.cuda is not None) != cuda:
@@ -299,6 +308,10 @@ class RegionTable:
                 f"not {kind} shared memory"
             )
         return [region]
+
+    def _listed(self) -> dict[str, Region]:
+        """By name, those that may be used, and those that only requests in flight use."""
+        return {**{region.name: region for region in self._draining.values()}, **self._by_name}
 
     def all(self) -> Iterable[Region]:
         """Every region that has a name, by name."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shmserve.errors import ShmserveError
+from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.grpc.settings import GrpcSettings
 from shmserve.gateway.settings import GatewayStart, Settings
 from shmserve.ipc import messages as m
@@ -20,6 +20,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import close
 from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.zygote import BOOT_FAILED
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +52,21 @@ class Gateways:
         self._rows: defaultdict[str, RestartBackoff] = defaultdict(RestartBackoff)
         self._started: dict[str, float] = {}
         self._drained: dict[int, asyncio.Future[None]] = {}
+        self._first_contact: dict[str, asyncio.Future[None]] = {}
         self.stopping = False
 
     async def start(self) -> None:
-        """Start every gateway."""
+        """Start every gateway; returns when all have made contact.
+
+        Raises Unavailable when one cannot run here at all; its log says why.
+        """
         names = [str(index) for index in range(self._host.config.gateways)]
         if self._grpc:
             names.append(_GRPC)
+        loop = asyncio.get_running_loop()
+        self._first_contact = {name: loop.create_future() for name in names}
         await asyncio.gather(*map(self._start, names))
+        await asyncio.gather(*self._first_contact.values())
 
     async def _start(self, name: str) -> None:
         self._started[name] = time.monotonic()
@@ -78,7 +86,9 @@ class Gateways:
             [sock.fileno() for sock in sockets],
         )
         self._children[name] = child
-        self._host.enrol(child.pid, "gateway", lambda message: self._from_gateway(child, message))
+        self._host.enrol(
+            child.pid, "gateway", lambda message: self._from_gateway(name, child, message)
+        )
 
     def _grpc_settings(self) -> GrpcSettings:
         config = self._host.config.grpc
@@ -86,9 +96,11 @@ class Gateways:
         addresses = tuple(sock.getsockname()[:2] for sock in self._grpc)
         return GrpcSettings(addresses, config.tls, config.options)
 
-    def _from_gateway(self, child: Child, message: Any) -> None:
+    def _from_gateway(self, name: str, child: Child, message: Any) -> None:
         match message:
             case m.GatewayReady():
+                if not self._first_contact[name].done():
+                    self._first_contact[name].set_result(None)
                 for item in self._snapshot():
                     self._host.control.send(child.pid, item)
             case m.Acknowledged(number):
@@ -129,8 +141,19 @@ class Gateways:
         connection is refused."""
         for name, known in self._children.items():
             if known is child and not self.stopping:
+                if self._is_hopeless(name, child):
+                    return
                 logger.error("%s ended (%s); starting it again", child.title, child.exited.result())
                 self._host.background(self._restart(name))
+
+    def _is_hopeless(self, name: str, child: Child) -> bool:
+        """Whether a gateway ended by itself before its first contact: then so would the next."""
+        first = self._first_contact[name]
+        if first.done() or child.exited.result() != f"exit status {BOOT_FAILED}":
+            return False
+        first.set_exception(Unavailable(f"{child.title} ended at its start"))
+        first.exception()  # retrieved, also when nobody waits any more
+        return True
 
     async def _restart(self, name: str) -> None:
         await asyncio.sleep(self._rows[name].pause_s(time.monotonic() - self._started[name]))

@@ -56,7 +56,8 @@ from shmserve.supervisor.startup_report import StartupReport, model_table
 logger = logging.getLogger(__name__)
 
 _FRONT_PRELOADS = ("shmserve.gateway.http.main", "shmserve.scheduler.main")
-_WORKER_PRELOADS = ("torch", "shmserve.workers.main")
+_WORKER_PRELOADS = ("torch", "shmserve.workers.main", "shmserve.workers.preload_operations")
+_SCRIPTED = "shmserve.workers.preload_scripted"
 _EXPORTED = "shmserve.workers.preload_exported"
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -182,8 +183,10 @@ class Supervisor:
         error = work.exception()
         if error is None:
             return work.result()
-        shown = error.message if isinstance(error, ShmserveError) else "internal error"
-        logger.error("the server cannot start: %s", shown, exc_info=error)
+        if isinstance(error, ShmserveError):
+            logger.error("the server cannot start: %s", error.message)
+        else:
+            logger.error("the server cannot start: internal error", exc_info=error)
         return 1
 
     def open(self) -> None:
@@ -269,16 +272,24 @@ class Supervisor:
         events.open(endpoints.events(folder), self._feed.subscribed)
 
     def _preloads(self) -> tuple[str, ...]:
-        # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
+        # Exported programs need torch's compiler: a second and 95 MB, for whoever has some; what
+        # TorchScript needs is a tenth of that.
         roots = self.config.model_repositories
-        exported = any(any(root.glob("*/*/*.pt2")) for root in roots)
-        return (*_WORKER_PRELOADS, _EXPORTED) if exported else _WORKER_PRELOADS
+        wanted = list(_WORKER_PRELOADS)
+        for pattern, module in (("*/*/*.pt", _SCRIPTED), ("*/*/*.pt2", _EXPORTED)):
+            if any(any(root.glob(pattern)) for root in roots):
+                wanted.append(module)
+        return tuple(wanted)
 
     async def _start(self, began: float) -> int:
-        gateways = self.host.background(self.gateways.start())
+        gateways = asyncio.ensure_future(self.gateways.start())
         with StartupReport() as progress:
-            loaded = await self.models.start(progress)
-        await gateways
+            loading = asyncio.ensure_future(self.models.start(progress))
+            try:
+                loaded, _ = await asyncio.gather(loading, gateways)
+            except BaseException:
+                await end_all(*(task for task in (loading, gateways) if not task.done()))
+                raise
         for line in model_table(self.models.index(ready=False)):
             logger.info("%s", line)
         if not loaded and self.config.exit_on_error:
@@ -347,8 +358,7 @@ class Supervisor:
 
     def _snapshot(self) -> Iterator[Any]:
         yield from self.registry.published()
-        for region in self.regions.active():
-            yield region.published(0)
+        yield from self.regions.published()
         yield self._health
 
     def _asked(self, pid: int, message: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import shmserve.client
-from tests.faults.small_shm import can_mount, fill_shared_memory
+from tests.faults.full.small_shm import can_mount, fill_shared_memory
 from tests.support import repositories
 from tests.support.crowd import ConnectionLimits, crowd
 from tests.support.leaks import descriptors, made_since
@@ -425,8 +425,8 @@ def pinned_memory(stage: Stage) -> None:
     """Pinning is asked for, region by region, and for what a device copies from. What is of no
     size, which poisons the driver's next call, is never registered; what cannot be pinned is
     refused with the reason, and the region is usable without. The driver itself is called on
-    hardware only (tests/integration/test_cuda_memory.py), and its stand-in in
-    tests/unit/test_device_memory.py.
+    hardware only (tests/integration/cuda/test_cuda_memory.py), and its stand-in in
+    tests/unit/workers/test_device_memory.py.
     """
     path = "/v2/systemsharedmemory/region/r/register"
     with SharedObject(2 * SIZE) as made:

@@ -235,7 +235,7 @@ def rig(folder: Path) -> Iterator[Rig]:
                 del sys.modules[name]
 
 
-class BlsClient(Backend):
+class FunctionBackend(Backend):
     """A backend whose `execute` is a function given by the test."""
 
     def __init__(self, context: ModelContext, execute: Any) -> None:

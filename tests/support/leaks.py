@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 _SHM = Path("/dev/shm")
 _SETTLE_S = 3.0
-# What tests/regions.py makes; several runs of the tests may go on at once.
+# What tests/support/regions.py makes; several runs of the tests may go on at once.
 _TEST_OBJECT = re.compile(r"test-(\d+)-")
 
 

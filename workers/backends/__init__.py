@@ -101,12 +101,16 @@ class Backend(ABC):
     `device_inputs`: inputs in clients' device memory are given as they are, as tensors of uint8 on
     whatever device they are; else as copies in host memory.
 
+    `read_only_inputs`: arrays over shared memory, as `Input.numpy` gives them, cannot be written. A
+    request that fails with them is run again with copies: perhaps its model writes into its inputs.
+
     `checks_ready`, set in `load`: the model itself says whether it is ready.
     """
 
     strict_outputs = True
     device_inputs = False
     checks_ready = False
+    read_only_inputs = True
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context

@@ -11,12 +11,12 @@ from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages import BatchFinished, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
+from shmserve.workers.batch.input_policy import InputPolicy
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.failures import WrongCount
 from shmserve.workers.scheduler_link import Batch, OpenRequest
-from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,7 @@ class Executor:
         self._failures = writer.failures
         self._decoupled = decoupled
         self._pid = os.getpid()
-        # Set for good once the model has failed because it writes into its inputs.
-        self._copy_inputs = False
+        self._policy = InputPolicy()
 
     def finish(self, batch: Batch) -> BatchFinished:
         """Run one batch; every request that does not stay open has a reply, or had its end."""
@@ -77,7 +76,7 @@ class Executor:
         times = (start_ns, input_end_ns, output_start_ns, end_ns)
         return BatchFinished(batch.number, *times, replies, *self._context.copied.take(), ran)
 
-    def _unpack(self, opened: OpenRequest) -> Request | ShmserveError:
+    def _unpack(self, opened: OpenRequest, copies: bool = False) -> Request | ShmserveError:
         try:
             with self._link.lock:
                 request = self._unpacker.request(
@@ -86,7 +85,7 @@ class Executor:
                     opened.work,
                     partial(self._link.is_cancelled, opened),
                 )
-                if self._copy_inputs:
+                if copies or self._policy.copies:
                     for item in request.inputs.values():
                         self._context.copied.inputs += item.detach()
         except ShmserveError as error:
@@ -134,46 +133,56 @@ class Executor:
     def _run_together(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
         """Execute and scatter; a batch that fails as a whole is run again one by one.
 
-        So a request that the model cannot take fails alone, and its neighbours are answered.
+        So a request that the model cannot take fails alone, and its neighbours are answered. One
+        that fails alone with views of shared memory is run again with copies.
         """
-        error: BaseException
         requests = [request for _, request in part]
+        alone = len(part) == 1
         try:
             responses = self._execute(requests)
-        except BaseException as raised:  # SystemExit too: a model does not end its worker so
-            error = raised
+        except BaseException as error:  # SystemExit too: a model does not end its worker so
+            if not alone:
+                logger.warning("a batch failed (%r) and is run again one by one", error)
+            elif not (self._failures.is_models_own(error) and self._may_cure(requests[0])):
+                # Named nowhere: with its traceback it would keep what the model was given.
+                return [self._failed(part[0][0], self._explain(error, requests[0]))]
+            replies: list[Reply | None] = [None] * len(part)
         else:
             with self._link.lock:
                 self._link.pump()
                 pairs = zip(part, responses, strict=True)
                 replies = [self._scatter(*each, response) for each, response in pairs]
                 self._writer.scatterer.settle()
-            return replies
-        if _wrote_into_inputs(error, requests):
-            logger.warning(
-                "model '%s' writes into its inputs, so each is copied for it",
-                self._context.model_name,
-            )
-            self._copy_inputs = True
-        elif len(part) == 1:
-            ((opened, request),) = part
-            # Named nowhere: with its traceback it would keep what the model was given.
-            return [
-                self._failed(opened, self._failures.explain(error, request.inference.request_id))
-            ]
-        else:
-            logger.warning("a batch failed (%r) and is run again one by one", error)
+        if None not in replies:
+            return [reply for reply in replies if reply is not None]
         self._link.pump()
-        return [self._run_alone(opened) for opened, _ in part]
+        return [
+            self._run_again(opened, copies=alone) if reply is None else reply
+            for (opened, _), reply in zip(part, replies, strict=True)
+        ]
 
-    def _run_alone(self, opened: OpenRequest) -> Reply:
+    def _run_again(self, opened: OpenRequest, copies: bool) -> Reply:
         if opened.cancelled:
             return self._failed(opened, _CANCELLED)
         # From the message once more: the model may have written into what it was given.
-        request = self._unpack(opened)
+        request = self._unpack(opened, copies)
         if not isinstance(request, Request):
             return self._failed(opened, request)
-        return self._run_together([(opened, request)])[0]
+        (reply,) = self._run_together([(opened, request)])
+        if copies:
+            self._policy.tried(cured=not reply.code)
+            if self._policy.copies:
+                logger.warning(
+                    "model '%s' writes into its inputs, so each is copied for it",
+                    self._context.model_name,
+                )
+        return reply
+
+    def _may_cure(self, request: Request) -> bool:
+        return self._backend.read_only_inputs and self._policy.may_cure(request)
+
+    def _explain(self, error: BaseException, request: Request) -> ShmserveError:
+        return self._failures.explain(error, request.inference.request_id)
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         before_ns = time.monotonic_ns()
@@ -186,15 +195,18 @@ class Executor:
         self._take_times(before_ns)
         return responses
 
-    def _scatter(self, opened: OpenRequest, request: Request, response: Response) -> Reply:
+    def _scatter(self, opened: OpenRequest, request: Request, response: Response) -> Reply | None:
+        """The reply; None where the request is to be run again."""
         if opened.cancelled:
             return self._failed(opened, _CANCELLED)
         if response.error is not None:
+            if self._may_cure(request):
+                return None
             return self._failed(opened, response.error)
         try:
             body = self._writer.scatterer.write(request, response)
         except BaseException as error:
-            return self._failed(opened, self._failures.explain(error, request.inference.request_id))
+            return self._failed(opened, self._explain(error, request))
         self._link.close(opened)
         return Reply(opened.key, "", "", body)
 
@@ -202,11 +214,3 @@ class Executor:
 def _fail(streams: list[ResponseStream], error: ShmserveError) -> list[Reply]:
     replies = [stream.refuse(error) for stream in streams]
     return [reply for reply in replies if reply is not None]
-
-
-def _wrote_into_inputs(error: BaseException, requests: list[Request]) -> bool:
-    # numpy and what builds on it say so in these words, each in its own sentence.
-    text = in_words(error)
-    return ("read-only" in text or "readonly" in text) and any(
-        item.shared for request in requests for item in request.inputs.values()
-    )

@@ -22,10 +22,10 @@ from shmserve.common.tls import Tls
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc import event_loop
-from shmserve.gateway.grpc.call_watchdog import Calls
-from shmserve.gateway.grpc.connection_limits import ConnectionLimits
-from shmserve.gateway.grpc.direct_unary import acceptor
+from shmserve.gateway.grpc.core import event_loop
+from shmserve.gateway.grpc.core.call_watchdog import Calls, client_left
+from shmserve.gateway.grpc.core.connection_limits import ConnectionLimits
+from shmserve.gateway.grpc.core.direct_unary import acceptors
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import MODEL_INFER, MODEL_STREAM_INFER, Service
 from shmserve.gateway.grpc.settings import GrpcSettings
@@ -65,7 +65,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     """Whether a record of gRPC's is worth a line: a client that has left before its answer was
     sent, which it reports with a traceback, is not."""
     error = record.exc_info[1] if record.exc_info else None
-    return type(error).__name__ != "ExecuteBatchError"
+    return error is None or not client_left(error)
 
 
 class GrpcFront(process.Front):
@@ -116,16 +116,18 @@ class GrpcFront(process.Front):
             else:
                 _add_secure_port(server, address, settings.tls)
         service = self._service
-        direct = (
-            acceptor(server, MODEL_INFER, service.infer_handler, service.begin_infer),
-            acceptor(server, MODEL_STREAM_INFER, service.stream_handler, service.begin_stream),
+        direct = acceptors(
+            server,
+            {
+                MODEL_INFER: (service.infer_handler, service.begin_infer),
+                MODEL_STREAM_INFER: (service.stream_handler, service.begin_stream),
+            },
         )
         await server.start()
         self._server = server
         self._crowds.open()
         for accepting in direct:
-            if accepting is not None:
-                accepting.open()
+            accepting.open()
 
     def health_changed(self) -> None:
         """Those who watch hear of it."""

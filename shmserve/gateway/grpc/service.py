@@ -16,10 +16,10 @@ from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity, Listener
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import log_and_trace, metadata, shared_memory
-from shmserve.gateway.grpc.call_watchdog import Calls, Reading
 from shmserve.gateway.grpc.client_identity import CallIdentity, Users
-from shmserve.gateway.grpc.direct_stream import StreamCall
-from shmserve.gateway.grpc.direct_unary import Call
+from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
+from shmserve.gateway.grpc.core.direct_stream import StreamCall
+from shmserve.gateway.grpc.core.direct_unary import Call
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.stream import stream_infer
 from shmserve.gateway.inference import malloc_trim

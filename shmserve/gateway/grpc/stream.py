@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from grpc._cython import cygrpc
-
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.grpc.core.call_watchdog import client_left
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.streamed_request import StreamedRequest
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error
@@ -78,10 +77,11 @@ async def stream_infer(
     reader = asyncio.create_task(stream.read(requests))
     try:
         await stream.write(patience_s)
-    except cygrpc.ExecuteBatchError:
-        pass  # the client is gone
     except TimeoutError:
         raise Unavailable("the responses are not read") from None
+    except Exception as error:
+        if not client_left(error):
+            raise
     finally:
         # Nothing is awaited before all is given up: a call may be cancelled twice.
         reader.cancel()

@@ -10,7 +10,7 @@ do.
 
 The connection is the process's that made it: a child that inherited it does not keep it.
 A local client can submit requests, and share its own memory for them; it manages nothing. Requests
-do not come here: they go to the schedulers, which check them (shmserve/scheduler/guests.py).
+do not come here: they go to the schedulers, which check them (shmserve/scheduler/local_clients.py).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class LoadPlanner:
 
     def scan(self) -> dict[str, ModelFolder]:
         """Every model that the repositories hold now, by name."""
-        return {**repository.scan(self._config.model_repositories), **self._inline}
+        return {**repository.scan(*self._where()), **self._inline}
 
     def fingerprint(self, name: str) -> str:
         """What changes when a file of the model does; "" when there is no such model."""
@@ -51,8 +51,17 @@ class LoadPlanner:
         roots = self._config.model_repositories
         return name in self._inline or any(os.path.isdir(root / name) for root in roots)
 
+    def is_ambiguous(self, name: str) -> bool:
+        """Whether several repositories have a model of this name: none is loaded then."""
+        roots = self._config.model_repositories
+        return name not in self._inline and sum(os.path.isdir(root / name) for root in roots) > 1
+
     def _find(self, name: str) -> ModelFolder | None:
-        return self._inline.get(name) or repository.find(self._config.model_repositories, name)
+        roots, config_name = self._where()
+        return self._inline.get(name) or repository.find(roots, name, config_name)
+
+    def _where(self) -> tuple[tuple[Path, ...], str]:
+        return self._config.model_repositories, self._config.model_config_name
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
         """A plan for each version to load, which is at least one.

@@ -19,7 +19,7 @@ from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.repository import CONFIG_FILE
+from shmserve.supervisor.models.repository import CONFIG_FILE, IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
 from shmserve.supervisor.models.states import ModelState
 from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, Status
@@ -141,11 +141,14 @@ class Models:
                 if version.spec.version not in model.serving:
                     model.status[version.spec.version] = Status(ModelState.LOADING)
             self._on_states()
+            for spec in specs:
+                logger.info("loading: %s:%s", name, spec.version)
             try:
                 await self._start_all(model, new)
                 await self._rollout.switch(model, {v.spec.version: v for v in new})
             finally:
                 model.coming = []
+            logger.info("successfully loaded '%s'", name)
 
     async def _plan(self, model: Model, config: str, files: dict[str, bytes]) -> list[VersionSpec]:
         name = model.name
@@ -154,9 +157,15 @@ class Models:
             model.fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
             return await asyncio.to_thread(self._planner.plan, name, config, files)
         except ShmserveError as error:
+            ambiguous = self._planner.is_ambiguous(name)
+            if ambiguous:
+                logger.error(
+                    "failed to poll model '%s': not unique across all model repositories", name
+                )
             # Of a name that no repository has, nothing is kept: anybody may have mistyped it.
             if not model.serving and (model.status or self._planner.has(name)):
-                model.status = {"": Status(ModelState.UNAVAILABLE, error.message)}
+                reason = IN_SEVERAL if ambiguous else error.message
+                model.status = {"": Status(ModelState.UNAVAILABLE, reason)}
                 self._states_changed()
             raise
 
@@ -172,6 +181,7 @@ class Models:
                 result = Internal("internal error")
             number, reason = version.spec.version, f"{result.title}: {result.message}"
             failures[number] = reason
+            logger.error("failed to load '%s' version %s: %s", model.name, number, reason)
             if number not in model.serving:
                 model.status[number] = Status(ModelState.UNAVAILABLE, reason)
                 self._gateways.tell(m.ModelWithdrawn(model.name, number, 0))
@@ -182,6 +192,7 @@ class Models:
                 if status.state is ModelState.LOADING:
                     model.status[number] = Status(ModelState.UNAVAILABLE, "another version failed")
             self._states_changed()
+            logger.info("failed to load '%s'", model.name)
             raise load_failed(model, failures)
 
     async def unload(self, name: str) -> None:

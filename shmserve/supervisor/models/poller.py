@@ -11,6 +11,7 @@ from shmserve.errors import ShmserveError
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.status import ModelRegistry
 
 logger = logging.getLogger(__name__)
@@ -46,10 +47,15 @@ class Poller:
                 logger.exception("the model repositories could not be looked at")
                 continue
             for name in sorted({*found, *self._registry.names()}):
-                look = (name, name in found)
+                look = (name, self._may_serve(name, found.get(name)))
                 if look not in self._busy:
                     self._busy.add(look)
                     self._context.background(self._follow_in_background(*look))
+
+    def _may_serve(self, name: str, folder: ModelFolder | None) -> bool:
+        model = self._registry.get(name)
+        serves = model is not None and bool(model.serving)
+        return folder is not None and not (serves and folder.problem == IN_SEVERAL)
 
     async def _follow_in_background(self, name: str, present: bool) -> None:
         try:

@@ -1,6 +1,7 @@
 """Model folders on disk: what is there, which versions, what changed; and folders we write.
 
     REPOSITORY/NAME/config.pbtxt     optional
+    REPOSITORY/NAME/configs/X.pbtxt  in its place, where --model-config-name=X asks for it
     REPOSITORY/NAME/VERSION/...      VERSION is a positive integer without leading zeros
 
 Nothing here loads a model. A model's folder, its config.pbtxt and its version folders may be
@@ -26,6 +27,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
 
 CONFIG_FILE = "config.pbtxt"
+_NAMED_CONFIGS = "configs"
 IN_SEVERAL = "model appears in two or more repositories"
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
 _OUTSIDE = "the model's folder leads out of its repository"
@@ -36,7 +38,7 @@ _BYTECODE = ("__pycache__",)  # written by loading a model: no change of it
 class ModelFolder:
     """A model as the repository has it, not yet read.
 
-    `config_path` is None where there is no config.pbtxt; `versions` ascend. `problem`, when not
+    `config_path` is None where it has no configuration; `versions` ascend. `problem`, when not
     empty, says why it cannot be loaded. `class_name` and `file` are set for a model given as a
     class in a file (see `inline_model`).
     """
@@ -59,8 +61,9 @@ class ModelFolder:
             raise InvalidArgument(f"{self.name}/{version}: {reason}") from None
 
 
-def scan(repositories: Sequence[Path]) -> dict[str, ModelFolder]:
-    """The models of all repositories by name, in order of name.
+def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, ModelFolder]:
+    """The models of all repositories by name, in order of name; with their configurations of the
+    name `config_name`, where they have one.
 
     Hidden folders are skipped. A model that cannot be loaded (in two repositories, bad name,
     outside) has its `problem` set. Raises InvalidArgument when a repository cannot be read.
@@ -68,7 +71,7 @@ def scan(repositories: Sequence[Path]) -> dict[str, ModelFolder]:
     found: dict[str, ModelFolder] = {}
     for repository in repositories:
         for path in _subfolders(repository):
-            folder = _look(repository, path)
+            folder = _look(repository, path, config_name)
             if folder is None:
                 continue
             if folder.name in found:
@@ -78,10 +81,11 @@ def scan(repositories: Sequence[Path]) -> dict[str, ModelFolder]:
     return dict(sorted(found.items()))
 
 
-def find(repositories: Sequence[Path], name: str) -> ModelFolder | None:
+def find(repositories: Sequence[Path], name: str, config_name: str = "") -> ModelFolder | None:
     """The model `name` as `scan` would show it, or None; raises InvalidArgument for a bad name."""
     check_model_name(name)
-    seen = (_look(root, root / name) for root in repositories if os.path.isdir(root / name))
+    roots = [root for root in repositories if os.path.isdir(root / name)]
+    seen = (_look(root, root / name, config_name) for root in roots)
     found = [folder for folder in seen if folder is not None]
     if len(found) > 1:
         return replace(found[0], problem=IN_SEVERAL)
@@ -102,7 +106,8 @@ def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, S
         config = _inline_config(folder)
     elif folder.config_path is not None:
         text = _read_text(folder.config_path)
-        config, source = read_pbtxt(text, f"{folder.name}/{CONFIG_FILE}")
+        within = folder.config_path.relative_to(folder.path)
+        config, source = read_pbtxt(text, f"{folder.name}/{within}")
     else:
         config = ModelConfig()
     if config.name and config.name != folder.name:
@@ -134,8 +139,9 @@ def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]
 
 
 def fingerprint(folder: ModelFolder) -> str:
-    """A text that changes with any file of the model: name, size, time of change or identity."""
-    digest = hashlib.sha256()
+    """A text that changes with any file of the model: name, size, time of change or identity; and
+    with what keeps the folder from being loaded."""
+    digest = hashlib.sha256(folder.problem.encode())
     lines = [_line("", folder.file)] if folder.file is not None else _lines(folder.path)
     for line in sorted(lines):
         digest.update(line)
@@ -208,7 +214,7 @@ def _subfolders(repository: Path) -> list[Path]:
     return [repository / name for name in names if not name.startswith((".", "__"))]
 
 
-def _look(repository: Path, path: Path) -> ModelFolder | None:
+def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
     """The folder as a model; None for one that has neither a model's name nor its contents."""
     name = os.fsencode(path.name).decode(errors="replace")  # what is no text cannot be sent
     if _leads_out(path, repository):
@@ -216,6 +222,9 @@ def _look(repository: Path, path: Path) -> ModelFolder | None:
     config_path = path / CONFIG_FILE
     try:
         versions = sorted(int(entry.name) for entry in _versions(path))
+        named = path / _NAMED_CONFIGS / f"{config_name}.pbtxt"
+        if config_name and _is_file(named):
+            config_path = named
         has_config = _is_file(config_path)
     except OSError as error:
         if not is_model_name(path.name):
@@ -256,7 +265,7 @@ def _versions(path: Path) -> list[os.DirEntry[str]]:
 def _is_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.stat().st_mode)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -9,6 +9,7 @@ retire:   withdrawn, if nobody serves the version now -> drained and stopped -> 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -20,6 +21,8 @@ from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.states import ModelState
 from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, Status
 from shmserve.supervisor.models.version import ModelVersion
+
+logger = logging.getLogger(__name__)
 
 _MOST_ANNOUNCEMENTS = 8
 
@@ -107,6 +110,7 @@ class Rollout:
     async def _retire(self, model: Model, version: ModelVersion) -> None:
         number = version.spec.version
         await version.stop()
+        logger.info("successfully unloaded '%s' version %s", model.name, number)
         # What reached the old scheduler too late to be answered, or died with it, goes to who
         # serves now.
         self._context.broadcast(_lost(model, version), "gateway")

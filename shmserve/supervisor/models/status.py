@@ -12,7 +12,7 @@ from typing import Any
 
 from shmserve.errors import NotFound
 from shmserve.ipc import messages as m
-from shmserve.supervisor.models.repository import ModelFolder
+from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.states import ModelState
 from shmserve.supervisor.models.version import ModelVersion
 from shmserve.supervisor.processes.table import Child
@@ -159,8 +159,10 @@ class ModelRegistry:
         known = {name: model.states() for name, model in self._models.items() if model.status}
         for name in sorted({*found, *known}):
             status = known.get(name)
+            problem = found[name].problem if name in found else ""
+            if problem == IN_SEVERAL:  # whatever serves of it: it cannot be loaded again
+                status = None
             if status is None:
-                problem = found[name].problem
                 status = {"": Status(ModelState.UNAVAILABLE, problem)} if problem else {}
                 if not (problem or ready):
                     rows.append({"name": name})

@@ -4,15 +4,16 @@ supervisor.
 A region is a numbered generation of a name:
 
     register --> ACTIVE --unregister--> DRAINING --last release--> closed
-                                        (the name is free, requests in flight go on)
+                                        (the name is free, requests in flight go on; it is listed
+                                        while there are some)
 
 The object is opened once, here; workers map that very object through the supervisor's descriptor,
 so a key that is unlinked and made again is never confused with what was registered. Gateways count
 the requests that use a generation. Who may register and unregister what is decided by
 shmserve.common.shm_access, how much by shmserve.supervisor.regions.quota.
 
-What a local client shares (shmserve/guests.py) is a region without a name: no gateway hears of it,
-and it is the local client's alone until the local client gives it back, or is gone.
+What a local client shares (local_clients/server.py) is a region without a name: no gateway hears
+of it, and it is the local client's alone until the local client gives it back, or is gone.
 
 CUDA memory is registered by a handle that workers alone open. Where the process is known that
 exported it, its death unregisters the region.
@@ -24,7 +25,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +45,7 @@ from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import (
     MemoryDropped,
     RegionBlamed,
+    RegionDrained,
     RegionPublished,
     RegionRegistered,
     RegionUnregistered,
@@ -74,6 +76,7 @@ class Region:
     byte_size: int
     owner: Ownership
     users: set[int] = field(default_factory=set)  # gateways with requests of a withdrawn one
+    listed: bool = False  # in every gateway, while requests use the withdrawn one
     blocks: int = 0  # of the object, when its pages had been taken
     lessor: int = 0  # the process through which it is leased, or the local client it is of, or 0
     cuda: CudaHandle | None = None
@@ -171,6 +174,14 @@ class RegionRegistry:
     def active(self) -> list[Region]:
         """Every region that has a name."""
         return list(self._active.values())
+
+    def published(self) -> Iterator[RegionPublished]:
+        """What a new gateway must know."""
+        for region in self._active.values():
+            yield region.published(0)
+        for region in self._draining.values():
+            if region.listed:
+                yield replace(region.published(0), draining=True)
 
     async def register(
         self,
@@ -441,6 +452,9 @@ class RegionRegistry:
         region.users = set(self._gateways())
         await self._publish(lambda number: RegionWithdrawn(region.name, region.memory_id, number))
         self.released(0, region.memory_id)
+        if region.memory_id in self._draining:
+            region.listed = True
+            await self._publish(lambda n: replace(region.published(n), draining=True))
 
     def released(self, pid: int, memory_id: int) -> None:
         """Gateway `pid` uses the generation no more."""
@@ -452,6 +466,11 @@ class RegionRegistry:
             del self._draining[memory_id]
             self._tell_workers(MemoryDropped(memory_id))
             self._close(region)
+            if region.listed:
+                in_background(self._unlist(memory_id), self._endings)
+
+    async def _unlist(self, memory_id: int) -> None:
+        await self._publish(lambda number: RegionDrained(memory_id, number))
 
     def gateway_exited(self, pid: int) -> None:
         """A gateway is gone, and so are the requests it counted."""

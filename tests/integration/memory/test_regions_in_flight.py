@@ -53,6 +53,25 @@ def test_two_requests_that_write_to_one_place(server: Server) -> None:
         http.unregister("twice").ok()
 
 
+def test_a_region_stays_listed_while_a_request_uses_it(server: Server) -> None:
+    """By every gateway; its name is free, and refuses new requests."""
+    with SharedObject(4096) as made, crowd(server) as people, server.http() as http:
+        http.register("draining", made.key, 4096).ok()
+        shown = http.regions("draining").ok().json()
+        asked = people.infer("gated", gated(1, "draining", 0))
+        visit = server.gate.next()
+        http.unregister("draining").ok()
+        for _ in range(8):  # every time another connection: they are not all of one gateway
+            with server.http() as other:
+                assert other.regions("draining").ok().json() == shown
+                assert other.regions().ok().json() == shown
+        assert http.infer("gated", gated(1, "draining", 0)).status == 404
+        visit.release()
+        assert asked.result().status == 200
+        until("it is not listed", lambda: http.regions().ok().json() == [])
+        assert http.regions("draining").status == 404
+
+
 def test_unregister_drains_under_load(server: Server) -> None:
     """A region that is always in use drains once it is unregistered: what is new gets 404."""
     with SharedObject(8192) as made, SharedObject(8192) as other, crowd(server, 4) as people:

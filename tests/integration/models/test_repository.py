@@ -134,8 +134,59 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
         assert states[("identity", "1")] == ("READY", "")
         state, reason = states[("constant", "")]
         assert state == "UNAVAILABLE"
-        assert reason.endswith("model appears in two or more repositories")
-        assert http.infer("constant", ASK).status in (404, 503)
+        assert reason == "model appears in two or more repositories"
+        assert http.infer("constant", ASK).status == 404
+        ready = http.get("/v2/models/constant/ready")
+        assert (ready.status, ready.json()) == (400, {"error": "Model version not ready"})
+        assert "model 'constant': not unique across all model repositories" in server.log()
+
+
+def test_a_model_that_comes_to_stand_in_two_repositories(tmp_path: Path) -> None:
+    """Polling unloads it, and loads it again when it is in one."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+    repositories.add(one, "constant")
+    flags = ("--model-control-mode=poll", "--repository-poll-secs=1")
+    with running([one, two], *flags) as server, server.http() as http:
+        assert answer(http) == 1
+        repositories.add(two, "constant")
+        severally = ("UNAVAILABLE", "model appears in two or more repositories")
+        until("it is not served", lambda: http.infer("constant", ASK).status == 404)
+        assert index(http) == {("constant", ""): severally}
+        shutil.rmtree(two / "constant")
+        until("it is served again", lambda: http.infer("constant", ASK).status == 200)
+        assert index(http) == {("constant", "1"): ("READY", "")}
+
+
+def test_lines_in_the_log_that_operators_look_for(tmp_path: Path) -> None:
+    repositories.add(tmp_path, "constant", "identity")
+    rewrite(tmp_path, BROKEN)
+    flags = ("--model-control-mode=explicit", "--load-model=identity")
+    with running(tmp_path, *flags) as server, server.http() as http:
+        server.wait_log("loading: identity:1")
+        server.wait_log("successfully loaded 'identity'")
+        assert http.post("/v2/repository/models/constant/load").status == 400
+        server.wait_log("failed to load 'constant' version 1: Internal: ")
+        server.wait_log("failed to load 'constant'")
+        http.post("/v2/repository/models/identity/unload").ok()
+        server.wait_log("successfully unloaded 'identity' version 1")
+
+
+def test_a_named_configuration(tmp_path: Path) -> None:
+    """In the place of config.pbtxt where a model has one of that name."""
+    repositories.add(tmp_path, "constant", "identity")
+    written = (tmp_path / "constant" / "config.pbtxt").read_text()
+    (tmp_path / "constant" / "configs").mkdir()
+    (tmp_path / "constant" / "configs" / "alt.pbtxt").write_text(
+        written + 'parameters { key: "which" value { string_value: "alt" } }\n'
+    )
+    with running(tmp_path, "--model-config-name=alt") as server, server.http() as http:
+        config = http.get("/v2/models/constant/config").ok().json()
+        assert config["parameters"] == {"which": {"string_value": "alt"}}
+        other = http.get("/v2/models/identity/config").ok().json()
+        assert "which" not in other.get("parameters", {})
+        assert "without effect" not in server.log()
 
 
 def test_the_index_says_why_a_model_cannot_be_loaded(tmp_path: Path) -> None:

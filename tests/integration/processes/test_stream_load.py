@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from tests.support.servers import ROOT, Server, running
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The benchmark's model."""
     folder = tmp_path_factory.mktemp("streams")
-    (folder / "repeat").symlink_to(ROOT / "bench" / "models" / "repeat")
+    shutil.copytree(ROOT / "bench" / "models" / "repeat", folder / "repeat")
     with running(folder, grpc=True) as started:
         yield started
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.scheduler.batchers.base import Batch, Closed, WaitUntil
+from shmserve.scheduler.batchers.default import DefaultBatcher
 from shmserve.scheduler.batchers.dynamic import decide
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
@@ -213,3 +214,9 @@ def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
         for item in left[: decision.count]:
             assert now <= max(NOW, item.enqueued_ns + how.delay_ns)
         del left[: decision.count]
+
+
+def test_the_default_scheduler_runs_one_request_after_another() -> None:
+    batcher = DefaultBatcher()
+    assert batcher.decide(0, [], 0) is None
+    assert batcher.decide(0, items(1, 2), 0) == Batch(1, Closed.IDLE)

@@ -23,12 +23,13 @@ from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_infe
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import execute as batches
-from shmserve.workers.batch.unpack import Gatherer, Unpacker, reshape, room
+from shmserve.workers.batch.gather import Gatherer, room
+from shmserve.workers.batch.unpack import Unpacker, reshape
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     MIB,
-    BlsClient,
+    FunctionBackend,
     Region,
     Rig,
     inference,
@@ -169,7 +170,7 @@ def test_16_mib_through_regions_are_copied_once(worker: Rig, region: Region) -> 
         seen.append(requests[0].inputs["X"].raw)
         return echo(requests)
 
-    worker.serve(BlsClient(worker.context, look), one_tensor())
+    worker.serve(FunctionBackend(worker.context, look), one_tensor())
     wanted = RequestedOutput("Y", region.place(20 * MIB, 16 * MIB))
     request = inference(TensorRef("X", "FP32", data.shape, source), outputs=[wanted])
     tracemalloc.start()
@@ -192,7 +193,7 @@ def test_inputs_in_regions_are_read_only_and_others_are_not(worker: Rig, region:
         flags.append(requests[0].inputs["X"].numpy().flags.writeable)
         return echo(requests)
 
-    worker.serve(BlsClient(worker.context, look), one_tensor())
+    worker.serve(FunctionBackend(worker.context, look), one_tensor())
     data = np.arange(4, dtype=F32)
     worker.batch(inference(tensor("X", data)))
     worker.batch(inference(tensor("X", data, region.write(0, data))))
@@ -206,7 +207,7 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Re
             array += 1
         return echo(requests)
 
-    worker.serve(BlsClient(worker.context, add_one), one_tensor())
+    worker.serve(FunctionBackend(worker.context, add_one), one_tensor())
     data = np.arange(4, dtype=F32)
     for _ in range(2):
         place = region.write(8, data)
@@ -216,7 +217,7 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(worker: Rig, region: Re
 
 
 def test_unaligned_inputs_are_right(worker: Rig, region: Region) -> None:
-    worker.serve(BlsClient(worker.context, echo), one_tensor())
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     data = np.arange(5, dtype=F32)
     (reply,) = worker.batch(inference(tensor("X", data, region.write(3, data))))
     assert reply.array("Y").tolist() == data.tolist()
@@ -227,7 +228,7 @@ def test_unaligned_inputs_are_right(worker: Rig, region: Region) -> None:
 
 def test_outputs_go_where_they_are_wanted(worker: Rig, region: Region) -> None:
     """Inline when small, the arena when not, the client's place when it names one."""
-    worker.serve(BlsClient(worker.context, echo), one_tensor())
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     small, large = np.arange(8, dtype=F32), np.random.rand(MIB).astype(F32)
     (reply,) = worker.batch(inference(tensor("X", small)))
     assert reply.array("Y").tolist() == small.tolist()
@@ -263,7 +264,7 @@ def test_what_is_written_over_an_input_changes_no_other_output(
         [tensor_config(name, "FP32", (-1,)) for name in "XY"],
         [tensor_config(name, "FP32", (-1,)) for name in "ABZ"],
     )
-    worker.serve(BlsClient(worker.context, compute), config)
+    worker.serve(FunctionBackend(worker.context, compute), config)
     x, y = np.arange(size, dtype=F32), np.arange(size, dtype=F32) + 1000
     # The object may have been registered under another name for outputs.
     memory = region.memory if names == "one" else replace(region.memory, id=region.memory.id + 1)
@@ -290,7 +291,7 @@ def test_what_is_written_over_an_input_changes_no_other_output(
 
 
 def test_an_output_too_large_for_its_place_fails_that_request(worker: Rig, region: Region) -> None:
-    worker.serve(BlsClient(worker.context, echo), one_tensor(most=4))
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=4))
     before = region.read(0, 64)
     wanted = RequestedOutput("Y", region.place(0, 15))
     data = np.ones((1, 4), F32)
@@ -323,7 +324,7 @@ def test_only_requested_outputs_travel(worker: Rig) -> None:
         [tensor_config("X", "FP32", [-1])],
         [tensor_config("A", "INT32", [1]), tensor_config("B", "INT32", [1])],
     )
-    worker.serve(BlsClient(worker.context, both), config)
+    worker.serve(FunctionBackend(worker.context, both), config)
     x = tensor("X", np.zeros(1, F32))
     for outputs, names in (((), ["A", "B"]), ([RequestedOutput("B")], ["B"])):
         (reply,) = worker.batch(inference(x, outputs=outputs))
@@ -342,7 +343,7 @@ def test_only_requested_outputs_travel(worker: Rig) -> None:
 def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, shown: str) -> None:
     kind = "FP64" if getattr(data, "dtype", None) == np.float64 else "FP32"
     worker.serve(
-        BlsClient(worker.context, lambda requests: [Response([Output("Y", kind, data)])]),
+        FunctionBackend(worker.context, lambda requests: [Response([Output("Y", kind, data)])]),
         one_tensor(dims=(4,)),
     )
     (reply,) = worker.batch(inference(tensor("X", np.zeros(4, F32))))
@@ -351,7 +352,7 @@ def test_outputs_that_contradict_the_configuration(worker: Rig, data: Any, shown
 
 
 def test_a_lenient_backend_passes_what_the_model_made(worker: Rig) -> None:
-    backend = BlsClient(
+    backend = FunctionBackend(
         worker.context, lambda requests: [Response([Output("Y", "FP64", np.zeros((2, 3)))])]
     )
     backend.strict_outputs = False
@@ -375,7 +376,7 @@ def test_any_layout_is_written_row_major(
     worker: Rig, region: Region, data: Any, placed: bool
 ) -> None:
     worker.serve(
-        BlsClient(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
+        FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
     )
     wanted = [RequestedOutput("Y", region.place(64, 100))] if placed else []
@@ -389,7 +390,7 @@ def test_any_layout_is_written_row_major(
 
 
 def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> None:
-    worker.serve(BlsClient(worker.context, echo), one_tensor(most=4))
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=4))
     for shape in ((1, 0), (0, 3)):
         data = np.zeros(shape, F32)
         wanted = RequestedOutput("Y", region.place(0, 0))
@@ -401,7 +402,7 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
 
 @pytest.mark.parametrize("placed", [False, True])
 def test_bytes(worker: Rig, region: Region, placed: bool) -> None:
-    worker.serve(BlsClient(worker.context, echo), one_tensor("STRING", (2,), most=4))
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor("STRING", (2,), most=4))
     data = np.array([[b"", "ä".encode()], [b"\0\1", b"x" * 50]], dtype=object)
     wanted = [RequestedOutput("Y", region.place(0, 1000))] if placed else []
     (reply,) = worker.batch(inference(tensor("X", data), outputs=wanted))
@@ -414,7 +415,7 @@ def test_bytes(worker: Rig, region: Region, placed: bool) -> None:
 def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
     for data in (np.array(["é", "b"]), np.array([b"x", b"y"]), np.array([5, "z"], dtype=object)):
         worker.serve(
-            BlsClient(
+            FunctionBackend(
                 worker.context,
                 lambda requests, data=data: [Response([Output("Y", "BYTES", data)])],
             ),
@@ -432,7 +433,7 @@ def test_reshape_both_ways(worker: Rig) -> None:
         return echo(requests)
 
     config = one_tensor(dims=(4, -1), most=8, reshape={"shape": [2, 2, -1]})
-    worker.serve(BlsClient(worker.context, look), config)
+    worker.serve(FunctionBackend(worker.context, look), config)
     replies = worker.batch(*(inference(tensor("X", np.zeros((n, 4, 5), F32))) for n in (1, 3)))
     assert seen == [(1, 2, 2, 5), (3, 2, 2, 5)]
     assert [reply.array("Y").shape for reply in replies] == [(1, 4, 5), (3, 4, 5)]
@@ -455,7 +456,7 @@ def test_reshape_carries_variable_sizes_in_order(sizes: list[int], data: st.Data
 
 
 def test_what_is_wrong_with_one_request_fails_it_alone(worker: Rig, region: Region) -> None:
-    worker.serve(BlsClient(worker.context, echo), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=8))
     data = np.ones((1, 4), F32)
     outside = region.place(40 * MIB - 8, 16)
     wrong_size = TensorRef("X", "FP32", (1, 4), b"123")
@@ -479,7 +480,7 @@ def test_what_is_wrong_with_one_request_fails_it_alone(worker: Rig, region: Regi
 
 
 def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
-    worker.serve(BlsClient(worker.context, echo), one_tensor("STRING", (1,), most=8))
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor("STRING", (1,), most=8))
     good = tensor("X", np.array([[b"a"]], dtype=object))
     bad = TensorRef("X", "BYTES", (1, 1), b"\xff\0\0\0ab")
     first, second = worker.batch(inference(good), inference(bad))
@@ -493,7 +494,7 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
 
 
 def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> None:
-    worker.serve(BlsClient(worker.context, echo), one_tensor())
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     data = np.zeros(4, F32)
     place = region.write(8192, data)
     assert worker.batch(inference(tensor("X", data, place)))[0].code == ""
@@ -514,7 +515,7 @@ def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.Mo
             worker.cancel(7)
         return echo(requests)
 
-    worker.serve(BlsClient(worker.context, execute), one_tensor(most=16))
+    worker.serve(FunctionBackend(worker.context, execute), one_tensor(most=16))
     rows = [np.full((1, n), n, F32) for n in (10, 10, 5, 1, 40, 10, 5, 5)]
     items = [inference(tensor("X", row)) for row in rows]
     items[3] = inference(tensor("Z", rows[3]))
@@ -538,7 +539,7 @@ def test_a_batch_that_raises_is_run_again_one_by_one(worker: Rig) -> None:
             array *= 2  # a second try must not see this
         return echo(requests)
 
-    worker.serve(BlsClient(worker.context, picky), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, picky), one_tensor(most=8))
     replies = worker.batch(*(inference(tensor("X", np.array([[n]], F32))) for n in (1, -1, 3)))
     assert sizes == [3, 1, 1, 1]
     assert [reply.code for reply in replies] == ["", "INTERNAL", ""]
@@ -556,7 +557,7 @@ def test_a_batch_that_raises_is_run_again_one_by_one(worker: Rig) -> None:
     ],
 )
 def test_a_wrong_number_of_answers(worker: Rig, result: Any, shown: str) -> None:
-    worker.serve(BlsClient(worker.context, lambda requests: result), one_tensor())
+    worker.serve(FunctionBackend(worker.context, lambda requests: result), one_tensor())
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "INTERNAL"
     assert reply.message.startswith("Failed to process the request(s) for model 'm_0_0', message:")
@@ -576,7 +577,7 @@ def test_what_a_model_raises(worker: Rig, error: BaseException, code: str, messa
     def fail(requests: list[Request]) -> list[Response]:
         raise error
 
-    worker.serve(BlsClient(worker.context, fail), one_tensor())
+    worker.serve(FunctionBackend(worker.context, fail), one_tensor())
     for _ in range(2):
         (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
         assert reply.code == code
@@ -587,7 +588,7 @@ def test_no_memory_for_a_copy_of_an_input_costs_its_request_alone(
     worker: Rig, region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a client of another user has shared is copied, and the host may be short of memory."""
-    worker.serve(BlsClient(worker.context, echo), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor(most=8))
     data = np.ones((1, 4), F32)
     copied = Place(replace(region.memory, copied=True), 0, data.nbytes)
 
@@ -608,7 +609,7 @@ def test_per_request_errors_and_parameters(worker: Rig) -> None:
         bad.error = Internal("not this one")
         return [good, bad]
 
-    worker.serve(BlsClient(worker.context, mixed), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, mixed), one_tensor(most=8))
     data = tensor("X", np.zeros((1, 1), F32))
     good, bad = worker.batch(inference(data), inference(data))
     assert good.answer is not None
@@ -624,7 +625,7 @@ def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None
         known.extend(request.is_cancelled() for request in requests)
         return echo(requests)
 
-    worker.serve(BlsClient(worker.context, slow), one_tensor(most=8))
+    worker.serve(FunctionBackend(worker.context, slow), one_tensor(most=8))
     data = np.ones((1, 4), F32)
     first, second = worker.batch(
         *(
@@ -640,7 +641,7 @@ def test_a_cancelled_request_is_not_written(worker: Rig, region: Region) -> None
 
 
 def test_times_are_in_order(worker: Rig) -> None:
-    worker.serve(BlsClient(worker.context, echo), one_tensor())
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     worker.batch(inference(tensor("X", np.zeros(1, F32))))
     done = worker.finished
     assert (
@@ -660,7 +661,7 @@ def test_what_its_scheduler_did_not_live_to_see_is_not_written(worker: Rig, regi
         worker.scheduler.close()
         return echo(requests)
 
-    worker.serve(BlsClient(worker.context, execute), one_tensor())
+    worker.serve(FunctionBackend(worker.context, execute), one_tensor())
     x = tensor("X", np.ones(4, F32))
     (reply,) = worker.batch(inference(x, outputs=[RequestedOutput("Y", region.place(0, 16))]))
     assert reply.code == "CANCELLED"
@@ -700,7 +701,7 @@ def test_blocks_that_nobody_was_told_of_come_back() -> None:
 def test_outputs_of_a_batch_that_its_scheduler_did_not_live_to_see_come_back(
     worker: Rig, lost: bool
 ) -> None:
-    worker.serve(BlsClient(worker.context, echo), one_tensor())
+    worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     worker.batch(inference(tensor("X", np.ones(MIB, F32))))
     assert worker.context.arena.used
     if lost:
@@ -718,7 +719,7 @@ def test_an_arena_that_is_full_fails_the_request_and_keeps_nothing(worker: Rig) 
         [tensor_config("X", "FP32", [-1])],
         [tensor_config("A", "FP32", [-1]), tensor_config("B", "FP32", [-1])],
     )
-    worker.serve(BlsClient(worker.context, huge), config)
+    worker.serve(FunctionBackend(worker.context, huge), config)
     (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
     assert reply.code == "UNAVAILABLE"
     assert worker.context.arena.used == 0

@@ -36,7 +36,7 @@ from shmserve.workers.device import DeviceLost
 from shmserve.workers.memory.device import Allocation, DeviceMemory
 from tests.rigs.fake_cuda import Exported, FakeCuda, FakeDevice
 from tests.rigs.worker_rig import (
-    BlsClient,
+    FunctionBackend,
     Region,
     Rig,
     inference,
@@ -251,7 +251,7 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
         worker.context, mappings=Mappings(memory.open), device_memory=memory
     )
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
-    worker.serve(BlsClient(worker.context, lambda requests: []), config)
+    worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
     exported = cuda.export(64)
     (reply,) = worker.batch(inference(at(exported.memory(), 0, ROW)))
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
@@ -488,7 +488,7 @@ def test_a_device_that_is_not_read_any_more(
 ) -> None:
     """A process that cannot use its device again makes room for one that can."""
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
-    worker.serve(BlsClient(worker.context, lambda requests: []), config)
+    worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
 
     def fail(*arguments: Any, **options: Any) -> Any:
         raise _Lost("CUDA error: an illegal memory access was encountered")
@@ -511,7 +511,7 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
         return [Response([Output("y", item.datatype, item.numpy())]) for item in found]
 
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
-    worker.serve(BlsClient(worker.context, echo), config)
+    worker.serve(FunctionBackend(worker.context, echo), config)
     exported = cuda.export(64)
     memory = exported.memory()
     exported.write(0, ROW)
@@ -526,7 +526,7 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
         return [Response([Output("y", "BYTES", r.inputs["x"].numpy())]) for r in requests]
 
     config = model_config([tensor_config("x", "STRING", [2])], [tensor_config("y", "STRING", [2])])
-    worker.serve(BlsClient(worker.context, echo), config)
+    worker.serve(FunctionBackend(worker.context, echo), config)
     exported = cuda.export(64)
     memory = exported.memory()
     words = np.array([b"one", b"three"], dtype=np.object_)

@@ -37,10 +37,15 @@ FAILED = "Failed to process the request(s) for model 'm_0_0', message: "
 ARRAY = "FP32[ndarray, -1]"
 
 
+LOADED: list[NativeBackend] = []
+
+
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Rig]:
     with rig(tmp_path) as made:
         yield made
+        while LOADED:
+            LOADED.pop().unload()
 
 
 class Model(Streams):
@@ -51,6 +56,7 @@ class Model(Streams):
         self.backend = NativeBackend(worker.context)
         self.config = self.backend.complete_config(model_config([], [], **more))
         worker.serve(self.backend, self.config)
+        LOADED.append(self.backend)
         super().__init__(worker, "x", "output", self.config["max_batch_size"] > 0)
 
     @property

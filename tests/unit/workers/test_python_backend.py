@@ -33,6 +33,9 @@ def given(request, name="X"):
 def response(array, **more):
     return pb_utils.InferenceResponse([pb_utils.Tensor("Y", array)], **more)
 
+def failure(text):
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text))
+
 def first(kept):
     if hasattr(kept, "inputs"):
         kept = kept.inputs()[0]
@@ -705,6 +708,43 @@ def test_a_model_that_reports_what_it_may_not_write(model: Model, region: Region
         """
     )
     assert rounds(model, region, 14) == list(range(14))
+
+
+@pytest.mark.parametrize("told", ["raise RuntimeError('so')", "return [failure('so')]"])
+def test_a_model_that_says_so_in_words_of_its_own(model: Model, region: Region, told: str) -> None:
+    """What copies cure was that."""
+    model.serve(
+        f"""
+        tries = []
+        def execute(self, requests):
+            array = given(requests[0])
+            first = array[0]
+            self.tries.append(int(first))
+            try:
+                if first >= 10:
+                    array += 1
+            except Exception:
+                {told}
+            return [response(np.array([first], "f4"))]
+        """
+    )
+    assert rounds(model, region, 14) == list(range(14))
+    assert model.backend._model.tries == [*range(10), 10, *range(10, 14)]
+
+
+def test_what_copies_do_not_cure_is_the_models_own(model: Model, region: Region) -> None:
+    model.serve(
+        """
+        tries = []
+        def execute(self, requests):
+            self.tries.append(given(requests[0]).flags.writeable)
+            if given(requests[0])[0] >= 10:
+                return [failure(f"try {len(self.tries)}")]
+            return [response(given(requests[0])[:1])]
+        """
+    )
+    assert rounds(model, region, 12) == [*range(10), "try 12", "try 14"]
+    assert model.backend._model.tries[8:] == [False, False, *[False, True] * 2]
 
 
 # --- calling other models

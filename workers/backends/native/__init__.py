@@ -89,6 +89,7 @@ class NativeBackend(Backend):
             )
         self._take = predict.take
         as_numpy = frozenset(p.name for p in predict.parameters if p.numpy)
+        self.read_only_inputs = bool(as_numpy)
         self._runner = Runner(context, signature, self._device, as_numpy)
         self._model = kind()
         if isinstance(self._model, torch.nn.Module):

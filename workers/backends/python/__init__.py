@@ -28,7 +28,6 @@ from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedR
 from shmserve.workers.backends.python.response import InferenceResponse, to_response
 from shmserve.workers.backends.python.sender import SingleResponse
 from shmserve.workers.event_loop import EventLoopThread
-from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -109,16 +108,13 @@ class PythonBackend(Backend):
         received = [ReceivedRequest(request, self._lender) for request in requests]
         try:
             responses = self._execute(received)
-        except Exception as error:
+        except Exception:
             responses = self._sent(received)
             if not responses:
-                if isinstance(error, UserWarning) and "not writable" in in_words(error):
-                    raise ValueError("an input is read-only") from error
                 raise
             logger.exception("model '%s' failed after it had answered", self.context.model_name)
         finally:
             self._server.executing = ()
-        _check_complaints(requests, responses)
         self._lender.settle(responses)
         _give_up(requests, received)
         return responses
@@ -281,21 +277,6 @@ async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
     while not all(outbox.done.is_set() for outbox in outboxes):
         await changed.wait()
         changed.clear()
-
-
-def _check_complaints(requests: Sequence[Request], responses: Sequence[Response]) -> None:
-    """Raises ValueError when the model reports that it may not write into its inputs.
-
-    The server then runs the requests again with inputs that the model may write into.
-    """
-    for request, response in zip(requests, responses, strict=True):
-        if response.error is None:
-            continue
-        text = response.error.message
-        if ("read-only" in text or "not writable" in text) and any(
-            source.shared for source in request.inputs.values()
-        ):
-            raise ValueError(f"an input is read-only: {text}")
 
 
 def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:

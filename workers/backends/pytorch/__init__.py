@@ -43,6 +43,7 @@ class PytorchBackend(Backend):
     """One torch model on one device."""
 
     device_inputs = True
+    read_only_inputs = False
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)

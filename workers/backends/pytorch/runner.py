@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Request, Response
 from shmserve.workers.backends.pytorch.in_place import InPlace
-from shmserve.workers.batch.unpack import Gatherer, gather_strings
+from shmserve.workers.batch.gather import Gatherer, gather_strings
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device import to_host
 from shmserve.workers.torch_types import PROTOCOL, as_torch

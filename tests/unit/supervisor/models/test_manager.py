@@ -46,6 +46,10 @@ class Repository:
         """Whether it is there."""
         return name in self.scan()
 
+    def is_ambiguous(self, name: str) -> bool:
+        """There is only one."""
+        return False
+
     def fingerprint(self, name: str) -> str:
         """Another one after each change."""
         return f"{self.changes}"

@@ -67,6 +67,33 @@ def test_finds_models_and_their_versions(tmp_path: Path) -> None:
     assert find([tmp_path], "c") is None
 
 
+def test_a_named_configuration_goes_before_the_usual_one(tmp_path: Path) -> None:
+    make(tmp_path, "with", "1", config="max_batch_size: 4")
+    make(tmp_path, "without", "1", config="max_batch_size: 4")
+    (tmp_path / "with" / "configs").mkdir()
+    (tmp_path / "with" / "configs" / "alt.pbtxt").write_text("max_batch_size: x")
+    (tmp_path / "without" / "configs").write_text("no folder")
+    found = scan([tmp_path], "alt")
+    assert found["with"].config_path == tmp_path / "with" / "configs" / "alt.pbtxt"
+    assert found["without"].config_path == tmp_path / "without" / "config.pbtxt"
+    assert scan([tmp_path], "other")["with"].config_path == tmp_path / "with" / "config.pbtxt"
+    assert find([tmp_path], "with", "alt") == found["with"]
+    before = fingerprint(found["with"])
+    (tmp_path / "with" / "configs" / "alt.pbtxt").write_text("max_batch_size: 5")
+    assert fingerprint(found["with"]) != before
+    config, _ = read_config(find([tmp_path], "with", "alt") or found["with"])
+    assert config.max_batch_size == 5
+
+
+def test_a_named_configuration_stays_in_its_repository(tmp_path: Path) -> None:
+    outside = tmp_path / "outside.pbtxt"
+    outside.write_text("")
+    make(tmp_path / "models", "m", "1")
+    (tmp_path / "models" / "m" / "configs").mkdir()
+    (tmp_path / "models" / "m" / "configs" / "alt.pbtxt").symlink_to(outside)
+    assert scan([tmp_path / "models"], "alt")["m"].problem
+
+
 def test_a_model_in_two_repositories_is_in_none(tmp_path: Path) -> None:
     for repository in ("one", "two", "three"):
         make(tmp_path / repository, "m", "1")

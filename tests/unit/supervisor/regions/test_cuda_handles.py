@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,19 @@ def test_register_and_unregister() -> None:
         await office.registry.unregister("r", ME)
         assert len(office.registry.active()) == 1, "it is no system memory"
         await office.registry.unregister("r", ME, cuda=True)
-        assert office.told[-1] == m.RegionWithdrawn("r", published.memory_id, 1)
+        assert office.told[1:] == [
+            m.RegionWithdrawn("r", published.memory_id, 1),
+            replace(published, draining=True),
+        ]
+        assert list(office.registry.published()) == [
+            replace(published, draining=True, acknowledge=0)
+        ]
         assert office.workers == [], "a gateway may still have requests that use it"
         office.registry.released(7, published.memory_id)
         assert office.workers == [m.MemoryDropped(published.memory_id)]
+        assert list(office.registry.published()) == []
+        await asyncio.sleep(0)
+        assert office.told[-1] == m.RegionDrained(published.memory_id, 1)
 
     asyncio.run(steps())
 
@@ -221,7 +231,8 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
         answered.set()
         await asyncio.gather(*waiting)
         assert [region.name for region in registry.active()] == ["theirs"]
-        assert sum(isinstance(told, m.RegionPublished) for told in office.told) == 2
+        usable = [t for t in office.told if isinstance(t, m.RegionPublished) and not t.draining]
+        assert len(usable) == 2
 
     asyncio.run(steps())
 

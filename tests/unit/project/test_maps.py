@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2] / "shmserve"
+ROOT = Path(__file__).resolve().parents[3] / "shmserve"
 
 
 def named(package: Path) -> set[str]:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from shmserve.common.fd_limits import share_of
 from shmserve.common.peer_credentials import network
 from shmserve.gateway.client_identity import ListenerKind
-from shmserve.gateway.grpc import core_sockets
-from shmserve.gateway.grpc.call_watchdog import Calls
+from shmserve.gateway.grpc.core import sockets as core_sockets
+from shmserve.gateway.grpc.core.call_watchdog import Calls
 
 logger = logging.getLogger(__name__)
 

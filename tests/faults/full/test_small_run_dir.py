@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.faults.full.small_shm import can_mount
 from tests.faults.scene import assert_recovers, scene
-from tests.faults.small_shm import can_mount
 from tests.support.raw_http import json_input
 from tests.support.servers import Server
 from tests.support.waiting import until

@@ -16,14 +16,18 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc
 
-from shmserve.gateway.grpc.direct_unary import HERE, Metadata, start
+from shmserve.gateway.grpc.core.direct_unary import HERE, Metadata, start
+
+try:
+    from grpc._cython import cygrpc
+except ImportError:  # then there is no call of this kind
+    cygrpc = None
 
 logger = logging.getLogger(__name__)
 
 _OK = grpc.StatusCode.OK.value[0]
-_BUFFERED = cygrpc.WriteFlag.buffer_hint
+_BUFFERED = 1  # cygrpc.WriteFlag.buffer_hint
 
 
 class StreamCall:

@@ -19,7 +19,7 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.signature import Signature
 from tests.rigs.gateway_rig import SIMPLE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def calls(folder: str) -> list[tuple[Path, ast.Call]]:

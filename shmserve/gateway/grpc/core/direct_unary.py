@@ -16,13 +16,17 @@ them, every call goes grpc.aio's own way, as some always do: grpc.aio asks for c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc
 
-from shmserve.gateway.grpc.call_watchdog import LATE, MISSING, Calls
+from shmserve.gateway.grpc.core.call_watchdog import LATE, MISSING, Calls
+
+try:
+    from grpc._cython import cygrpc
+except ImportError:
+    cygrpc = None
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,7 @@ _PARTS = (
     *("_receive_message", "execute_batch", "_ServicerContext", "ReceiveCloseOnServerOperation"),
     *("SendInitialMetadataOperation", "SendMessageOperation", "SendStatusFromServerOperation"),
 )
+_SERVER_PARTS = ("add_registered_method_handlers", "_request_registered_call", "is_running")
 _OK = grpc.StatusCode.OK.value[0]
 
 Metadata = Sequence[tuple[str, str]]
@@ -242,20 +247,24 @@ class Acceptor:
                 self._ask()
 
 
-def acceptor(
-    server: grpc.aio.Server, path: str, way: Any, begin: Callable[[Any], None]
-) -> Acceptor | None:
-    """Whoever takes calls of the method `path`, for a server that is not started yet; `begin` gets
-    each as gRPC has it.
+def acceptors(
+    server: grpc.aio.Server, ways: Mapping[str, tuple[Any, Callable[[Any], None]]]
+) -> list[Acceptor]:
+    """Who takes calls of these methods, for a server that is not started yet.
 
-    `way` is grpc.aio's own way for the same method. None: this gRPC has not what it takes.
+    `ways` has of each method's path grpc.aio's own way for it, and `begin`, which gets each call as
+    gRPC has it. None are left where this gRPC has not what it takes, which is logged.
     """
-    core = getattr(server, "_server", None)
-    wanted = ("add_registered_method_handlers", "_request_registered_call", "is_running")
-    if not (
-        all(hasattr(core, name) for name in wanted)
-        and all(hasattr(cygrpc, name) for name in _PARTS)
-    ):
-        return None
-    core.add_registered_method_handlers({path: way})  # type: ignore[union-attr]
-    return Acceptor(core, path, begin)
+    core: Any = getattr(server, "_server", None)
+    missing = [name for name in _SERVER_PARTS if not hasattr(core, name)]
+    missing += [name for name in _PARTS if not hasattr(cygrpc, name)]
+    if missing:
+        logger.warning(
+            "gRPC %s is not one that was tested (it has no %s): calls go through grpc.aio alone, "
+            "which is slower",
+            grpc.__version__,
+            ", ".join(missing),
+        )
+        return []
+    core.add_registered_method_handlers({path: way for path, (way, _) in ways.items()})
+    return [Acceptor(core, path, begin) for path, (_, begin) in ways.items()]

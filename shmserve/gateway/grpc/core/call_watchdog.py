@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from shmserve.common.peer_credentials import Address
-from shmserve.gateway.grpc import core_sockets
+from shmserve.gateway.grpc.core import sockets as core_sockets
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,11 @@ class Phase(Enum):
 # How a call ends whose request does not come.
 LATE = (grpc.StatusCode.UNAVAILABLE, "the request did not arrive in time")
 MISSING = (grpc.StatusCode.INTERNAL, "Unable to parse request")  # as from Triton
+
+
+def client_left(error: BaseException) -> bool:
+    """Whether gRPC raises this because the client was gone; it does not say what the class is."""
+    return type(error).__name__ == "ExecuteBatchError"
 
 
 class Calls:

@@ -1,0 +1,38 @@
+"""Views or copies: what a model's failures, and their cure, are taken to mean."""
+
+from __future__ import annotations
+
+from shmserve.ipc.tensors.inference import Inference
+from shmserve.workers.batch.input_policy import InputPolicy
+from shmserve.workers.batch.request import Input, Request
+
+
+def request(shared: bool) -> Request:
+    item = Input("X", "UINT8", (4,), memoryview(bytearray(4)))
+    item.shared = shared
+    return Request(1, 1, Inference("", ()), 0, {"X": item}, {})
+
+
+def test_only_views_can_be_at_fault() -> None:
+    policy = InputPolicy()
+    assert policy.may_cure(request(True)) and not policy.may_cure(request(False))
+
+
+def test_a_cure_is_remembered() -> None:
+    policy = InputPolicy()
+    policy.tried(cured=False)
+    assert not policy.copies
+    policy.tried(cured=True)
+    assert policy.copies
+
+
+def test_who_fails_often_for_its_own_reasons_is_believed_for_a_while() -> None:
+    policy = InputPolicy()
+    tried = []
+    for _ in range(200):
+        tried.append(policy.may_cure(request(True)))
+        if tried[-1]:
+            policy.tried(cured=False)
+    assert all(tried[:16])
+    assert sum(tried) < 16 + 200 / 16
+    assert any(tried[100:]), "it is never believed for good"
