@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
+from shmserve.client.request.prepared import Plan
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
-
-if TYPE_CHECKING:
-    from shmserve.client.request.prepared import Plan
 
 _MOST_PLANS = 64
 _MOST_RESPONSES = 64

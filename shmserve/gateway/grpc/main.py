@@ -94,8 +94,8 @@ class GrpcFront(process.Front):
                 # Who connects and says nothing, or half of it, is shown out.
                 ("grpc.server_handshake_timeout_ms", patience_ms),
                 ("grpc.http2.settings_timeout", patience_ms),
-                # More are turned away until others have made room (crowds.py): what is here needs
-                # descriptors of its own to go on.
+                # More are turned away until others have made room (connection_limits.py): what is
+                # here needs descriptors of its own to go on.
                 ("grpc.max_allowed_incoming_connections", self._most),
                 ("grpc.max_concurrent_streams", _MOST_CALLS),
                 ("grpc.http2.max_deallocating_streams", _MOST_CALLS),

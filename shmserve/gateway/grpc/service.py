@@ -44,7 +44,7 @@ _STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """One RPC: the API it belongs to (`scope`, as gateway/authorisation.py has them), and
+    """One RPC: the API it belongs to (`scope`, as common/auth_tokens.py has them), and
     `handler(gateway, client, request) -> response` for plain ones.
 
     Those without a handler are the `Service`'s own.

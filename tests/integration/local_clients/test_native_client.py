@@ -304,7 +304,7 @@ def test_strided_and_empty_inputs(client) -> None:
 
 def test_a_signals_handler_asks_while_its_thread_waits(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B)
-    with client._waiter().lock:  # as in a wait
+    with client._waiting().lock:  # as in a wait
         result = client.infer("simple", INPUT0=A, INPUT1=B, timeout=30)
     assert (result["OUTPUT0"] == A + B).all()
 
@@ -400,7 +400,7 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
     for thread in threads:
         thread.join()
     assert sorted(answers) == sorted([*range(count)] * 4)
-    assert len(client._waiters) <= 15
+    assert len(client._channels) <= 15
 
 
 def test_more_at_once_than_a_frame_may_have(client, rows: Server) -> None:
