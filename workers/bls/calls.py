@@ -2,7 +2,7 @@
 
 FindModel ──> supervisor: where?  ──> Submit ──> scheduler ──> Finished | Failed ──> CallResponse
 
-A call keeps what it submitted until it has its response: when the scheduler is lost, it is submitted
+A call keeps what it submitted until it has its response: when the scheduler is lost, it is sent
 again to the successor, or to whoever serves the model now. `shmserve.ipc.inflight` has the life of
 a request. Inputs that lie in memory of the caller's own request travel as they are; outputs are
 copied out, so that a model may keep them. Calls come from the model's thread, from its event loop
