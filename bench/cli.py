@@ -11,7 +11,8 @@ from pathlib import Path
 from bench import plot, report, results
 from bench.cases import NAMES
 from bench.native import NATIVE
-from bench.runner import Runner, Settings
+from bench.run import Settings
+from bench.runner import Runner
 from bench.servers import BENCH
 from bench.streams import STREAMS
 

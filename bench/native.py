@@ -11,16 +11,13 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from bench import memcpy, perf
 from bench.cases import Figure, Target, through_shm
 from bench.perf import P50, THROUGHPUT, Load, LoadFailed
 from bench.results import PEER, US, Row
+from bench.run import Run
 from bench.servers import BENCH, Server, running
-
-if TYPE_CHECKING:
-    from bench.runner import Runner
 
 _GRACE_S = 60.0
 
@@ -100,7 +97,7 @@ NATIVE = (
 )
 
 
-def run(case: NativeCase, runner: Runner) -> Row:
+def run(case: NativeCase, runner: Run) -> Row:
     """Samples of both, taking turns. Raises what the failure of either raises."""
     row = Row(case.figure, {})
     analyzer = runner.analyzer if case.peer is not None else None

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from bench.cases import LOADS, MEMCPY, STANDING, LoadCase, StandingCase
 from bench.client import RequestFailed
 from bench.peer import Analyzer, Missing, TritonFiles, find_analyzer, find_triton
 from bench.results import MACHINE, NotRun, Results, Row
+from bench.run import Settings
 from bench.servers import BENCH, Product, Server, ServerFailed, Shmserve, Triton, running
 
 if TYPE_CHECKING:
@@ -24,21 +24,6 @@ if TYPE_CHECKING:
 
 _WARM_UP_S = 1.5
 _FAILURES = (ServerFailed, perf.LoadFailed, RequestFailed, OSError)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure: `repeats` samples a figure, of `seconds` of load; `only` names cases."""
-
-    peer: Path
-    with_peer: bool
-    repeats: int
-    seconds: float
-    only: frozenset[str]
-
-    def wants(self, name: str) -> bool:
-        """Whether this case was asked for."""
-        return not self.only or name in self.only
 
 
 class Runner:

@@ -8,16 +8,14 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from bench.cases import Figure, Target
 from bench.perf import LoadFailed
 from bench.results import US, Row
+from bench.run import Run
 from bench.servers import BENCH, Server, running
 from bench.stream_load import FIRST, MODEL, RESPONSES
-
-if TYPE_CHECKING:
-    from bench.runner import Runner
 
 _GRACE_S = 60.0
 
@@ -74,7 +72,7 @@ STREAMS = (
 )
 
 
-def run(case: StreamCase, runner: Runner) -> list[Row]:
+def run(case: StreamCase, runner: Run) -> list[Row]:
     """Samples of both, taking turns. Raises what the failure of either raises."""
     rows = [Row(figure, {}) for figure in case.figures]
     with ExitStack() as started:

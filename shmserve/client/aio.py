@@ -15,12 +15,13 @@ from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight import FULL, LATE, Pending, RequestChannel
+from shmserve.client.inflight.channel import FULL, LATE, RequestChannel
+from shmserve.client.inflight.pending import Pending
+from shmserve.client.inflight.streaming import StreamPending, unwrapped
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
-from shmserve.client.streaming import StreamPending, unwrapped
 from shmserve.errors import InvalidArgument, Unavailable
 
 
@@ -107,7 +108,7 @@ class ResponseStream:
         return unwrapped(item)
 
     async def _attend(self, pending: StreamPending) -> None:
-        deadline_ns = pending.prepared.options.deadline_ns
+        deadline_ns = pending.built.options.deadline_ns
         left_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
         try:
             async with asyncio.timeout(left_s):
@@ -179,14 +180,14 @@ class Server:
         """As `shmserve.client.Server.infer`; cancelling the task cancels the request."""
         options = options_of(request_id, parameters, priority, timeout)
         turns = await self._connected()
-        prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
+        built = self._session.built(model, inputs, outputs, version, options, tensors)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def answered(_: Pending) -> None:
             if not future.done():
                 future.set_result(None)
 
-        pending = turns.channel.submit(prepared, answered)
+        pending = turns.channel.submit(built, answered)
         turns.flush_soon()
         try:
             if options.deadline_ns:
@@ -230,10 +231,10 @@ class Server:
 
         async def start(on_item: Callable[[], None]) -> tuple[_Turns, StreamPending]:
             turns = await self._connected()
-            prepared = self._session.prepared(
+            built = self._session.built(
                 model, inputs, outputs, version, options, tensors, stream=True
             )
-            pending = turns.channel.start(StreamPending(turns.channel, prepared, on_item))
+            pending = turns.channel.start(StreamPending(turns.channel, built, on_item))
             turns.flush_soon()
             return turns, pending
 

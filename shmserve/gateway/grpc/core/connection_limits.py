@@ -1,4 +1,5 @@
-"""Who makes room when there are too many of gRPC's connections, by the rules of gateway/crowds.py.
+"""Who makes room when there are too many of gRPC's connections, by the rules of
+gateway/http/connection/limits.py.
 
 gRPC's core accepts connections by itself, and at the limit it turns away whoever comes. So they are
 looked at from outside: soon after somebody came, which shows at the listening socket unless the

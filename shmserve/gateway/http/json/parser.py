@@ -83,8 +83,8 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
     # No variable may hold the exception: with its frames, and the text, it would wait for the
     # collector.
     reason = f"{_UNREADABLE}{strict.msg.partition(': line')[0]}. at {strict.pos}"
-    # What is larger has its numbers in arrays, which are read in slices (bigjson.py). As a whole it
-    # would keep everybody waiting for ten times as long as with the quick parser.
+    # What is larger has its numbers in arrays, which are read in slices (large_arrays.py). As one
+    # piece it would keep everybody waiting for ten times as long as with the quick parser.
     if len(raw) > _LONGEST_LENIENT or (b"NaN" not in raw and b"Inf" not in raw):
         raise JsonFault(reason)
     spelled = _STRING_OR_INF.sub(lambda m: b"Infinity" if m[0] == b"Inf" else m[0], raw)
