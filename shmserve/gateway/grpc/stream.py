@@ -157,13 +157,15 @@ class _Stream:
         together = 1
         while True:
             self._news.clear()
-            idle = not self._outbox
-            if not idle:
+            idle = True
+            if self._outbox:
                 await self._write_responses(together, patience_s)
-                together = _TOGETHER
+                idle = False
             if self._ordered and _is_answered(self._ordered[0][0]):
-                await self._write_answer(patience_s)
-            elif idle:
+                await self._write_answers(together, patience_s)
+                idle = False
+            together = _TOGETHER
+            if idle:
                 if self._ended and not (self._ordered or self._open):
                     return
                 await self._news.wait()
@@ -189,8 +191,7 @@ class _Stream:
                 responses.append(response)
                 size += len(response)
             written.append((streamed_request, answer, is_last(message)))
-        if responses:
-            await self._send(responses, patience_s)
+        await self._send(responses, patience_s)
         for streamed_request, answer, last in written:
             streamed_request.request.passed_on(answer)
             if last:
@@ -198,16 +199,34 @@ class _Stream:
                 streamed_request.leave()
                 self._room.give(streamed_request.size)
 
-    async def _write_answer(self, patience_s: float) -> None:
-        item, size = self._ordered.popleft()
+    async def _write_answers(self, together: int, patience_s: float) -> None:
+        """Write the answers whose turn it is, as much as has `together` bytes."""
+        responses: list[bytes] = []
+        leaving: list[Submitted] = []
+        size = room = 0
         try:
-            await self._send((_answer(item, strict=self._strict),), patience_s)
+            while self._ordered and size < together and _is_answered(self._ordered[0][0]):
+                item, occupied = self._ordered[0]
+                self._ordered.popleft()
+                if isinstance(item, Submitted):
+                    leaving.append(item)
+                room += occupied
+                try:
+                    response = _answer(item, strict=self._strict)
+                except ShmserveError:
+                    await self._send(responses, patience_s)
+                    raise
+                responses.append(response)
+                size += len(response)
+            await self._send(responses, patience_s)
         finally:
-            if isinstance(item, Submitted):
-                item.leave()
-        self._room.give(size)
+            for submitted in leaving:
+                submitted.leave()
+        self._room.give(room)
 
     async def _send(self, responses: Sequence[bytes], patience_s: float) -> None:
+        if not responses:
+            return
         self.total += sum(map(len, responses))
         async with asyncio.timeout(patience_s):
             await self._write_all(responses)

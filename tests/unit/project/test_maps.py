@@ -1,5 +1,4 @@
-"""A package's docstring is a map of it: all that is in it is named (test_file_maps.py: and nothing
-that is not there)."""
+"""A package's docstring is a map of it: all that is in it is named, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +23,20 @@ def entries(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.py")} | packages
 
 
+def somewhere() -> set[str]:
+    """Those of all rooms."""
+    rooms = (ROOT, ROOT / "ipc", ROOT / "workers")
+    return {name for room in rooms for path in room.resolve().rglob("") for name in entries(path)}
+
+
 @pytest.mark.parametrize("package", ["gateway", "gateway/grpc", "scheduler", "client", "cli/doors"])
 def test_a_map_names_every_module(package: str) -> None:
     folder = ROOT / package
     assert named(folder) >= entries(folder) - {"__init__.py"}
+
+
+@pytest.mark.parametrize(
+    "package", ["", "gateway", "gateway/grpc", "scheduler", "client", "cli/doors"]
+)
+def test_a_map_names_what_is_there(package: str) -> None:
+    assert named(ROOT / package) <= somewhere()
