@@ -1,12 +1,28 @@
 """shmserve: a model server for one host whose clients pass tensors through shared memory.
 
-One HTTP request, by room (gRPC comes in by gateway/grpc, a program on this host by client):
+One HTTP request, by room (file by file, and gRPC, in gateway/__init__.py):
 
     gateway/http          bytes -> route -> handler; a body -> the tensors of a request, and back
-    gateway/inference     the request is built, its memory found, admitted, answered
-    gateway/links         to the model's scheduler, until it has answered
-    scheduler             requests/ wait, batchers/ choose what runs next, instances/ run it
-    workers               batch/ gathers, backends/ call the model, batch/ scatters
+    gateway/inference     the request is built, its memory found, admitted
+    gateway/links         to the model's scheduler, until it has responded
+    scheduler             loop.py, core.py: receive, decide, send
+      requests/           it waits (queue.py)
+      batchers/           what runs next (dispatch.py)
+      instances/          and where (pool.py); given to a worker (executions.py)
+    workers               instance.py: wait, execute, report
+      batch/              unpack.py, gather.py -> backends/ call the model -> scatter.py
+
+A local client's request: client/session.py finds the server and client/connection.py talks to it
+(supervisor/local_clients/server.py at the other end); client/request/prepare.py places the tensors
+in shared memory, client/inflight.py submits; scheduler/local_clients.py checks what no gateway has.
+
+A model's load: supervisor/models/manager.py takes the request; load_planner.py reads folder and
+configuration; version.py starts scheduler_process.py and instance_processes.py, which follows
+load_protocol.py with each worker; rollout.py lets it serve and publishes it to the gateways.
+
+A worker's death: supervisor/processes/table.py notices, models/instance_processes.py starts another
+one with a backoff (restart_backoff.py); scheduler/instances/losses.py decides which of its requests
+run again, alone, and which fail. A scheduler's: models/fail_over.py.
 
 The control plane, beside it: cli and config; supervisor owns the process tree (processes/, host/),
 what is loaded (models/), whose memory is registered (regions/), programs on this host

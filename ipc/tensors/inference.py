@@ -121,7 +121,7 @@ class InferenceTemplate:
         pieces += (self._pieces[-1], msgpack.packb(deadline_ns))
         return b"".join(pieces)
 
-    def pieces(self, deadline_ns: int) -> list[bytes]:
+    def pieces(self, deadline_ns: int = 0) -> list[bytes]:
         """What is around the inline tensors' bytes, in order."""
         return [*self._pieces[:-1], self._pieces[-1] + msgpack.packb(deadline_ns)]
 

@@ -1,19 +1,92 @@
-"""Packed requests, or answers, of one form: the same pieces around tensors of the same sizes.
+"""What requests and responses come to that were seen before: bounded caches, and templates.
 
-Programs send the same form again and again; what follows from it alone is then known without
-unpacking. What differs each time by its nature, a deadline or an id, is not worth knowing.
+Programs send, and models answer, the same form again and again: the same names, types and shapes
+with other numbers, or the very same bytes where the numbers are in shared memory. What follows from
+the form alone is then known without unpacking. What differs each time by its nature, a deadline or
+an id, is not worth knowing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from shmserve.ipc.tensors.inference import Inference, InferenceTemplate, Inferred, InferredTemplate
 
+K = TypeVar("K")
+V = TypeVar("V")
 T = TypeVar("T")
 
 _MOST_KNOWN = 256
-LONGEST_KNOWN = 4096  # bytes of a packed request or answer
+LONGEST_KNOWN = 4096  # bytes of a packed request or response
+
+
+class BoundedCache(Generic[K, V]):
+    """At most `most` values by key. When it is full all are forgotten, which costs least; with
+    `on_evict`, which hears of those that go, the oldest is.
+
+    Threads may use it at the same time.
+    """
+
+    __slots__ = ("_known", "_most", "_noticed", "_on_evict", "find")
+
+    def __init__(self, most: int, on_evict: Callable[[V], None] | None = None) -> None:
+        self._known: dict[K, V] = {}
+        self._noticed: set[K] = set()
+        self._most = most
+        self._on_evict = on_evict
+        # The value of a key, or None. Requests on their way look often: no call is between.
+        self.find: Callable[[K], V | None] = self._known.get
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def notice(self, key: K) -> bool:
+        """Something with this key is here; returns whether it came before, so that nothing is
+        worked out for one use."""
+        if key in self._known or key in self._noticed:
+            return True
+        if len(self._noticed) >= self._most:
+            self._noticed.clear()
+        self._noticed.add(key)
+        return False
+
+    def remember(self, key: K, value: V) -> None:
+        """Keep a value, in the place of another."""
+        self._make_room(key)
+        self._known[key] = value
+
+    def share(self, key: K, value: V) -> V:
+        """Keep a value, unless another thread has made one meanwhile; returns the one that is."""
+        self._make_room(key)
+        return self._known.setdefault(key, value)
+
+    def forget(self, key: K) -> None:
+        """Its value is no good any more."""
+        self._known.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all, which `on_evict` hears of."""
+        if self._on_evict is None:
+            self._known.clear()
+            return
+        for key in list(self._known):
+            self._evict(key)
+
+    def _make_room(self, key: K) -> None:
+        if len(self._known) < self._most or key in self._known:
+            return
+        if self._on_evict is None:
+            self._known.clear()
+            return
+        known = list(self._known)
+        for oldest in known[: len(known) - self._most + 1]:
+            self._evict(oldest)
+
+    def _evict(self, key: K) -> None:
+        value = self._known.pop(key, None)
+        if value is not None and self._on_evict is not None:
+            self._on_evict(value)
 
 
 class _Cut(NamedTuple, Generic[T]):
@@ -37,44 +110,43 @@ class _Cut(NamedTuple, Generic[T]):
 
 
 class TemplateCache(Generic[T]):
-    """What the forms mean that requests, or answers, have lately had; of `most` forms at a time."""
+    """What the forms mean that packed requests, or responses, have lately had: of `most` forms with
+    inline tensors, once they come again, and as many without any; of up to `longest` bytes."""
 
-    __slots__ = ("_known", "_most", "_seen")
+    __slots__ = ("_cuts", "_longest", "_whole")
 
-    def __init__(self, most: int = _MOST_KNOWN) -> None:
-        self._most = most
-        self._known: dict[int, _Cut[T]] = {}  # by the size of what is packed
-        self._seen: set[int] = set()  # sizes of what was not known
+    def __init__(self, most: int = _MOST_KNOWN, longest: int = LONGEST_KNOWN) -> None:
+        self._cuts: BoundedCache[int, _Cut[T]] = BoundedCache(most)  # by the size of what is packed
+        self._whole: BoundedCache[bytes, tuple[T, list[bytes]]] = BoundedCache(most)
+        self._longest = longest
 
     def find(self, packed: bytes) -> tuple[T, list[bytes]] | None:
         """What the form of `packed` means, and the bytes of its inline tensors in order."""
-        known = self._known.get(len(packed))
-        if known is None:
-            return None
-        datas = known.datas(packed)
-        return None if datas is None else (known.meaning, datas)
+        cut = self._cuts.find(len(packed))
+        if cut is not None and (datas := cut.datas(packed)) is not None:
+            return cut.meaning, datas
+        return self._whole.find(packed) if self._whole and len(packed) <= self._longest else None
 
     def learn(self, packed: bytes, unpacked: Inference | Inferred, meaning: T) -> None:
-        """Know the form of `packed`, if it comes more than once."""
-        if len(packed) > LONGEST_KNOWN or _is_unique(unpacked):
+        """Know the form of `packed`, which was not known."""
+        if len(packed) > self._longest or _is_unique(unpacked):
             return
-        if len(packed) not in self._seen:
-            # Shapes that vary from request to request are not learnt for one use.
-            if len(self._seen) >= self._most:
-                self._seen.clear()
-            self._seen.add(len(packed))
-            return
-        if isinstance(unpacked, Inference):
-            tensors, all_pieces = unpacked.inputs, InferenceTemplate(unpacked).pieces(0)
-        else:
-            tensors, all_pieces = unpacked.outputs, InferredTemplate(unpacked).pieces()
+        tensors = unpacked.inputs if isinstance(unpacked, Inference) else unpacked.outputs
         datas = [data for ref in tensors if type(data := ref.data) is bytes]
-        *pieces, rest = all_pieces
-        cut = _Cut(list(zip(pieces, map(len, datas), strict=True)), rest, meaning)
-        if cut.datas(packed) == datas:  # else it was packed by someone who packs in another way
-            if len(self._known) >= self._most:
-                self._known.clear()
-            self._known[len(packed)] = cut
+        if not datas:
+            # Who uses memory again sends the very same bytes.
+            self._whole.remember(packed, (meaning, datas))
+        elif self._cuts.notice(len(packed)):
+            *pieces, rest = _template(unpacked).pieces()
+            cut = _Cut(list(zip(pieces, map(len, datas), strict=True)), rest, meaning)
+            if cut.datas(packed) == datas:  # else it was packed by someone who packs in another way
+                self._cuts.remember(len(packed), cut)
+
+
+def _template(unpacked: Inference | Inferred) -> InferenceTemplate | InferredTemplate:
+    if isinstance(unpacked, Inference):
+        return InferenceTemplate(unpacked)
+    return InferredTemplate(unpacked)
 
 
 def _is_unique(unpacked: Inference | Inferred) -> bool:

@@ -8,10 +8,11 @@ tensors through shared memory.
 
     sync.py, aio.py              what programs call
     session.py, discovery.py     which server, and again when it was started anew
-    connection.py, models.py     its listener: models, losses, shared memory
-    inflight.py, links.py        requests in flight, and the sockets that they go by
-    streaming.py                 those with any number of responses
+    connection.py                its listener, and the thread that hears it
+    server_state.py, models.py   what it tells: models, losses
+    events.py                    its events, for whoever listens
     errors.py                    what went wrong here
+    inflight/                    requests on their way, one response or many
     request/                     a program's tensors -> a request; a response -> its tensors
     memory/                      shared memory, of the host or a device, and arrays over it
 """
@@ -21,10 +22,10 @@ from __future__ import annotations
 import os
 
 from shmserve.client.errors import Disconnected, Released, TimedOut
+from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.memory.region import Region
 from shmserve.client.request.results import Result
 from shmserve.client.session import Session
-from shmserve.client.streaming import ResponseStream
 from shmserve.client.sync import Server
 from shmserve.errors import (
     AlreadyExists,

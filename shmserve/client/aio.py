@@ -15,12 +15,13 @@ from typing import Any
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight import FULL, LATE, Pending, RequestChannel
+from shmserve.client.inflight.channel import FULL, LATE, RequestChannel
+from shmserve.client.inflight.pending import Pending
+from shmserve.client.inflight.streaming import StreamPending, unwrapped
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
 from shmserve.client.session import Outputs, Session, Tensors
-from shmserve.client.streaming import StreamPending, unwrapped
 from shmserve.errors import InvalidArgument, Unavailable
 
 

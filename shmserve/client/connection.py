@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import RequestChannel
+from shmserve.client.inflight.channel import RequestChannel
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import nothing
-from shmserve.client.models import Models
+from shmserve.client.server_state import ServerState
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 
@@ -37,32 +35,19 @@ _MESSAGE = 4 * 1024 * 1024
 # What the kernel takes for a time to wait: 0 would be for ever, and it is counted in an int.
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 _GONE = "there is no server any more"
-# Losses remembered: a thread may sleep through some.
-_MOST_LOST = 4096
 _MOST_ANSWERED = 1024  # requests with a timeout, remembered until it is over
 
 
-class Connection:
-    """A local client's. `models`, `lost` (endpoint -> successor or "") and `alive` are written by
-    its thread and read by all."""
+class Connection(ServerState):
+    """A local client's: a socket to the listener, and the thread that reads it."""
 
     def __init__(self, run_dir: Path, timeout_s: float) -> None:
         """Connect. Raises Disconnected when no server is there, or none answers in time."""
         timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
-        self.models = Models()
-        self.lost: dict[str, str] = {}
-        self.losses = 0
-        self.alive = True
-        self._mappings = Mappings()
+        super().__init__()
         self.pid = os.getpid()
-        self.identity = ""
-        self._names = itertools.count(1)
         self._numbers = itertools.count(1)
         self._answers: dict[int, _Answer] = {}
-        self._channels: set[RequestChannel] = set()
-        # Of its sending end, and of the two above; again in one thread, because `nudge`
-        # may come from where an object is collected.
-        self._lock = threading.RLock()
         self.on_nudge: Callable[[], None] = nothing
         self._tasks: deque[Callable[[], None]] = deque()
         self._timed: list[tuple[int, int]] = []
@@ -108,9 +93,9 @@ class Connection:
                     self.models.withdraw(name, version)
                     self._acknowledge(acknowledge)
                 case m.SchedulerLost(endpoint, successor):
-                    self._lose(endpoint, successor)
+                    self.lose(endpoint, successor)
                 case m.ProcessExited(pid):
-                    self._mappings.drop_process(pid)
+                    self.mappings.drop_process(pid)
                 case m.HealthChanged(ready=ready):
                     self.models.ready = ready
                     informed = True
@@ -133,13 +118,6 @@ class Connection:
     def _acknowledge(self, number: int) -> None:
         if number > 0:
             self._tell(m.Acknowledged(number))
-
-    def _lose(self, endpoint: str, successor: str) -> None:
-        if len(self.lost) >= _MOST_LOST:
-            del self.lost[next(iter(self.lost))]
-        self.lost[endpoint] = successor
-        self.losses += 1
-        self._wake_all()
 
     def _tell(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         # Without the lock: a signal's handler may find its thread in that, and wait for another one
@@ -187,43 +165,7 @@ class Connection:
             answer.payload = payload
             answer.pending.release()
 
-    def copied(self, place: Place) -> bytes:
-        """What a worker wrote to its own memory. Raises Unavailable when that cannot be had."""
-        # Without a lock: a signal's handler that asks in the middle of this waits for our thread,
-        # which may be about to copy, too.
-        return bytes(self._mappings.view(place))
-
-    # --- channels
-
-    def next_link_name(self) -> int:
-        """What tells the links of this connection apart."""
-        return next(self._names)
-
-    def join(self, channel: RequestChannel) -> None:
-        """Have a channel woken when something is lost."""
-        with self._lock:
-            self._channels.add(channel)
-            if not self.alive:
-                channel.wake()
-
-    def part(self, channel: RequestChannel) -> None:
-        """Forget a channel, whose owner has closed it; with the last one goes the rest."""
-        with self._lock:
-            self._channels.discard(channel)
-            last = not self._channels and not self.alive
-        if last:
-            self._mappings.drop_all()
-
-    def wake(self, channel: RequestChannel) -> None:
-        """Have whoever waits for a channel look around, if it is not closed; in any thread."""
-        with self._lock:
-            if channel in self._channels:
-                channel.wake()
-
-    def _wake_all(self) -> None:
-        with self._lock:
-            for channel in self._channels:
-                channel.wake()
+    # --- its channel
 
     def call(self, task: Callable[[RequestChannel], None]) -> None:
         """Run something in the connection's own thread, with its channel. Raises Disconnected."""
@@ -283,7 +225,7 @@ class Connection:
     def _end(self) -> None:
         with self._lock:
             self.alive = False
-        self._wake_all()
+        self.wake_all()
         while self._tasks:
             self._tasks.popleft()()
         own = self._own
@@ -302,7 +244,7 @@ class Connection:
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is self._thread:  # a future's callback has had enough
-            self._wake_all()
+            self.wake_all()
         else:
             self._thread.join()
 

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
+from shmserve.client.request.prepared import Plan
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import ModelPublished
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred
 from shmserve.ipc.tensors.signature import Signature
-
-if TYPE_CHECKING:
-    from shmserve.client.request.prepared import Plan
+from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 
 _MOST_PLANS = 64
+_MOST_RESPONSES = 64
+_LONGEST_RESPONSE = INLINE_LIMIT + 4096
 
 
 class Model:
-    """One version of a model: where its scheduler is, and what it takes. `plans` is what the client
-    remembers of requests it has made, `answers` packed answers that it has read; `source` are the
-    models of which it is one. `decoupled`: it gives any number of responses to a request. `closed`:
-    another has taken its place, or none."""
+    """One version of a model: where its scheduler is, and what it takes.
+
+    `plans` is what the client remembers of requests it has made, `responses` the forms of those it
+    has read; `source` are the models of which it is one. `decoupled`: it gives any number of
+    responses to a request. `closed`: another has taken its place, or none.
+    """
 
     __slots__ = (
-        "answers",
         "closed",
         "decoupled",
         "endpoint",
         "name",
         "plans",
+        "responses",
         "signature",
         "source",
         "version",
@@ -41,18 +44,13 @@ class Model:
         self.signature = Signature(published.config, published.version)
         policy = published.config.get("model_transaction_policy") or {}
         self.decoupled = bool(policy.get("decoupled", False))
-        self.plans: dict[Any, Plan] = {}
-        self.answers: dict[bytes, Inferred] = {}
+        self.plans: BoundedCache[Any, Plan] = BoundedCache(_MOST_PLANS, lambda plan: plan.close())
+        self.responses: TemplateCache[Inferred] = TemplateCache(_MOST_RESPONSES, _LONGEST_RESPONSE)
         self.closed = False
 
     def remember(self, key: Any, plan: Plan) -> Plan:
-        """Keep a plan, for which the oldest makes room; gives the one that is used, which another
-        thread may have made meanwhile."""
-        for oldest in list(self.plans)[: 1 - _MOST_PLANS]:
-            forgotten = self.plans.pop(oldest, None)
-            if forgotten is not None:
-                forgotten.close()
-        used = self.plans.setdefault(key, plan)
+        """Keep a plan; gives the one that is used, which another thread may have made meanwhile."""
+        used = self.plans.share(key, plan)
         if self.closed:
             self.close()
         return used
@@ -60,9 +58,7 @@ class Model:
     def close(self) -> None:
         """Forget the plans; their memory comes back."""
         self.closed = True
-        plans, self.plans = self.plans, {}
-        for plan in plans.values():
-            plan.close()
+        self.plans.clear()
 
 
 class Models:

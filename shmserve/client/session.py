@@ -13,7 +13,8 @@ from typing import Any
 from shmserve.client import discovery
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import DECOUPLED, FULL
+from shmserve.client.inflight.channel import FULL
+from shmserve.client.inflight.pending import DECOUPLED
 from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.segments import AnySegment, Memories, Segment

@@ -5,8 +5,8 @@
     restricted  this API also needs that header with that value, whoever asks
 
 The rules are the same for every listener: gRPC asks `Authorisation.authorise`, HTTP asks through a
-`ClientIdentity` (callers.py), which remembers what a connection has shown. Without tokens every
-scope is open, and what guards the server is where it listens.
+`ClientIdentity` (client_identity.py), which remembers what a connection has shown. Without tokens
+every scope is open, and what guards the server is where it listens.
 """
 
 from __future__ import annotations

@@ -1,22 +1,32 @@
-"""The gateways: a request comes in, an answer goes out. HTTP lives here, gRPC in grpc.
+"""The gateways: processes in which the clients' requests come in, over HTTP or over gRPC.
 
-process.py, main.py                a gateway's process, and the HTTP one
-crowds.py, connections.py          who may connect; requests one after the other
-requests.py, bodies.py, replies.py, compression.py        HTTP as handlers see it
-app.py                             the route table: authorise, handle, errors to answers
-infer.py                           the hot path: submit, wait, encode
-  intake.py, plans.py              a body as far as it is read; what is like one before
-  codec.py, values.py, jsonnames.py, jsonfaults.py        the JSON of a request, checked
-  jsontensors.py, bigjson.py       tensors as JSON
-  assembly.py                      its tensors, placed, and admitted to the model
-  answers.py                       the response
-control.py, repository.py, memory.py, cuda_memory.py, log_settings.py, metrics.py
-                                   the other APIs
-absent.py                          and those that Triton has and this server does not
-state.py                           what one gateway holds, for every listener:
-  models.py, regions.py            what may be called, and where tensors may lie
-  dispatch.py, supervisor.py, links.py                    schedulers, the supervisor, sockets
-  settings.py                      what it was told at its start
-callers.py, peers.py, sock_diag.py, authorisation.py      who asks, and what it may
-trim.py, procfs.py                 memory given back; what /proc says
+An HTTP request, file by file:
+
+    http/connection/protocol.py     bytes -> requests, one after the other
+    http/routes.py                  the route table: authorise, handle, errors to responses
+    http/infer.py                   inference; streaming/ for many responses to a request
+    http/infer_body.py, body.py     as much of the body as is wanted, when it is wanted
+    http/json/fingerprint.py        a header that came before: what follows is known, else
+    http/json/infer_request.py      JSON -> inference/request.py, checked
+    inference/builder.py            its tensors placed, admitted to its model (resources.py)
+    inference/pipeline.py           whose regions they are; the message to the scheduler
+    links/dispatcher.py             submitted, until the scheduler has responded
+    http/json/infer_response.py     the response as JSON and binary tensors
+    http/response.py                written
+
+A gRPC request:
+
+    grpc/core/direct_unary.py       a call and its message, without a task; stream.py: many in one
+    grpc/service.py                 the table of RPCs: authorise, handle, errors to a status
+    grpc/infer.py                   to its scheduler and back
+    grpc/wire/fingerprint.py        a head that came before, else
+    grpc/wire/request.py            protobuf -> inference/request.py, checked
+    inference/ and links/           as above
+    grpc/wire/response.py           the response as protobuf
+
+    process.py, settings.py         a gateway's process, and what it is told at its start
+    context.py                      what it holds (model_table.py, region_table.py)
+    client_identity.py              who asks, and what it may
+    inference/, api/                inference and the other APIs, for any protocol
+    http/handlers/, grpc/admin/     what HTTP and gRPC make of these
 """

@@ -9,12 +9,12 @@ from typing import Any, Never
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.inference.prepared import PreparedCache
 from shmserve.gateway.links.dispatcher import Dispatcher
 from shmserve.gateway.links.scheduler import Scheduler
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.tensors.template_cache import BoundedCache
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Model:
         self.checks_ready = bool(published.metadata.get("checks_ready"))
         self.load_seconds = published.load_seconds
         self.scheduler = scheduler
-        self.prepared: PreparedCache[Any, Any] = PreparedCache(_MOST_PREPARED)
+        self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
         self.tags = _tags(published.config)
         policy = published.config.get("model_transaction_policy") or {}

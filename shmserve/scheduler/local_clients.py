@@ -16,7 +16,7 @@ from shmserve.ipc.messages import Failed, Submit
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.ipc.tensors.signature import Admission, Signature
-from shmserve.ipc.tensors.template_cache import TemplateCache
+from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import Router
 from shmserve.ipc.transport.untrusted_router import UntrustedRouter
@@ -84,7 +84,7 @@ class LocalClientRules:
         self._memories: set[tuple[int, Memory]] = set()
         self._templates: TemplateCache[Admission] = TemplateCache()  # of small tensors
         # By a local client and its request, whose tensors are in memory.
-        self._known: dict[tuple[int, bytes], Admission] = {}
+        self._known: BoundedCache[tuple[int, bytes], Admission] = BoundedCache(_MOST_KNOWN)
 
     def forget(self, number: int) -> None:
         """A local client is gone."""
@@ -140,7 +140,7 @@ class LocalClientRules:
         """What a request counts as; most requests are like one before."""
         work = submit.work
         key = (number, work)
-        known = self._known.get(key) if len(work) <= _LONGEST_KNOWN else None
+        known = self._known.find(key) if len(work) <= _LONGEST_KNOWN else None
         if known is not None:
             return known
         found = self._templates.find(work)
@@ -156,13 +156,8 @@ class LocalClientRules:
         if not places:
             self._templates.learn(work, inference, admission)
         elif len(places) >= len(inference.inputs) and len(work) <= _LONGEST_KNOWN:
-            self._remember(key, admission)
+            self._known.remember(key, admission)
         return admission
-
-    def _remember(self, key: tuple[int, bytes], admission: Admission) -> None:
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        self._known[key] = admission
 
     def _check_owner(self, number: int, place: Place) -> None:
         key = (number, place.memory)

@@ -49,7 +49,8 @@ from shmserve.supervisor.supervisor import ENDING, Supervisor
 logger = logging.getLogger(__name__)
 
 _FRONT_PRELOADS = ("shmserve.gateway.http.main", "shmserve.scheduler.main")
-_WORKER_PRELOADS = ("torch", "shmserve.workers.main")
+_WORKER_PRELOADS = ("torch", "shmserve.workers.main", "shmserve.workers.preload_operations")
+_SCRIPTED = "shmserve.workers.preload_scripted"
 _EXPORTED = "shmserve.workers.preload_exported"
 
 
@@ -216,7 +217,10 @@ def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
 def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
     # Models start processes, too; front's own zygote has no mark, and clears up after them.
     copying = marked(past_the_caches(os.environ), os.getpid(), run_dir.path)
-    # Exported programs need torch's compiler: a second and 95 MB, for whoever has some.
-    exported = any(any(root.glob("*/*/*.pt2")) for root in config.model_repositories)
-    preloads = (*_WORKER_PRELOADS, _EXPORTED) if exported else _WORKER_PRELOADS
+    # Exported programs need torch's compiler: a second and 95 MB, for whoever has some; what
+    # TorchScript needs is a tenth of that.
+    preloads = list(_WORKER_PRELOADS)
+    for pattern, module in (("*/*/*.pt", _SCRIPTED), ("*/*/*.pt2", _EXPORTED)):
+        if any(any(root.glob(pattern)) for root in config.model_repositories):
+            preloads.append(module)
     return Zygote(processes, run_dir, "worker zygote", preloads, copying)

@@ -18,7 +18,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.api.shared_memory import check_name
 from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding
 from shmserve.gateway.http.handlers import shared_memory
-from shmserve.gateway.http.intake import header_size
+from shmserve.gateway.http.infer_body import header_size
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
@@ -26,7 +26,6 @@ from shmserve.gateway.http.json.large_arrays import Numbers, loads_large
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.routes import find_route
 from shmserve.gateway.inference.builder import raw_request
-from shmserve.gateway.inference.prepared import PreparedCache
 from shmserve.gateway.inference.request import RegionRange, WireRequest
 from shmserve.gateway.region_table import Region, Spans
 from shmserve.ipc import messages
@@ -43,6 +42,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.ranges import LARGEST, fits, whole
 from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.tensors.template_cache import BoundedCache
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.local_clients import LocalClientRules
@@ -150,7 +150,7 @@ def _same_in_steps(body: bytes, tail_size: int, wire: WireRequest) -> None:
 
 def _same_with_other_numbers(body: bytes) -> None:
     """A JSON like one that is known is read another way, to the same end or none."""
-    cache: Any = PreparedCache(1)
+    cache: Any = BoundedCache(1)
     key, texts = split(body, 0)
     wire = parse_request(loads(body), 0, "m", _LIMIT)
     if not worth_preparing(cache, key) and worth_preparing(cache, key):

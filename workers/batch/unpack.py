@@ -12,10 +12,8 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, unpack_inference
 from shmserve.ipc.tensors.signature import Signature, TensorSpec, id_prefix
-from shmserve.ipc.tensors.template_cache import LONGEST_KNOWN, TemplateCache
+from shmserve.ipc.tensors.template_cache import TemplateCache
 from shmserve.workers.batch.request import Copied, Input, Request
-
-_MOST_IN_MEMORY = 256
 
 
 def reshape(
@@ -65,7 +63,6 @@ class Unpacker:
         self._device_inputs = device_inputs
         self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
         self._templates: TemplateCache[_Form] = TemplateCache()
-        self._in_memory: dict[bytes, _Form] = {}
 
     def request(
         self,
@@ -80,21 +77,14 @@ class Unpacker:
         tensor's memory is not there.
         """
         inputs: dict[str, Input] = {}
-        found = self._templates.find(work)
-        if found is None:
-            form = self._in_memory.get(work) or self._read(work)
-            request_id = form.inference.request_id
-            for tensor, shape in form.tensors:
-                inputs[tensor.name] = self._input(tensor, shape, tensor.data, request_id)
-        else:
-            form, inline = found
-            request_id = form.inference.request_id
-            datas = iter(inline)
-            for tensor, shape in form.tensors:
-                data = tensor.data
-                if type(data) is bytes:
-                    data = next(datas)
-                inputs[tensor.name] = self._input(tensor, shape, data, request_id)
+        form, inline = self._templates.find(work) or (self._read(work), None)
+        request_id = form.inference.request_id
+        datas = iter(inline or ())
+        for tensor, shape in form.tensors:
+            data = tensor.data
+            if inline and type(data) is bytes:
+                data = next(datas)
+            inputs[tensor.name] = self._input(tensor, shape, data, request_id)
         return Request(
             key,
             client_pid,
@@ -124,13 +114,7 @@ class Unpacker:
             requested = {output.name: output for output in inference.outputs}
         in_place = aliased(inference)
         form = _Form(inference, tensors, batch_size, requested, {}, in_place, byte_size)
-        if any(type(tensor.data) is bytes for tensor in inference.inputs):
-            self._templates.learn(work, inference, form)
-        elif len(work) <= LONGEST_KNOWN:
-            # A program that uses its regions again sends the very same bytes.
-            if len(self._in_memory) >= _MOST_IN_MEMORY:
-                self._in_memory.clear()
-            self._in_memory[work] = form
+        self._templates.learn(work, inference, form)
         return form
 
     def _checked_shape(self, tensor: TensorRef) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def prepare(
     # What is large may lie in a region, which only its address tells.
     if plannable and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
-        plan = model.plans.get(tuple(key))
+        plan = model.plans.find(tuple(key))
         if plan is not None:
             return _planned(model, plan, arrays, options, as_torch)
     else:

@@ -26,8 +26,6 @@ from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
     InferenceTemplate,
-    Inferred,
-    InferredTemplate,
     RequestedOutput,
     pack_inference,
 )
@@ -126,7 +124,6 @@ class Plan:
         self._pieces = [] if self.slotted else self._cut()
         self._ring: deque[Slot] = deque()
         self._closed = False
-        self.reader = Reader()
         if self.slotted:
             memories.serve(self)
 
@@ -200,44 +197,3 @@ class Plan:
         with contextlib.suppress(IndexError):  # somebody else may be at it
             while True:
                 self._ring.popleft().block.give_back()
-
-
-class Reader:
-    """Answers with small tensors only: like the last one, or not (then None)."""
-
-    __slots__ = ("_form",)
-
-    def __init__(self) -> None:
-        self._form: tuple[int, list[tuple[int, int, bytes]], list[tuple[int, int, Form]]] | None
-        self._form = None
-
-    def learn(self, body: bytes, answer: Inferred) -> None:
-        """Remember where the tensors of an answer are, if all are in it."""
-        self._form = None
-        datas = [tensor.data for tensor in answer.outputs if tensor.datatype != "BYTES"]
-        inline = [data for data in datas if isinstance(data, bytes)]
-        if answer.parameters or len(inline) != len(answer.outputs):
-            return
-        *pieces, rest = InferredTemplate(answer).pieces()
-        at, fixed, tensors = 0, [], []
-        for piece, tensor, data in zip(pieces, answer.outputs, inline, strict=True):
-            start = at + len(piece)
-            fixed.append((at, start, piece))
-            at = start + len(data)
-            tensors.append((start, at, Form(tensor.name, tensor.datatype, tensor.shape, 0)))
-        fixed.append((at, len(body), rest))
-        self._form = len(body), fixed, tensors
-
-    def read(self, body: bytes) -> dict[str, tuple[Array, str]] | None:
-        """name -> (array, datatype), or None when the answer is another one."""
-        known = self._form
-        if known is None or len(body) != known[0]:
-            return None
-        for start, end, piece in known[1]:
-            if body[start:end] != piece:
-                return None
-        found: dict[str, tuple[Array, str]] = {}
-        for start, end, (name, datatype, shape, _) in known[2]:
-            raw = bytearray(body[start:end])
-            found[name] = np.ndarray(shape, dtype_of(datatype), raw), datatype
-        return found

@@ -18,8 +18,6 @@ from shmserve.ipc.tensors.datatypes import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 
-_MOST_ANSWERS = 256
-
 
 class Result(Mapping[str, Any]):
     """An answer: its outputs by name, numpy arrays or torch tensors as the inputs were.
@@ -122,28 +120,50 @@ def _read(
     release: Callable[[int, list[int]], None],
 ) -> tuple[Result, bool]:
     """The result, and whether outputs of it may lie in memory."""
-    plan = prepared.plan
-    if plan is not None:
-        small = plan.reader.read(body)
-        if small is not None:
-            return _result(small, {}, None, prepared.as_torch), False
-    answers = prepared.model.answers
-    answer = answers.get(body)
-    if answer is None:
+    responses = prepared.model.responses
+    known = responses.find(body)
+    if known is None:
         answer = unpack_inferred(body)
-        if len(answers) < _MOST_ANSWERS and all(
-            isinstance(tensor.data, Place) for tensor in answer.outputs
-        ):
-            answers[body] = answer  # the same places again give the same answer again
-    if plan is not None:
-        plan.reader.learn(body, answer)
+        responses.learn(body, answer, answer)
+        datas: list[bytes] = [ref.data for ref in answer.outputs if type(ref.data) is bytes]
+    else:
+        answer, datas = known
+    if len(datas) < len(answer.outputs):
+        outputs = _placed(prepared, answer, datas, lease, copied, release)
+        return _result(outputs, dict(answer.parameters), lease, prepared.as_torch), True
+    arrays: dict[str, Any] = {}
+    for ref, data in zip(answer.outputs, datas, strict=True):
+        array = _inline(prepared, ref, data)
+        arrays[ref.name] = to_torch(array, ref.datatype) if prepared.as_torch else array
+    return Result(arrays, answer.parameters and dict(answer.parameters), None), False
+
+
+def _inline(prepared: Prepared, ref: TensorRef, data: bytes) -> Array:
+    if ref.datatype == "BYTES":
+        return decode_bytes(data, ref.shape, ref.name, prepared.model.name)
+    return np.ndarray(ref.shape, dtype_of(ref.datatype), bytearray(data))
+
+
+def _placed(
+    prepared: Prepared,
+    answer: Inferred,
+    datas: list[bytes],
+    lease: Lease | None,
+    copied: Callable[[Place], bytes],
+    release: Callable[[int, list[int]], None],
+) -> dict[str, tuple[Array, str]]:
+    inline = iter(datas)
     found = _Outputs(prepared, lease, copied)
     try:
-        outputs = {tensor.name: found.array(tensor) for tensor in answer.outputs}
+        return {
+            ref.name: found.array(ref)
+            if isinstance(ref.data, Place)
+            else (_inline(prepared, ref, next(inline)), ref.datatype)
+            for ref in answer.outputs
+        }
     finally:
         for pid, offsets in _of_workers(answer, prepared.segments).items():
             release(pid, offsets)
-    return _result(outputs, dict(answer.parameters), lease, prepared.as_torch), True
 
 
 def _result(
@@ -177,21 +197,14 @@ class _Outputs:
         self._lease = lease
         self._from_worker = copied
 
-    def array(self, tensor: TensorRef) -> tuple[Array, str]:
-        """An output and its datatype."""
-        raw = tensor.data
-        if isinstance(raw, Place):
-            segment = self._segment(raw.memory)
-            if segment is not None and tensor.datatype != "BYTES":
-                lease = self._lease or self._region_lease(segment)
-                view = segment.view(raw.offset, tensor.shape, tensor.datatype, lease)
-                return view, tensor.datatype
-            raw = self._copied(raw, segment)
-        if tensor.datatype == "BYTES":
-            model = self._prepared.model.name
-            return decode_bytes(raw, tensor.shape, tensor.name, model), "BYTES"
-        dtype = dtype_of(tensor.datatype)
-        return np.ndarray(tensor.shape, dtype, bytearray(raw)), tensor.datatype
+    def array(self, ref: TensorRef) -> tuple[Array, str]:
+        """An output that lies in memory, and its datatype."""
+        place: Place = ref.data  # type: ignore[assignment]
+        segment = self._segment(place.memory)
+        if segment is not None and ref.datatype != "BYTES":
+            lease = self._lease or self._region_lease(segment)
+            return segment.view(place.offset, ref.shape, ref.datatype, lease), ref.datatype
+        return _inline(self._prepared, ref, self._copied(place, segment)), ref.datatype
 
     def _segment(self, memory: Memory) -> Any:
         for segment in self._prepared.segments:

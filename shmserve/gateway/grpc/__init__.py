@@ -1,14 +1,17 @@
 """The gRPC listener: Triton's service and gRPC's health service, in a process of its own.
 
-    main.py      the server (settings.py); loop.py is the event loop under it
-    service.py   the table of RPCs: authorise, handle, errors to a status
-    unary.py     calls of ModelInfer, without a task; calls.py: all that are in progress
-    infer.py     a request to its scheduler and back; stream.py: many in one call
-                 plans.py, codec.py: bytes to a request; responses.py: an answer to bytes
-    control.py, memory.py, log_and_trace.py      the other RPCs
-    callers.py, sockets.py, crowds.py            who is connected, and who makes room
+    main.py, settings.py     the server, and what it is told at its start
+    service.py               the table of RPCs: authorise, handle, errors to a status
+    infer.py                 a request to its scheduler and back
+    stream.py                many in one call; streamed_request.py: one with any number of responses
+    wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
+    admin/                   the other RPCs
+    client_identity.py       who calls
+    core/                    close to gRPC's core: event_loop.py under it, direct_unary.py for calls
+                             without a task, call_watchdog.py for calls that wait for their client,
+                             sockets.py and connection_limits.py for its connections
 
-What both listeners share is in shmserve/gateway.
+What it shares with the HTTP listener is in gateway/inference and gateway/api.
 """
 
 import os

@@ -11,7 +11,7 @@ from typing import Any
 from shmserve.common.peer_credentials import Address, loopback_peer
 from shmserve.common.shm_access import Peer
 from shmserve.gateway.client_identity import ClientIdentity, Listener
-from shmserve.gateway.grpc import core_sockets
+from shmserve.gateway.grpc.core import sockets as core_sockets
 
 _MOST_KNOWN = 16384
 

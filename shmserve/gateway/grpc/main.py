@@ -22,10 +22,10 @@ from shmserve.common.tls import Tls
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc import event_loop
-from shmserve.gateway.grpc.call_watchdog import Calls, client_left
-from shmserve.gateway.grpc.connection_limits import ConnectionLimits
-from shmserve.gateway.grpc.direct_unary import acceptor
+from shmserve.gateway.grpc.core import event_loop
+from shmserve.gateway.grpc.core.call_watchdog import Calls, client_left
+from shmserve.gateway.grpc.core.connection_limits import ConnectionLimits
+from shmserve.gateway.grpc.core.direct_unary import acceptor
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import MODEL_INFER, Service
 from shmserve.gateway.grpc.settings import GrpcSettings
@@ -94,8 +94,8 @@ class GrpcFront(process.Front):
                 # Who connects and says nothing, or half of it, is shown out.
                 ("grpc.server_handshake_timeout_ms", patience_ms),
                 ("grpc.http2.settings_timeout", patience_ms),
-                # More are turned away until others have made room (crowds.py): what is here needs
-                # descriptors of its own to go on.
+                # More are turned away until others have made room (connection_limits.py): what is
+                # here needs descriptors of its own to go on.
                 ("grpc.max_allowed_incoming_connections", self._most),
                 ("grpc.max_concurrent_streams", _MOST_CALLS),
                 ("grpc.http2.max_deallocating_streams", _MOST_CALLS),

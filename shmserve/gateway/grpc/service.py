@@ -16,9 +16,9 @@ from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity, Listener
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import log_and_trace, metadata, shared_memory
-from shmserve.gateway.grpc.call_watchdog import Calls, Reading
 from shmserve.gateway.grpc.client_identity import CallIdentity, Users
-from shmserve.gateway.grpc.direct_unary import Call
+from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
+from shmserve.gateway.grpc.core.direct_unary import Call
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.stream import stream_infer
 from shmserve.gateway.inference import malloc_trim
@@ -43,7 +43,7 @@ _STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """One RPC: the API it belongs to (`scope`, as gateway/authorisation.py has them), and
+    """One RPC: the API it belongs to (`scope`, as common/auth_tokens.py has them), and
     `handler(gateway, client, request) -> response` for plain ones.
 
     Those without a handler are the `Service`'s own.

@@ -18,7 +18,7 @@ from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.grpc.call_watchdog import client_left
+from shmserve.gateway.grpc.core.call_watchdog import client_left
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.streamed_request import StreamedRequest
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error

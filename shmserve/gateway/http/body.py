@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.http.aiohttp_parts import MalformedBody, StreamReader
 from shmserve.gateway.http.compression import Inflater, UnsupportedEncoding, check_encoding
+from shmserve.gateway.http.connection.aiohttp_parts import MalformedBody, StreamReader
 from shmserve.gateway.http.request import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.compression import accepted_encoding, deflated
-from shmserve.gateway.http.intake import read_request
+from shmserve.gateway.http.infer_body import read_request
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.infer_response import ResponseTemplate
 from shmserve.gateway.http.json.output_text import joined, output_text

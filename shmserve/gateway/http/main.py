@@ -14,10 +14,10 @@ from shmserve.common.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, listener_kind
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http import aiohttp_parts
-from shmserve.gateway.http.connection_limits import Server
+from shmserve.gateway.http.connection import aiohttp_parts
+from shmserve.gateway.http.connection.limits import Server
+from shmserve.gateway.http.connection.protocol import Answer
 from shmserve.gateway.http.handlers import metrics
-from shmserve.gateway.http.protocol import Answer
 from shmserve.gateway.http.routes import App
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc.messages.start import decode

@@ -8,7 +8,11 @@ from typing import Protocol
 from multidict import CIMultiDictProxy, istr
 
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.http.aiohttp_parts import HttpVersion, RawRequestMessage, StreamReader
+from shmserve.gateway.http.connection.aiohttp_parts import (
+    HttpVersion,
+    RawRequestMessage,
+    StreamReader,
+)
 
 ACCEPT = istr("Accept")
 ACCEPT_ENCODING = istr("Accept-Encoding")

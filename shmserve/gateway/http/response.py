@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from shmserve.gateway.http.aiohttp_parts import HttpVersion10
+from shmserve.gateway.http.connection.aiohttp_parts import HttpVersion10
 from shmserve.gateway.http.request import Request
 
 # What is larger goes to the socket piece by piece, as fast as the client reads.

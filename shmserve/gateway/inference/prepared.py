@@ -6,18 +6,15 @@ to is then known without parsing, checking and placing: only the tensors' bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from shmserve.gateway.inference.request import WireRequest
 from shmserve.gateway.region_table import Region, Uses
 from shmserve.ipc.tensors.inference import Inference, InferenceTemplate
 from shmserve.ipc.tensors.signature import Admission
 from shmserve.ipc.tensors.template_cache import TemplateCache
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 _MOST_TEMPLATES = 8  # of responses to requests with one header
 
@@ -80,43 +77,3 @@ class PreparedRequest:
         return BuiltRequest(
             self._wire, self._admission, pack, uses.release, uses.regions, self._templates
         )
-
-
-class PreparedCache(Generic[K, V]):
-    """What was prepared, by key: `most` at a time, after which all are forgotten."""
-
-    __slots__ = ("_known", "_most")
-
-    def __init__(self, most: int) -> None:
-        # None: it came once. Only what comes again may be worth a preparation.
-        self._known: dict[K, V | None] = {}
-        self._most = most
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def find(self, key: K) -> V | None:
-        """What was prepared for this key."""
-        return self._known.get(key)
-
-    def notice(self, key: K) -> bool:
-        """A request with this key is here; returns whether one came before."""
-        if key in self._known:
-            return True
-        self._make_room()
-        self._known[key] = None
-        return False
-
-    def remember(self, key: K, prepared: V) -> None:
-        """Keep what was prepared."""
-        if key not in self._known:
-            self._make_room()
-        self._known[key] = prepared
-
-    def forget(self, key: K) -> None:
-        """It is no good any more."""
-        del self._known[key]
-
-    def _make_room(self) -> None:
-        if len(self._known) >= self._most:
-            self._known.clear()

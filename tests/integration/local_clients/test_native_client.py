@@ -170,7 +170,7 @@ def test_slots_are_used_again(client) -> None:
         x = frames(seed=seed)
         assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
     gc.collect()
-    (plan,) = client._session.connection().models.resolve("rows", "").plans.values()
+    (plan,) = client._session.connection().models.resolve("rows", "").plans._known.values()
     assert 1 <= len(plan._ring) <= 2
 
 
@@ -304,7 +304,7 @@ def test_strided_and_empty_inputs(client) -> None:
 
 def test_a_signals_handler_asks_while_its_thread_waits(client) -> None:
     assert client.infer("simple", INPUT0=A, INPUT1=B)
-    with client._waiter().lock:  # as in a wait
+    with client._waiting().lock:  # as in a wait
         result = client.infer("simple", INPUT0=A, INPUT1=B, timeout=30)
     assert (result["OUTPUT0"] == A + B).all()
 
@@ -343,7 +343,7 @@ def test_what_is_over_keeps_no_memory(client) -> None:
     try:
         for _ in range(8):
             assert (client.infer_async("rows", INPUT0=x).result(20)["OUTPUT0"] == x).all()
-        (plan,) = client._session.connection().models.resolve("rows", "").plans.values()
+        (plan,) = client._session.connection().models.resolve("rows", "").plans._known.values()
         assert 1 <= len(plan._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
         held = weakref.ref(region.lease)
@@ -400,7 +400,7 @@ def test_more_threads_than_a_scheduler_takes_links(client) -> None:
     for thread in threads:
         thread.join()
     assert sorted(answers) == sorted([*range(count)] * 4)
-    assert len(client._waiters) <= 15
+    assert len(client._channels) <= 15
 
 
 def test_more_at_once_than_a_frame_may_have(client, rows: Server) -> None:
@@ -455,7 +455,7 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     lost[0] = 2
     future = client.infer_async("identity", INPUT0=x)
     assert isinstance(future.exception(20), shmserve.client.Unavailable)
-    (plan,) = connection.models.resolve("identity", "").plans.values()
+    (plan,) = connection.models.resolve("identity", "").plans._known.values()
     assert len({id(slot) for slot in plan._ring}) == len(plan._ring) == 1
 
 

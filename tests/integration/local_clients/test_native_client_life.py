@@ -376,7 +376,7 @@ def test_a_signals_handler_closes_the_client_while_its_thread_waits(
         other.join()
         signal.signal(signal.SIGUSR1, before)
         held[0].release()
-    assert not client._waiters
+    assert not client._channels
     with pytest.raises(shmserve.client.Disconnected):
         client.infer("gated", INPUT0=np.ones((1, 1), np.int32))
 
@@ -626,7 +626,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
             assert client.infer("rows", region)["OUTPUT0"][0, 0] == 4
             assert (kept == 1).all()
             with pytest.raises(shmserve.client.Disconnected, match="before it answered"):
-                client._waiter().submit(late)  # it was made for the server before
+                client._waiting().submit(late)  # it was made for the server before
             future = client.infer_async("rows", region)
             assert future.result(20)["OUTPUT0"][0, 0] == 4
             region.release()

@@ -122,7 +122,7 @@ def test_changes_over_http(http: Http, body: str, changed: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
-        (None, 500, "failed to parse the request JSON buffer: The document is empty. at 0"),
+        (None, 500, "failed to parse the request JSON buffer: "),
         ("{", 500, "failed to parse the request JSON buffer: "),
         ("nonsense", 500, "failed to parse the request JSON buffer: "),
         ('{"log_info": false} x', 500, "failed to parse the request JSON buffer: "),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import tritonclient.grpc as triton
 
 from tests.support import repositories
 from tests.support.servers import Server
+from tests.support.streams import ask_repeat, ended, failed, stream
 from tests.support.waiting import until
 
 FIRST = "nv_inference_first_response_histogram_ms"
@@ -33,42 +29,10 @@ def repeating(repository: Path, serve: Callable[..., Server]) -> Server:
     return serve(repository, "--metrics-config=histogram_latencies=true", grpc=True)
 
 
-@contextmanager
-def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, queue.Queue[Any]]]:
-    """A stream, and what comes over it."""
-    told: queue.Queue[Any] = queue.Queue()
-    with triton.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: told.put(error or result.get_response()))
-        yield client, told
-        client.stop_stream(cancel_requests=True)
-
-
-def ask(client: triton.InferenceServerClient, values: list[int], delay_ms: int = 0) -> None:
-    """A request for these, `delay_ms` apart, whose end is told even if it comes alone."""
-    arrays = {
-        "IN": np.array(values, np.int32),
-        "DELAY": np.full(len(values), delay_ms, np.uint32),
-        "WAIT": np.zeros(1, np.uint32),
-    }
-    inputs = []
-    for name, array in arrays.items():
-        tensor = triton.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
-        inputs.append(tensor.set_data_from_numpy(array))
-    client.async_stream_infer("repeat", inputs, enable_empty_final_response=True)
-
-
-def ended(told: queue.Queue[Any]) -> int:
-    """The number of responses until the last one."""
-    for count in range(10_000):
-        if told.get(timeout=30).parameters["triton_final_response"].bool_param:
-            return count
-    raise AssertionError("there is no end")
-
-
 def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     with stream(repeating) as (client, told):
         for count in (3, 1):
-            ask(client, list(range(count)))
+            ask_repeat(client, list(range(count)))
             assert ended(told) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
     with repeating.http() as http:
@@ -112,7 +76,7 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
 
 def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
     with stream(repeating) as (client, told):
-        ask(client, [0] * 2000, delay_ms=20)
+        ask_repeat(client, [0] * 2000, delay_ms=20)
         for _ in range(2):
             told.get(timeout=30)
 
@@ -127,12 +91,10 @@ def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
 
 def test_what_has_had_a_response_fails_with_its_worker(repeating: Server) -> None:
     with stream(repeating) as (client, told):
-        ask(client, [0] * 2000, delay_ms=20)
+        ask_repeat(client, [0] * 2000, delay_ms=20)
         told.get(timeout=30)
         repeating.one("worker repeat.0").kill()
-        while not isinstance(last := told.get(timeout=30), triton.InferenceServerException):
-            pass
-        assert "died before this request's last response" in str(last)
+        assert "died before this request's last response" in failed(told)
         until("there is another worker", lambda: bool(repeating.find("worker repeat.0")))
-        ask(client, [5])
+        ask_repeat(client, [5])
         assert ended(told) == 1

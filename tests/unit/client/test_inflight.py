@@ -17,12 +17,13 @@ import pytest
 
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight import Pending, RequestChannel
+from shmserve.client.inflight.channel import RequestChannel
+from shmserve.client.inflight.pending import Pending
+from shmserve.client.inflight.waiting import ThreadChannel
 from shmserve.client.models import Model
 from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import Prepared
 from shmserve.client.session import Session
-from shmserve.client.sync import _Waiter
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Memory, Place
@@ -114,7 +115,7 @@ def test_a_task_that_comes_while_answers_are_taken_is_run(
 def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waiter = _Waiter(connection)
+    waiter = ThreadChannel(connection)
     closing = threading.Thread(target=waiter.close)
     connect = waiter.channel._links.connect
 
@@ -135,7 +136,7 @@ def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
 
 def test_who_cancels_in_the_middle_of_a_wait_does_not_wait(connection: Connection) -> None:
     """As the generator of `map` does where it is collected."""
-    waiter = _Waiter(connection)
+    waiter = ThreadChannel(connection)
     left, other = waiter.submit(prepared(connection)), waiter.submit(prepared(connection))
     cancelling = threading.Thread(target=waiter.cancel, args=([left],), daemon=True)
     with waiter.lock:

@@ -26,7 +26,8 @@ from shmserve.client.models import Model, Models
 from shmserve.client.request.arrays import from_program
 from shmserve.client.request.options import PLAIN, options_of
 from shmserve.client.request.prepare import prepare
-from shmserve.client.request.prepared import Form, Plan, Reader
+from shmserve.client.request.prepared import Form, Plan
+from shmserve.client.request.results import read
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities
@@ -355,7 +356,7 @@ def test_plans_that_are_over_keep_no_memory(memories: Memories) -> None:
     x = {"x": np.ones((1, 8192), np.float32)}
     model = Model(published())
     first = prepare(memories, model, x, None, PLAIN)
-    (key,) = model.plans
+    (key,) = model.plans._known
     plan = Plan(model.signature, [Form("x", "FP32", (1, 8192), 32768)], (), memories)
     assert model.remember(key, plan) is first.plan
     model.close()
@@ -415,20 +416,29 @@ def test_options_as_they_travel() -> None:
     assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
 
-def test_a_reader_takes_only_answers_like_the_last() -> None:
-    def answer(data: bytes, name: str = "y") -> bytes:
-        return pack_inferred(Inferred((TensorRef(name, "INT32", (2,), data),)))
+def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
+    """However often that came: numbers, strings, and what lies in memory."""
+    model = Model(published())
+    prepared = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
 
-    reader = Reader()
-    body = answer(bytes(8))
-    assert reader.read(body) is None
-    from shmserve.ipc.tensors.inference import unpack_inferred
+    def read_back(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
+        body = pack_inferred(Inferred(refs, parameters))
+        result = read(prepared, body, lambda place: b"\4\0\0\0", lambda pid, offsets: None)
+        return {**result, **result.parameters}
 
-    reader.learn(body, unpack_inferred(body))
-    found = reader.read(answer(b"\1\0\0\0\2\0\0\0"))
-    assert found is not None and found["y"][0].tolist() == [1, 2]
-    assert reader.read(answer(bytes(8), "z")) is None
-    assert reader.read(answer(bytes(12))) is None
+    place = Place(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
+    for n in range(4):
+        number = TensorRef("y", "INT32", (1,), n.to_bytes(4, "little"))
+        text = TensorRef("z", "BYTES", (1,), b"\1\0\0\0%d" % n)
+        found = read_back(number, text, note=1)
+        assert (found["y"].tolist(), found["z"].tolist()) == ([n], [b"%d" % n])
+        assert found["note"] == 1
+        found["y"][:] = 7  # the program's own
+        for mixed in ((number, TensorRef("p", "INT32", (1,), place)), (number,)):
+            found = read_back(*mixed)
+            assert found["y"].tolist() == [n]
+            assert len(mixed) == 1 or found["p"].tolist() == [4]
+        assert read_back(TensorRef("p", "INT32", (1,), place))["p"].tolist() == [4]
 
 
 def test_what_programs_pass() -> None:

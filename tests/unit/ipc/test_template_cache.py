@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inference,
 )
-from shmserve.ipc.tensors.template_cache import TemplateCache
+from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 
 MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
 OUTPUTS = (RequestedOutput("OUT", Place(MEMORY, 4096, 64)),)
@@ -106,13 +106,13 @@ def test_memory_is_bounded() -> None:
         request = inference([bytes(n)])
         for _ in range(2):
             templates.learn(pack_inference(request), request, None)
-    assert 0 < len(templates._known) <= 256 and 0 < len(templates._seen) <= 256
+    assert 0 < len(templates._cuts) <= 256 and 0 < len(templates._cuts._noticed) <= 256
     few: TemplateCache[None] = TemplateCache(4)
     for n in range(20):
         answer = Inferred((TensorRef("O", "UINT8", (n,), bytes(n)),))
         for _ in range(2):
             few.learn(pack_inferred(answer), answer, None)
-    assert 0 < len(few._known) <= 4 and 0 < len(few._seen) <= 4
+    assert 0 < len(few._cuts) <= 4 and 0 < len(few._cuts._noticed) <= 4
 
 
 @given(sizes, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
@@ -145,3 +145,52 @@ def test_an_answer_is_known_by_its_form() -> None:
     assert templates.find(answer(b"xy")[1]) == ("both", [b"xy"])
     assert templates.find(answer(b"xyz")[1]) is None
     assert templates.find(answer(b"xy", at=5)[1]) is None, "another place"
+
+
+def test_what_lies_in_memory_is_known_as_a_whole() -> None:
+    """The very same bytes, at once."""
+    work = pack_inference(inference([Place(MEMORY, 0, 16)]))
+    moved = pack_inference(inference([Place(MEMORY, 64, 16)]))
+    templates = taught(work)
+    assert templates.find(work) == (1, []) and templates.find(moved) is None
+
+
+def test_what_is_long_is_not_learnt() -> None:
+    work = pack_inference(inference([bytes(100)]))
+    templates: TemplateCache[None] = TemplateCache(longest=99)
+    for _ in range(3):
+        templates.learn(work, unpack_inference(work), None)
+    assert templates.find(work) is None
+
+
+def test_a_full_cache_forgets_all() -> None:
+    cache: BoundedCache[int, str] = BoundedCache(2)
+    cache.remember(1, "one")
+    cache.remember(1, "other")
+    cache.remember(2, "two")
+    assert (cache.find(1), cache.find(2)) == ("other", "two")
+    cache.remember(3, "three")
+    assert (cache.find(1), cache.find(3), len(cache)) == (None, "three", 1)
+    cache.forget(3)
+    cache.forget(3)
+    assert len(cache) == 0
+
+
+def test_what_comes_for_the_first_time_is_noticed() -> None:
+    cache: BoundedCache[int, str] = BoundedCache(2)
+    assert [cache.notice(key) for key in (1, 1, 2, 2, 3, 3)] == [False, True] * 3
+    cache.remember(1, "one")
+    for key in range(10, 20):
+        assert not cache.notice(key)
+    assert cache.find(1) == "one" and cache.notice(1)
+
+
+def test_the_oldest_goes_and_its_owner_hears() -> None:
+    gone: list[str] = []
+    cache: BoundedCache[int, str] = BoundedCache(2, gone.append)
+    for key, value in enumerate("abc"):
+        assert cache.share(key, value) == value
+    assert cache.share(2, "later") == "c"
+    assert gone == ["a"] and len(cache) == 2
+    cache.clear()
+    assert gone == ["a", "b", "c"] and len(cache) == 0

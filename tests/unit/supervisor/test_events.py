@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import re
 import shutil
 import tempfile
+import typing
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from shmserve.client.events import TOPICS, EventReader, Gaps, Told
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages import events
+from shmserve.supervisor import events as events_package
 from shmserve.supervisor.events.feed import EventFeed, changes
 from shmserve.supervisor.events.publisher import EventPublisher, Subscriptions
 
@@ -242,7 +246,21 @@ def test_who_is_no_server(run_dir: Path) -> None:
                 next(reader.follow())
 
 
-# --- what is printed
+# --- what is written and printed
+
+
+def test_the_page_has_every_event_and_field() -> None:
+    page = (Path(events_package.__file__).parent / "EVENTS.md").read_text()
+    for kind, topic in events.TOPICS.items():
+        (row,) = (
+            line
+            for line in page.splitlines()
+            if line.startswith(f"| `{topic}` | `{kind.__name__}` |")
+        )
+        told = re.sub(r" \([^)]*\)|;.*", "", row.split(" | ", 2)[2]).removesuffix(" |")
+        assert told == ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(kind)), row
+    assert set(events.TOPICS) == set(typing.get_args(m.ServerEvent))
+    assert set(events.TOPICS.values()) == set(TOPICS)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmserve.gateway.inference.prepared import BuiltRequest, PreparedCache, PreparedRequest
+from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest
 from shmserve.gateway.model_table import Model, ModelTable
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
+from shmserve.ipc.tensors.template_cache import BoundedCache
 
 _RAW_INPUT = 0x3A  # the tag of field 7, length-delimited
 _EARLIER = frozenset((0x0A, 0x12, 0x1A, 0x22, 0x2A, 0x32))  # those of fields 1 to 6
@@ -71,7 +72,7 @@ class PreparedRequests:
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models
-        self._cache: PreparedCache[Key, _Known] = PreparedCache(_MOST_KNOWN)
+        self._cache: BoundedCache[Key, _Known] = BoundedCache(_MOST_KNOWN)
 
     def repeat(self, key: Key, contents: Sequence[bytes]) -> tuple[Model, BuiltRequest] | None:
         """The request that is known by `key`, with these contents; None when it is not known.

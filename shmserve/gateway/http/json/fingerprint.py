@@ -20,8 +20,9 @@ import orjson
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.tensors import decode
-from shmserve.gateway.inference.prepared import BuiltRequest, PreparedCache, PreparedRequest
+from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest
 from shmserve.gateway.inference.request import WireInput, WireRequest
+from shmserve.ipc.tensors.template_cache import BoundedCache
 
 _NUMBERS = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
 _LONGEST_TEXT = 64 * 1024
@@ -45,7 +46,7 @@ class Known(NamedTuple):
     inputs: list[WireInput]
 
 
-Cache = PreparedCache[Key, Known]
+Cache = BoundedCache[Key, Known]
 
 
 def repeat(

@@ -18,15 +18,11 @@ from shmserve.gateway.http.json.duplicate_keys import (
     members_of_request,
     outside_strings,
 )
-from shmserve.gateway.http.json.syntax_errors import explain
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 
 MOST_DEEP = 100
 # Of objects, and of their members. No request needs more, and each takes the time of many numbers.
 MOST_MEMBERS = 256 * 1024
-
-# A second, slow reading finds the words for what is wrong: milliseconds at most.
-_LONGEST_EXPLAINED = 16 * 1024
 
 _LARGE = 1024 * 1024
 _LONGEST_LENIENT = 8 * _LARGE
@@ -86,9 +82,9 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         raise InvalidArgument(_TOO_DEEP)
     # No variable may hold the exception: with its frames, and the text, it would wait for the
     # collector.
-    reason = _UNREADABLE + _reason(raw, strict)
-    # What is larger has its numbers in arrays, which are read in slices (bigjson.py). As a whole it
-    # would keep everybody waiting for ten times as long as with the quick parser.
+    reason = f"{_UNREADABLE}{strict.msg.partition(': line')[0]}. at {strict.pos}"
+    # What is larger has its numbers in arrays, which are read in slices (large_arrays.py). As one
+    # piece it would keep everybody waiting for ten times as long as with the quick parser.
     if len(raw) > _LONGEST_LENIENT or (b"NaN" not in raw and b"Inf" not in raw):
         raise JsonFault(reason)
     spelled = _STRING_OR_INF.sub(lambda m: b"Infinity" if m[0] == b"Inf" else m[0], raw)
@@ -99,14 +95,11 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         orjson.dumps(value)  # half a surrogate pair is not text
     except DoubledName as found:
         raise InvalidArgument(f"{_UNREADABLE}{found}") from None
+    except json.JSONDecodeError as error:
+        raise JsonFault(f"{_UNREADABLE}{error.msg}. at {error.pos}") from None
     except (ValueError, TypeError, RecursionError):
         raise JsonFault(reason) from None
     return value
-
-
-def _reason(raw: bytes, strict: orjson.JSONDecodeError) -> str:
-    found = explain(raw) if len(raw) <= _LONGEST_EXPLAINED else None
-    return found or f"{strict.msg.partition(': line')[0]}. at {strict.pos}"
 
 
 def _finite(text: str) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.intake import read_request
+from shmserve.gateway.http.infer_body import read_request
 from shmserve.gateway.http.json.events import Framing, accepted
 from shmserve.gateway.http.json.infer_response import ResponseTemplate
 from shmserve.gateway.http.json.output_text import output_text

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.common.fd_limits import share_of
-from shmserve.gateway.grpc.connection_limits import Seen, leaving
-from shmserve.gateway.grpc.core_sockets import Connection
+from shmserve.gateway.grpc.core.connection_limits import Seen, leaving
+from shmserve.gateway.grpc.core.sockets import Connection
 
 
 def seen(peer: str | None, silent_ms: int, busy: bool) -> Seen:

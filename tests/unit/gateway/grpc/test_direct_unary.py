@@ -13,8 +13,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from shmserve.gateway.grpc.call_watchdog import Calls, Reading
-from shmserve.gateway.grpc.direct_unary import Call, Waiter, acceptor
+from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
+from shmserve.gateway.grpc.core.direct_unary import Call, Waiter, acceptor
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 from tests.support.http2 import (
     ACK,

@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.common.auth_tokens import RESTRICTABLE
 from shmserve.gateway.grpc.client_identity import Users
-from shmserve.gateway.grpc.core_sockets import address_of
+from shmserve.gateway.grpc.core.sockets import address_of
 from shmserve.gateway.grpc.service import HEALTH_WATCH, MODEL_INFER, MODEL_STREAM_INFER, RPCS
 from shmserve.gateway.grpc.wire.fingerprint import split
 from shmserve.proto import grpc_service_pb2 as pb

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http import aiohttp_parts
+from shmserve.gateway.http.connection import aiohttp_parts
 
 
 def test_what_is_installed_fits() -> None:

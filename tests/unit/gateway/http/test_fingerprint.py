@@ -19,8 +19,8 @@ from shmserve.gateway.http.json.fingerprint import (
 )
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.inference.prepared import PreparedCache
 from shmserve.gateway.inference.request import WireRequest
+from shmserve.ipc.tensors.template_cache import BoundedCache
 
 LIMIT = 1 << 20
 
@@ -36,7 +36,7 @@ class Bytes:
 
 
 def made() -> Cache:
-    return PreparedCache(256)
+    return BoundedCache(256)
 
 
 def wire_of(text: bytes) -> WireRequest:

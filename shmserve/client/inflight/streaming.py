@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from shmserve.client.inflight import Pending, RequestChannel
+from shmserve.client.inflight.channel import RequestChannel
+from shmserve.client.inflight.pending import Pending
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import Prepared
 from shmserve.client.request.results import Result, read_one_of_many
@@ -67,7 +68,7 @@ class StreamPending(Pending):
 
         def copy(place: Any) -> bytes:
             copied.append(place.byte_size)
-            return self.channel.connection.copied(place)
+            return self.channel.server.copied(place)
 
         try:
             item = read_one_of_many(self.prepared, body, copy, self.release)

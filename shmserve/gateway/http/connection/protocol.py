@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.http.aiohttp_parts import (
+from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
     MalformedBody,
     RawRequestMessage,

@@ -21,7 +21,7 @@ from typing import Any
 
 import grpc
 
-from shmserve.gateway.grpc.call_watchdog import LATE, MISSING, Calls
+from shmserve.gateway.grpc.core.call_watchdog import LATE, MISSING, Calls
 
 try:
     from grpc._cython import cygrpc

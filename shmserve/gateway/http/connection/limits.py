@@ -16,7 +16,7 @@ from operator import itemgetter
 from shmserve.common.fd_limits import share_of
 from shmserve.common.peer_credentials import network
 from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind
-from shmserve.gateway.http.protocol import Answer, Connection
+from shmserve.gateway.http.connection.protocol import Answer, Connection
 from shmserve.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)

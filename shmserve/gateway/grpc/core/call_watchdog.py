@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from shmserve.common.peer_credentials import Address
-from shmserve.gateway.grpc import core_sockets
+from shmserve.gateway.grpc.core import sockets as core_sockets
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 
 logger = logging.getLogger(__name__)

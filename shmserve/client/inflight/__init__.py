@@ -1,0 +1,1 @@
+"""Requests on their way: by which sockets, and what becomes of them."""

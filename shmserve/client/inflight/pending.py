@@ -1,0 +1,147 @@
+"""A request that was submitted, and its one response."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from shmserve.client.errors import TimedOut
+from shmserve.client.memory.views import nothing
+from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.results import Result, discard, read
+from shmserve.client.server_state import ServerState
+from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported, from_code
+from shmserve.ipc.inflight import InflightRequest, Response
+from shmserve.ipc.messages import Failed, Finished, Responded
+from shmserve.ipc.tensors.aliasing import runs_once
+from shmserve.ipc.transport.records import MalformedMessage
+
+DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"
+
+
+class Channel(Protocol):
+    """What a request is submitted by: see `RequestChannel`."""
+
+    @property
+    def server(self) -> ServerState:
+        """What is known of the server."""
+
+    def send(self, pending: Pending) -> None:
+        """Queue it, perhaps again."""
+
+    def cancel(self, pending: Pending) -> None:
+        """Nobody waits for it any more."""
+
+    def moved(self, pending: Pending) -> bool:
+        """Submit it to who serves the model now, if that is another."""
+
+    def release(self, endpoint: str, pid: int, offsets: list[int]) -> None:
+        """Tell a worker that its outputs have been read."""
+
+
+class Pending(InflightRequest):
+    """A request that was submitted. `outcome`: None until it is answered; `on_done` hears of it."""
+
+    __slots__ = ("abandoned", "again", "channel", "end", "on_done", "outcome", "prepared")
+
+    def __init__(
+        self,
+        channel: Channel,
+        prepared: Prepared,
+        on_done: Callable[[Pending], None] | None,
+    ) -> None:
+        self.endpoint = prepared.model.endpoint
+        self.responses = 0
+        self.channel = channel
+        self.prepared = prepared
+        self.end = prepared.end
+        self.on_done = on_done
+        self.outcome: Result | ShmserveError | None = None
+        self.abandoned = False
+        self.again = False  # it was submitted once more, since what should have come is lost
+
+    def result(self) -> Result:
+        """The result; raises the error that it ended with."""
+        outcome = self.outcome
+        if isinstance(outcome, Result):
+            return outcome
+        assert outcome is not None
+        self.outcome = None
+        try:
+            raise outcome
+        finally:
+            del outcome  # no cycle of it and its traceback, which would keep the request's memory
+
+    def awaited(self) -> bool:
+        return not self.abandoned
+
+    def respond(self, message: Response) -> None:
+        if type(message) is Finished:
+            self._finish(message.body)
+        elif type(message) is Failed:
+            self.done(_error(self, message))
+        elif type(message) is Responded:  # its model was loaded again, and is another one
+            self.discard(message)
+            self.done(Unsupported(DECOUPLED % self.prepared.model.name))
+            self.channel.cancel(self)
+
+    def discard(self, message: Response) -> None:
+        """Nobody reads this response, and its outputs take up a worker's memory."""
+        if isinstance(message, Finished | Responded) and message.body:
+            with contextlib.suppress(MalformedMessage):
+                discard(self.prepared, message.body, self.release)
+
+    def _finish(self, body: bytes) -> None:
+        channel = self.channel
+        # What was read gives the memory back, or keeps it for the arrays over it.
+        end, self.end = self.end, nothing
+        outcome: Result | ShmserveError
+        try:
+            outcome = read(self.prepared, body, channel.server.copied, self.release)
+        except ShmserveError as error:
+            self.end = end
+            over = self.again or self.abandoned or runs_once(self.submit.work)
+            if isinstance(error, Unavailable) and not over:
+                self.again = True  # its worker died before the answer was read
+                channel.send(self)
+                return
+            outcome = error
+        except MalformedMessage:
+            self.end = end
+            outcome = Internal("the answer cannot be read")
+        self.done(outcome)
+
+    def release(self, pid: int, offsets: list[int]) -> None:
+        """Tell a worker that its outputs have been read."""
+        self.channel.release(self.endpoint, pid, offsets)
+
+    def goes_elsewhere(self, message: Failed) -> bool:
+        return self.channel.moved(self)
+
+    def free(self) -> None:
+        end, self.end = self.end, nothing
+        end()
+
+    def ready(self) -> bool:
+        """Whether there is something for who waits."""
+        return self.outcome is not None
+
+    def done(self, outcome: Result | ShmserveError) -> None:
+        """That is how it ended; who waits for it hears so."""
+        if self.abandoned:
+            return
+        self.outcome = outcome
+        on_done, self.on_done = self.on_done, None  # it may refer to this: no cycle stays
+        if on_done is not None:
+            on_done(self)
+
+
+def _error(pending: Pending, message: Failed) -> ShmserveError:
+    if message.retry_after_s > 0:
+        return QueueFull(message.message, message.retry_after_s)
+    deadline_ns = pending.prepared.options.deadline_ns
+    if message.code == "UNAVAILABLE" and 0 < deadline_ns <= time.monotonic_ns():
+        return TimedOut(message.message)
+    return from_code(message.code, message.message)

@@ -1,0 +1,254 @@
+"""How threads submit requests and wait: by a channel of their own, or one that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from typing import Any, Protocol
+
+from shmserve.client.connection import Connection
+from shmserve.client.errors import Disconnected, TimedOut
+from shmserve.client.inflight.channel import LATE, RequestChannel
+from shmserve.client.inflight.pending import Pending
+from shmserve.client.inflight.streaming import StreamPending
+from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.results import Result
+from shmserve.errors import ShmserveError
+
+
+class Waiting(Protocol):
+    """How a thread's requests go out, and how it waits for what comes."""
+
+    connection: Connection
+
+    def submit(self, prepared: Prepared) -> Any:
+        """Queue a request; what stands for it from then on."""
+
+    def send(self, at_least: int) -> None:
+        """Send what is queued, if it is that much."""
+
+    def wait(self, submitted: Any) -> Result:
+        """The result; raises the error that it ended with, or TimedOut."""
+
+    def open(self, prepared: Prepared) -> StreamPending:
+        """Send a request that may have any number of responses."""
+
+    def attend(self, pending: Any) -> None:
+        """Wait until there is something for who waits; raises TimedOut."""
+
+    def grant(self, pending: Any, responses: int) -> None:
+        """So many responses have been read."""
+
+    def cancel(self, left: Iterable[Any]) -> None:
+        """Nobody waits for these any more."""
+
+
+class ThreadChannel:
+    """A thread's channel, and how it waits."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.lock = threading.Lock()  # held while the thread is in it: others may only close it
+        self._left: deque[Pending] = deque()  # to be cancelled
+        self.leaving = False  # to be closed by its thread, as soon as that is out of it
+        self._poll = select.epoll()
+        self.channel = RequestChannel(connection, self._watch, self._poll.unregister)
+
+    def _watch(self, fd: int) -> None:
+        self._poll.register(fd, select.EPOLLIN)
+
+    def submit(self, prepared: Prepared) -> Pending:
+        try:
+            with self.lock:
+                return self.channel.submit(prepared)
+        finally:
+            if self.leaving:
+                self.close()
+
+    def send(self, at_least: int) -> None:
+        if self.channel.unsent >= at_least:
+            with self.lock:
+                self.channel.flush()
+
+    def open(self, prepared: Prepared) -> StreamPending:
+        try:
+            with self.lock:
+                pending = self.channel.start(StreamPending(self.channel, prepared))
+                self.channel.flush()
+                return pending
+        finally:
+            if self.leaving:
+                self.close()
+
+    def grant(self, pending: StreamPending, responses: int) -> None:
+        with self.lock:
+            self.channel.grant(pending, responses)
+            self.channel.flush()
+
+    def wait(self, pending: Pending) -> Result:
+        self.attend(pending)
+        return pending.result()
+
+    def attend(self, pending: Pending) -> None:
+        try:
+            with self.lock:
+                try:
+                    self.until(pending)
+                except BaseException:
+                    self.channel.cancel(pending)
+                    self.channel.flush()
+                    raise
+        finally:
+            if self.leaving:
+                self.close()
+
+    def cancel(self, left: Iterable[Pending]) -> None:
+        self._left.extend(left)
+        # A generator that is collected may find its thread, or another, in the middle of a wait.
+        if self.lock.acquire(blocking=False):
+            try:
+                self._cancel_left()
+            finally:
+                self.lock.release()
+        else:
+            self.connection.wake(self.channel)
+
+    def _cancel_left(self) -> None:
+        while self._left:
+            self.channel.cancel(self._left.popleft())
+        self.channel.flush()
+
+    def until(self, pending: Pending) -> None:
+        """Return when it is `ready`; raises TimedOut when its deadline passes first."""
+        channel = self.channel
+        if pending.ready():
+            return
+        channel.flush()
+        deadline_ns = pending.prepared.options.deadline_ns
+        while not pending.ready():
+            timeout_s: float | None = None
+            if deadline_ns:
+                timeout_s = (deadline_ns - time.monotonic_ns()) / 1e9
+                if timeout_s <= 0:
+                    raise TimedOut(LATE)
+            channel.take([fd for fd, _ in self._poll.poll(timeout_s)])
+            if self._left:
+                self._cancel_left()
+
+    def close(self) -> None:
+        """Close all of it."""
+        with self.lock:
+            self.channel.close()
+            self._poll.close()
+
+
+class SharedChannel:
+    """A thread that has no channel, since others have all that there may be, or it waits in its
+    own: the connection's own thread sends, and waits, for it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        # Locked until something has come for the stream that this was opened for: see `_Answer` of
+        # the connection for why it is no Event.
+        self._arrived = threading.Lock()
+
+    def submit(self, prepared: Prepared) -> Future[Result]:
+        future: Future[Result] = Future()
+        future.add_done_callback(_notified)
+        connection = self.connection
+        connection.call(lambda channel: _submit(connection, channel, prepared, future))
+        return future
+
+    def send(self, at_least: int) -> None:
+        """It is on its way."""
+
+    def wait(self, future: Future[Result]) -> Result:
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+            del future  # no cycle of it and its error's traceback
+
+    def open(self, prepared: Prepared) -> StreamPending:
+        future: Future[StreamPending] = Future()
+        arrived = self._arrived
+        arrived.acquire()
+
+        def on_item() -> None:
+            with contextlib.suppress(RuntimeError):  # released already
+                arrived.release()
+
+        def start(channel: RequestChannel) -> None:
+            try:
+                future.set_result(channel.start(StreamPending(channel, prepared, on_item)))
+            except ShmserveError as error:
+                future.set_exception(error)
+
+        self.connection.call(start)
+        return future.result()
+
+    def attend(self, pending: StreamPending) -> None:
+        deadline_ns = pending.prepared.options.deadline_ns
+        while not pending.ready():
+            timeout_s = -1.0
+            if deadline_ns:
+                timeout_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+            if not self._arrived.acquire(timeout=timeout_s) and not pending.ready():
+                self.cancel((pending,))
+                raise TimedOut(LATE)
+
+    def grant(self, pending: StreamPending, responses: int) -> None:
+        with contextlib.suppress(Disconnected):
+            self.connection.call(lambda channel: channel.grant(pending, responses))
+
+    def cancel(self, left: Iterable[Future[Result] | StreamPending]) -> None:
+        for each in left:
+            if isinstance(each, Future):
+                each.cancel()
+            else:
+                with contextlib.suppress(Disconnected):
+                    self.connection.call(partial(RequestChannel.cancel, pending=each))
+
+
+def _notified(future: Future[Result]) -> None:
+    """Who is in `concurrent.futures.wait` for a future hears of its cancellation only by this."""
+    if future.cancelled():
+        future.set_running_or_notify_cancel()
+
+
+def _submit(
+    connection: Connection, channel: RequestChannel, prepared: Prepared, future: Future[Result]
+) -> None:
+    if future.cancelled():
+        prepared.end()
+        return
+    try:
+        pending = channel.submit(prepared, lambda done: _resolve(future, done))
+    except ShmserveError as error:
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(error)
+        return
+
+    deadline_ns = prepared.options.deadline_ns
+    if deadline_ns:
+        connection.expire_at(deadline_ns, pending.submit.id)
+
+    def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
+        if ended.cancelled() and pending.outcome is None:
+            connection.call(lambda own: own.cancel(pending))
+
+    future.add_done_callback(over)
+
+
+def _resolve(future: Future[Result], done: Pending) -> None:
+    with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+        if isinstance(done.outcome, Result):
+            future.set_result(done.outcome)
+        else:
+            future.set_exception(done.outcome)

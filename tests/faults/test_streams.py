@@ -1,0 +1,101 @@
+"""Whatever ends in the middle of a stream: its requests end with a clear error, others go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import repositories
+from tests.support.servers import Server, running
+from tests.support.streams import ask_repeat, ended, failed, stream
+from tests.support.waiting import until
+
+LONG = [0] * 3000
+
+
+@pytest.fixture
+def repeating(tmp_path: Path) -> Iterator[Server]:
+    """A server of a model that repeats each element of its input as a response."""
+    repositories.add(tmp_path, "repeat")
+    flags = ("--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1")
+    with running(tmp_path, *flags, grpc=True) as started:
+        yield started
+
+
+def live(server: Server) -> float:
+    """How many requests the model's workers have."""
+    return server.metric("shmserve_executing_requests", model="repeat")
+
+
+@pytest.mark.parametrize(
+    ("process", "says"),
+    [
+        ("worker repeat.0", "the model's worker died before this request's last response"),
+        ("scheduler repeat", "the model's scheduler was lost after the request's first response"),
+    ],
+)
+def test_a_process_dies(repeating: Server, process: str, says: str) -> None:
+    with stream(repeating) as (client, told):
+        ask_repeat(client, LONG, delay_ms=10)
+        told.get(timeout=30)
+        victim = repeating.one(process)
+        victim.kill()
+        assert says in failed(told)
+        # What comes on the same stream finds the successor.
+        ask_repeat(client, [1, 2, 3])
+        assert ended(told) == 3
+    until("nothing is left at a worker", lambda: live(repeating) == 0)
+
+
+def test_a_client_leaves_and_another_reads_on(repeating: Server) -> None:
+    with stream(repeating) as (client, told):
+        ask_repeat(client, list(range(200)), delay_ms=5)
+        told.get(timeout=30)
+        with stream(repeating) as (other, others):
+            ask_repeat(other, LONG, delay_ms=10)
+            others.get(timeout=30)
+            assert live(repeating) == 2
+        until("its request has ended at the worker", lambda: live(repeating) == 1)
+        assert ended(told) == 199
+
+
+def test_a_client_that_does_not_read_stops_its_own_model_s_send_alone(repeating: Server) -> None:
+    gate = threading.Event()
+
+    def take(result: Any, error: Any) -> None:
+        gate.wait(20)
+        told.put(error or result)
+
+    with stream(repeating) as (client, told):
+        client.stop_stream()
+        client.start_stream(take)
+        ask_repeat(client, [7] * 5000)
+        with stream(repeating) as (other, others):
+            ask_repeat(other, list(range(500)))
+            assert ended(others) == 500
+        gate.set()
+        for _ in range(5001):
+            told.get(timeout=30)
+
+
+def test_unloading_waits_for_the_last_response(repeating: Server) -> None:
+    with stream(repeating) as (client, told), repeating.http() as http:
+        ask_repeat(client, list(range(60)), delay_ms=10)
+        told.get(timeout=30)
+        http.post("/v2/repository/models/repeat/unload").ok()
+        assert ended(told) == 59
+    until("its worker is gone", lambda: not repeating.find("worker repeat.0"))
+
+
+def test_stopping_the_server_ends_a_stream(repeating: Server) -> None:
+    with stream(repeating) as (client, told):
+        ask_repeat(client, LONG, delay_ms=20)
+        told.get(timeout=30)
+        members = repeating.tree()
+        repeating.stop(20)
+        assert failed(told)
+    repeating.assert_gone(members)

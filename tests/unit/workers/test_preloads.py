@@ -1,0 +1,36 @@
+"""What a zygote runs of torch before it forks: it leaves no thread, and children compute."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+import os, sys, time
+import torch
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(2)
+before = threads()
+__import__(sys.argv[1])
+assert threads() == before, (before, threads())
+assert torch.get_num_threads() == 2
+child = os.fork()
+if not child:
+    big = torch.ones(512, 512)
+    program = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(512, 8)))
+    for _ in range(3):
+        assert (big @ big)[0, 0] == 512 and program(big).shape == (512, 8)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.parametrize("module", ["preload_operations", "preload_scripted"])
+def test_what_is_forked_computes_with_several_threads(module: str) -> None:
+    command = [sys.executable, "-c", _SCRIPT, f"shmserve.workers.{module}"]
+    subprocess.run(command, check=True, timeout=60)

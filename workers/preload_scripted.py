@@ -1,0 +1,17 @@
+"""Runs a small TorchScript program until it is optimised: what the compiler sets up at first use
+takes as long as loading a model. For a zygote whose workers load some, or for the worker."""
+
+import contextlib
+
+import torch
+
+
+def _run() -> None:
+    program = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval())
+    with torch.inference_mode():
+        for _ in range(3):  # watched, optimised, and as it is then
+            program(torch.zeros(1, 4))
+
+
+with contextlib.suppress(RuntimeError):
+    _run()
