@@ -14,7 +14,7 @@ One HTTP request, by room (file by file, and gRPC, in gateway/__init__.py):
 
 A local client's request: client/session.py finds the server and client/connection.py talks to it
 (supervisor/local_clients/server.py at the other end); client/request/prepare.py places the tensors
-in shared memory, client/inflight.py submits; scheduler/local_clients.py checks what no gateway has.
+in shared memory, client/inflight/ submits; scheduler/local_clients.py checks what no gateway has.
 
 A model's load: supervisor/models/manager.py takes the request; load_planner.py reads folder and
 configuration; version.py starts scheduler_process.py and instance_processes.py, which follows

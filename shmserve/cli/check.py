@@ -13,7 +13,7 @@ from typing import Any
 from shmserve import logs
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import Failed, Finished, Submit
+from shmserve.ipc.messages import Failed, Finished, Responded, Submit
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -126,6 +126,8 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
                 match message:
                     case Finished():
                         return "", time.monotonic() - began
+                    case Responded(message=text, code=code):  # the first, or that there is none
+                        return (text, 0.0) if code else ("", time.monotonic() - began)
                     case Failed(message=text):
                         return text, 0.0
             if not dealer.connected:

@@ -108,7 +108,7 @@ class ResponseStream:
         return unwrapped(item)
 
     async def _attend(self, pending: StreamPending) -> None:
-        deadline_ns = pending.prepared.options.deadline_ns
+        deadline_ns = pending.built.options.deadline_ns
         left_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
         try:
             async with asyncio.timeout(left_s):
@@ -180,14 +180,14 @@ class Server:
         """As `shmserve.client.Server.infer`; cancelling the task cancels the request."""
         options = options_of(request_id, parameters, priority, timeout)
         turns = await self._connected()
-        prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
+        built = self._session.built(model, inputs, outputs, version, options, tensors)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def answered(_: Pending) -> None:
             if not future.done():
                 future.set_result(None)
 
-        pending = turns.channel.submit(prepared, answered)
+        pending = turns.channel.submit(built, answered)
         turns.flush_soon()
         try:
             if options.deadline_ns:
@@ -231,10 +231,10 @@ class Server:
 
         async def start(on_item: Callable[[], None]) -> tuple[_Turns, StreamPending]:
             turns = await self._connected()
-            prepared = self._session.prepared(
+            built = self._session.built(
                 model, inputs, outputs, version, options, tensors, stream=True
             )
-            pending = turns.channel.start(StreamPending(turns.channel, prepared, on_item))
+            pending = turns.channel.start(StreamPending(turns.channel, built, on_item))
             turns.flush_soon()
             return turns, pending
 

@@ -1,7 +1,7 @@
 """A connection to one server, from its welcome to its end.
 
 A thread of its own reads the control connection: which models there are, which schedulers were
-lost. It has a channel too, for requests whose answers nobody waits for in a loop (`infer_async`).
+lost. It has a channel too, for requests whose responses nobody waits for in a loop (`infer_async`).
 """
 
 from __future__ import annotations

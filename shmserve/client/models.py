@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Never
 
-from shmserve.client.request.prepared import Plan
+from shmserve.client.request.prepared import PreparedRequest
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 
-_MOST_PLANS = 64
+_MOST_PREPARED = 64
 _MOST_RESPONSES = 64
 _LONGEST_RESPONSE = INLINE_LIMIT + 4096
 
@@ -19,8 +19,8 @@ _LONGEST_RESPONSE = INLINE_LIMIT + 4096
 class Model:
     """One version of a model: where its scheduler is, and what it takes.
 
-    `plans` is what the client remembers of requests it has made, `responses` the forms of those it
-    has read; `source` are the models of which it is one. `decoupled`: it gives any number of
+    `prepared` is what the client remembers of requests it has made, `responses` the forms of those
+    it has read; `source` are the models of which it is one. `decoupled`: it gives any number of
     responses to a request. `closed`: another has taken its place, or none.
     """
 
@@ -29,7 +29,7 @@ class Model:
         "decoupled",
         "endpoint",
         "name",
-        "plans",
+        "prepared",
         "responses",
         "signature",
         "source",
@@ -44,21 +44,24 @@ class Model:
         self.signature = Signature(published.config, published.version)
         policy = published.config.get("model_transaction_policy") or {}
         self.decoupled = bool(policy.get("decoupled", False))
-        self.plans: BoundedCache[Any, Plan] = BoundedCache(_MOST_PLANS, lambda plan: plan.close())
+        self.prepared: BoundedCache[Any, PreparedRequest] = BoundedCache(
+            _MOST_PREPARED, lambda prepared: prepared.close()
+        )
         self.responses: TemplateCache[Inferred] = TemplateCache(_MOST_RESPONSES, _LONGEST_RESPONSE)
         self.closed = False
 
-    def remember(self, key: Any, plan: Plan) -> Plan:
-        """Keep a plan; gives the one that is used, which another thread may have made meanwhile."""
-        used = self.plans.share(key, plan)
+    def remember(self, key: Any, prepared: PreparedRequest) -> PreparedRequest:
+        """Keep a prepared request; gives the one that is used, which another thread may have made
+        meanwhile."""
+        used = self.prepared.share(key, prepared)
         if self.closed:
             self.close()
         return used
 
     def close(self) -> None:
-        """Forget the plans; their memory comes back."""
+        """Forget the prepared requests; their memory comes back."""
         self.closed = True
-        self.plans.clear()
+        self.prepared.clear()
 
 
 class Models:

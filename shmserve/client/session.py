@@ -19,7 +19,7 @@ from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.options import Options
-from shmserve.client.request.prepare import Prepared, prepare
+from shmserve.client.request.prepare import BuiltRequest, prepare
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.memory.cuda_ipc import Exporting
 
@@ -89,7 +89,7 @@ class Session:
     def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)
 
-    def prepared(
+    def built(
         self,
         model: str,
         inputs: Tensors | None,
@@ -99,7 +99,7 @@ class Session:
         tensors: Tensors,
         *,
         stream: bool = False,
-    ) -> Prepared:
+    ) -> BuiltRequest:
         """A request that can be sent; without `stream`, one that has exactly one response."""
         found = self.connection().models.resolve(model, version)
         if found.decoupled and not stream:

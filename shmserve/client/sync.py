@@ -52,8 +52,8 @@ class Server:
         """
         options = options_of(request_id, parameters, priority, timeout)
         waiter = self._waiting()
-        prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
-        return waiter.wait(waiter.submit(prepared))
+        built = self._session.built(model, inputs, outputs, version, options, tensors)
+        return waiter.wait(waiter.submit(built))
 
     def map(
         self,
@@ -76,8 +76,8 @@ class Server:
         try:
             for given in inputs:
                 options = options_of("", None, 0, timeout)
-                prepared = self._session.prepared(model, given, outputs, version, options, {})
-                waiting.append(waiter.submit(prepared))
+                built = self._session.built(model, given, outputs, version, options, {})
+                waiting.append(waiter.submit(built))
                 waiter.send(at_least=few)
                 if len(waiting) >= in_flight:
                     yield waiter.wait(waiting.popleft())
@@ -112,10 +112,8 @@ class Server:
         """
         options = options_of(request_id, parameters, priority, timeout)
         way = self._waiting()
-        prepared = self._session.prepared(
-            model, inputs, outputs, version, options, tensors, stream=True
-        )
-        return ResponseStream(way, way.open(prepared), self)
+        built = self._session.built(model, inputs, outputs, version, options, tensors, stream=True)
+        return ResponseStream(way, way.open(built), self)
 
     def infer_async(
         self,
@@ -133,8 +131,8 @@ class Server:
     ) -> Future[Result]:
         """`infer`, in the background. Cancelling the future cancels the request."""
         options = options_of(request_id, parameters, priority, timeout)
-        prepared = self._session.prepared(model, inputs, outputs, version, options, tensors)
-        future = SharedChannel(self._session.connection()).submit(prepared)
+        built = self._session.built(model, inputs, outputs, version, options, tensors)
+        future = SharedChannel(self._session.connection()).submit(built)
         future.add_done_callback(lambda _: self._session)  # until then somebody needs this client
         return future
 

@@ -67,13 +67,13 @@ class Region:
     def place(self, wanted: RegionRange) -> Place:
         """The place of a range of this region; raises InvalidArgument when it lies outside."""
         offset, size = wanted.offset, wanted.byte_size
+        if offset >= self.byte_size:
+            raise InvalidArgument(f"Invalid offset for shared memory region: '{self.name}'")
         if size > LARGEST_UNSIGNED - offset:
             raise InvalidArgument(
                 f"Integer overflow detected: byte_size ({size}) + offset ({offset}) exceeds "
                 f"maximum value ({LARGEST_UNSIGNED}) for region '{self.name}'"
             )
-        if offset >= self.byte_size:
-            raise InvalidArgument(f"Invalid offset for shared memory region: '{self.name}'")
         if not fits(offset, size, self.byte_size):
             raise InvalidArgument(
                 f"Invalid offset + byte size for shared memory region: '{self.name}'"

@@ -1,8 +1,8 @@
 """A model that calls other models: this worker as a client of their schedulers.
 
-FindModel ──> supervisor: where?  ──> Submit ──> scheduler ──> Finished | Failed ──> Reply
+FindModel ──> supervisor: where?  ──> Submit ──> scheduler ──> Finished | Failed ──> CallResponse
 
-A call keeps what it submitted until it is answered: when the scheduler is lost, it is submitted
+A call keeps what it submitted until it has its response: when the scheduler is lost, it is sent
 again to the successor, or to whoever serves the model now. `shmserve.ipc.inflight` has the life of
 a request. Inputs that lie in memory of the caller's own request travel as they are; outputs are
 copied out, so that a model may keep them. Calls come from the model's thread, from its event loop
@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,18 +31,16 @@ from shmserve.ipc.messages import (
     Grant,
     ModelWithdrawn,
     ProcessExited,
-    Release,
     Responded,
     SchedulerLost,
     Settled,
 )
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
+from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.workers.batch.request import Input
+from shmserve.workers.bls.links import Links
 from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
-from shmserve.workers.bls.request import CallMemory, CallRequest, PlacedInputs, Reply
+from shmserve.workers.bls.request import CallMemory, CallRequest, CallResponse, PlacedInputs, copied
 from shmserve.workers.bls.shared_wait import SharedWait
 from shmserve.workers.control import Control, News
 
@@ -62,7 +59,7 @@ class Call(InflightRequest):
         self,
         client: BlsClient,
         request: CallRequest,
-        future: asyncio.Future[Reply] | None = None,
+        future: asyncio.Future[CallResponse] | None = None,
     ) -> None:
         self.client = client
         self.number = client.next_number()
@@ -70,7 +67,7 @@ class Call(InflightRequest):
         self.future = future
         self.arrived_ns = time.monotonic_ns()
         self.inputs = PlacedInputs((), [])
-        self.outcome: Reply | ShmserveError | None = None
+        self.outcome: CallResponse | ShmserveError | None = None
         self.endpoint = ""
         self.responses = 0
 
@@ -88,7 +85,7 @@ class Call(InflightRequest):
         elif isinstance(message, Failed):
             self.end(from_code(message.code, message.message))
         else:  # its model was loaded again, and is another one
-            self.client.discard(self, message.body)
+            self.client.discard(self.endpoint, message.body)
             if message.final:
                 self.end(_decoupled(self.request.model))
 
@@ -100,7 +97,7 @@ class Call(InflightRequest):
     def free(self) -> None:
         self.client.memory.free(self.inputs.taken)
 
-    def end(self, outcome: Reply | ShmserveError) -> None:
+    def end(self, outcome: CallResponse | ShmserveError) -> None:
         """That is how it ended."""
         self.outcome = outcome
         future = self.future
@@ -112,10 +109,10 @@ class Call(InflightRequest):
             future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
 
 
-def _resolve(future: asyncio.Future[Reply], outcome: Reply | ShmserveError) -> None:
+def _resolve(future: asyncio.Future[CallResponse], outcome: CallResponse | ShmserveError) -> None:
     if future.done():
         return
-    if isinstance(outcome, Reply):
+    if isinstance(outcome, CallResponse):
         future.set_result(outcome)
     else:
         future.set_exception(outcome)
@@ -147,11 +144,10 @@ class BlsClient:
         self._directory = ModelDirectory(control)
         self.memory = CallMemory(arena_byte_size)
         self._mappings = Mappings()
-        self._identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._ids = count(1)
         self._waiting = SharedWait(self._take)
         self._lock = self._waiting.lock
-        self._links: dict[str, Dealer] = {}
+        self._links = Links(self._waiting.add, self._waiting.remove)
         self._table: InflightTable[Call] = InflightTable()
         self._left: deque[Call] = deque()  # to be cancelled
         self._doubtful: list[_Doubt] = []
@@ -169,10 +165,10 @@ class BlsClient:
         self._flush()
         return call
 
-    def wait(self, call: Call) -> Reply:
+    def wait(self, call: Call) -> CallResponse:
         """Wait for what was begun. Raises the ShmserveError that it ended with."""
         self.wait_until(lambda: call.outcome is not None)
-        if isinstance(call.outcome, Reply):
+        if isinstance(call.outcome, CallResponse):
             return call.outcome
         assert call.outcome is not None
         raise call.outcome
@@ -181,14 +177,14 @@ class BlsClient:
         """Block this thread, and take what comes, until `done()`."""
         self._waiting.until(done)
 
-    def call_soon(self, request: CallRequest) -> asyncio.Future[Reply]:
+    def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
         """`begin`; the future, of the running event loop, gets what `wait` returns or raises.
 
         Those begun in one turn of the loop are sent as one. Cancelling the future cancels the
         inference.
         """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Reply] = loop.create_future()
+        future: asyncio.Future[CallResponse] = loop.create_future()
         self.submit_soon(Call(self, request, future), future)
         return future
 
@@ -212,14 +208,12 @@ class BlsClient:
         self._directory.forget(model)
 
     def close(self) -> None:
-        """Close every socket; what is open stays unanswered."""
+        """Close every socket; what is open gets no response."""
         self._control.on_models_changed = lambda news: None
         with self._lock:
             self._waiting.close()
             os.close(self._rouser)
-            for link in self._links.values():
-                link.close()
-            self._links.clear()
+            self._links.close()
 
     # --- out
 
@@ -260,27 +254,18 @@ class BlsClient:
         )
         call.endpoint = target.endpoint
         self._table.add(call)
-        self._link(target.endpoint).post(call.submit)
-
-    def _link(self, endpoint: str) -> Dealer:
-        link = self._links.get(endpoint)
-        if link is None:
-            link = self._links[endpoint] = Dealer(endpoint, self._identity)
-            self._waiting.add(link.fd)
-        return link
+        self._links.open(target.endpoint).post(call.submit)
 
     def _flush(self) -> None:
         with self._lock:
             while self._left:
                 call = self._left.popleft()
                 self._tell(call, Cancel(call.number))
-            for link in self._links.values():
-                link.flush()
+            self._links.flush()
 
     def _tell(self, call: Call, message: Cancel | Grant) -> None:
-        link = self._links.get(call.endpoint)
-        if call.number in self._table.pending and link is not None:
-            link.post(message)
+        if call.number in self._table.pending:
+            self._links.tell(call.endpoint, message)
 
     def grant(self, call: Call, responses: int) -> None:
         """So many responses of a call were taken: as many more may come."""
@@ -304,7 +289,7 @@ class BlsClient:
         """Handle all that has arrived."""
         self._control.pump()
         with self._lock:
-            for link in self._links.values():
+            for link in self._links:
                 self._drain(link)
             doubtful, self._doubtful = self._doubtful, []
             if self._roused:
@@ -320,35 +305,23 @@ class BlsClient:
             if not isinstance(message, Finished | Responded | Failed | Settled):
                 logger.warning("unexpected %s", type(message).__name__)
             elif not self._table.take(message) and isinstance(message, Finished | Responded):
-                _discard(message.body, link)
+                self.discard(link.endpoint, message.body)
 
-    def discard(self, call: Call, body: bytes) -> None:
-        """Nobody reads this response to a call; with the lock."""
-        link = self._links.get(call.endpoint)
-        if link is not None:
-            _discard(body, link)
+    def discard(self, endpoint: str, body: bytes) -> None:
+        """Nobody reads this response of a scheduler; with the lock."""
+        with contextlib.suppress(MalformedMessage):
+            if body:
+                self._links.release_outputs(endpoint, unpack_inferred(body))
 
-    def read(self, call: Call, body: bytes) -> Reply | ShmserveError:
-        """What a call was answered, copied; with the lock."""
+    def read(self, call: Call, body: bytes) -> CallResponse | ShmserveError:
+        """A response to a call, copied; with the lock."""
         try:
-            answer = unpack_inferred(body)
+            response = unpack_inferred(body)
         except MalformedMessage as error:
-            logger.error("a worker's answer is malformed: %s", error)
+            logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")
-        outputs: list[Input] = []
-        outcome: Reply | ShmserveError = Reply(outputs, answer.parameters)
-        model = call.request.model
-        for ref in answer.outputs:
-            data = ref.data
-            try:
-                own = bytearray(data if isinstance(data, bytes) else self._mappings.view(data))
-            except ShmserveError as error:
-                outcome = error
-                continue
-            outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(own), model=model))
-        link = self._links.get(call.endpoint)
-        if link is not None:
-            _release(answer, link)
+        outcome = copied(response, self._mappings, call.request.model)
+        self._links.release_outputs(call.endpoint, response)
         return outcome
 
     def wake(self) -> None:
@@ -370,14 +343,7 @@ class BlsClient:
 
     def _lose(self, endpoint: str, successor: str) -> None:
         self._directory.lose(endpoint)
-        link = self._links.pop(endpoint, None)
-        if link is not None:
-            if successor:  # who is told that its last words have been read
-                self._links[endpoint] = self._link(successor)
-            self._drain(link)
-            self._links.pop(endpoint, link).flush()
-            self._waiting.remove(link.fd)
-            link.close()
+        self._links.lose(endpoint, successor, self._drain)
         for call in self._table.lose(endpoint):
             self.doubt(call, Unavailable("the scheduler of the model was lost"))
 
@@ -413,19 +379,3 @@ class BlsClient:
                 call.free()
                 call.end(outcome)
                 return
-
-
-def _discard(body: bytes, link: Dealer) -> None:
-    with contextlib.suppress(MalformedMessage):
-        if body:
-            _release(unpack_inferred(body), link)
-
-
-def _release(answer: Inferred, link: Dealer) -> None:
-    """Tell the workers that their outputs have been read."""
-    held: dict[int, list[int]] = {}
-    for ref in answer.outputs:
-        if isinstance(ref.data, Place):
-            held.setdefault(ref.data.memory.pid, []).append(ref.data.offset)
-    for pid, offsets in held.items():
-        link.post(Release(pid, offsets))

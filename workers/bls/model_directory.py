@@ -41,7 +41,7 @@ class ModelDirectory:
             losses = self._losses
             found = self._control.ask(lambda number: FindModel(number, *key))
             with self._lock:
-                # Otherwise the answer may be older than the news of a loss.
+                # Otherwise what was found may be older than the news of a loss.
                 if losses == self._losses:
                     self._known[key] = _target(found)
         return target

@@ -8,10 +8,12 @@ from typing import Any
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
+    Inferred,
     RequestedOutput,
     pack_inference,
 )
@@ -76,11 +78,24 @@ class CallRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What the other model answered; the outputs are this process's own."""
+class CallResponse:
+    """What the other model gave; the outputs are this process's own."""
 
     outputs: list[Input]
     parameters: dict[str, Any]
+
+
+def copied(response: Inferred, mappings: Mappings, model: str) -> CallResponse | ShmserveError:
+    """A response of `model` with outputs of this process's own, or why one cannot be had."""
+    outputs: list[Input] = []
+    for ref in response.outputs:
+        data = ref.data
+        try:
+            own = bytearray(data if isinstance(data, bytes) else mappings.view(data))
+        except ShmserveError as error:
+            return error
+        outputs.append(Input(ref.name, ref.datatype, ref.shape, memoryview(own), model=model))
+    return CallResponse(outputs, response.parameters)
 
 
 class CallMemory:

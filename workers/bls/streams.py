@@ -10,12 +10,12 @@ from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
 from shmserve.workers.bls.calls import BlsClient, Call
-from shmserve.workers.bls.request import CallRequest, Reply
+from shmserve.workers.bls.request import CallRequest, CallResponse
 
 _GRANTED_TOGETHER = FIRST_CREDIT // 2
 _BYTES_TOGETHER = MOST_UNREAD_BYTES // 4
 
-Item = Reply | ShmserveError
+Item = CallResponse | ShmserveError
 
 
 class StreamCall(Call):
@@ -43,14 +43,14 @@ class StreamCall(Call):
         if not isinstance(message, Responded):
             super().respond(message)
         elif self.left:
-            self.client.discard(self, message.body)
+            self.client.discard(self.endpoint, message.body)
         elif message.code:
             self._add(from_code(message.code, message.message), message.final)
         elif message.body:
             self._add(self.client.read(self, message.body), message.final)
         elif message.final:
             # Triton's iterator ends with an empty response where the end came by itself.
-            self._add(Reply([], {}), True)
+            self._add(CallResponse([], {}), True)
 
     def end(self, outcome: Item) -> None:
         if not self.left:
@@ -87,7 +87,7 @@ class StreamCall(Call):
         except IndexError:
             return None
         self._owed += 1
-        if isinstance(item, Reply):
+        if isinstance(item, CallResponse):
             self._owed_bytes += sum(len(output.raw) for output in item.outputs)
         if self._owed >= _GRANTED_TOGETHER or self._owed_bytes >= _BYTES_TOGETHER:
             if not self.over:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight.links import Links
 from shmserve.client.inflight.pending import Pending
-from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.prepare import BuiltRequest
 from shmserve.client.server_state import ServerState
 from shmserve.errors import (
     InvalidArgument,
@@ -62,32 +62,32 @@ class RequestChannel:
     # --- out
 
     def submit(
-        self, prepared: Prepared, on_done: Callable[[Pending], None] | None = None
+        self, built: BuiltRequest, on_done: Callable[[Pending], None] | None = None
     ) -> Pending:
         """Queue a request for the next `flush`. Raises Disconnected once this is closed, or the
         server that it was made for gone, InvalidArgument when it is too large,
         Unavailable when it cannot be sent."""
-        return self.start(Pending(self, prepared, on_done))
+        return self.start(Pending(self, built, on_done))
 
     def start(self, pending: P) -> P:
         """`submit` what stands for a request already."""
-        server, prepared = self.server, pending.prepared
-        another = prepared.model.source is not server.models
+        server, built = self.server, pending.built
+        another = built.model.source is not server.models
         if self._closed or not server.alive or another:
-            prepared.end()
+            built.end()
             raise Disconnected("this client is closed" if self._closed and not another else ENDED)
-        if len(prepared.work) > LARGEST_WORK:
-            prepared.end()
+        if len(built.work) > LARGEST_WORK:
+            built.end()
             raise InvalidArgument(
-                f"a request of {len(prepared.work)} bytes besides its tensors is larger than "
+                f"a request of {len(built.work)} bytes besides its tensors is larger than "
                 f"{LARGEST_WORK}"
             )
-        options = prepared.options
+        options = built.options
         pending.submit = make_submit(
             next(self._numbers),
-            prepared,
+            built,
             time.monotonic_ns(),
-            prepared.work,
+            built.work,
             request_id=options.request_id,
             priority=options.priority,
             timeout_us=options.timeout_us,
@@ -96,7 +96,7 @@ class RequestChannel:
         try:
             self.send(pending)
         except OSError as error:
-            prepared.end()
+            built.end()
             raise Unavailable(FULL) from error
         return pending
 
@@ -187,7 +187,7 @@ class RequestChannel:
 
     def moved(self, pending: Pending) -> bool:
         """Submit to who serves the model now, if that is another scheduler than had it."""
-        model = pending.prepared.model
+        model = pending.built.model
         now = self.server.models.find(model.name, model.version)
         if now is None:
             now = self.server.models.find(model.name, "")

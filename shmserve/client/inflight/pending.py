@@ -9,7 +9,7 @@ from typing import Protocol
 
 from shmserve.client.errors import TimedOut
 from shmserve.client.memory.views import nothing
-from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.prepare import BuiltRequest
 from shmserve.client.request.results import Result, discard, read
 from shmserve.client.server_state import ServerState
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported, from_code
@@ -44,19 +44,19 @@ class Channel(Protocol):
 class Pending(InflightRequest):
     """A request that was submitted. `outcome`: None until it is answered; `on_done` hears of it."""
 
-    __slots__ = ("abandoned", "again", "channel", "end", "on_done", "outcome", "prepared")
+    __slots__ = ("abandoned", "again", "built", "channel", "end", "on_done", "outcome")
 
     def __init__(
         self,
         channel: Channel,
-        prepared: Prepared,
+        built: BuiltRequest,
         on_done: Callable[[Pending], None] | None,
     ) -> None:
-        self.endpoint = prepared.model.endpoint
+        self.endpoint = built.model.endpoint
         self.responses = 0
         self.channel = channel
-        self.prepared = prepared
-        self.end = prepared.end
+        self.built = built
+        self.end = built.end
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
         self.abandoned = False
@@ -84,14 +84,14 @@ class Pending(InflightRequest):
             self.done(_error(self, message))
         elif type(message) is Responded:  # its model was loaded again, and is another one
             self.discard(message)
-            self.done(Unsupported(DECOUPLED % self.prepared.model.name))
+            self.done(Unsupported(DECOUPLED % self.built.model.name))
             self.channel.cancel(self)
 
     def discard(self, message: Response) -> None:
         """Nobody reads this response, and its outputs take up a worker's memory."""
         if isinstance(message, Finished | Responded) and message.body:
             with contextlib.suppress(MalformedMessage):
-                discard(self.prepared, message.body, self.release)
+                discard(self.built, message.body, self.release)
 
     def _finish(self, body: bytes) -> None:
         channel = self.channel
@@ -99,18 +99,18 @@ class Pending(InflightRequest):
         end, self.end = self.end, nothing
         outcome: Result | ShmserveError
         try:
-            outcome = read(self.prepared, body, channel.server.copied, self.release)
+            outcome = read(self.built, body, channel.server.copied, self.release)
         except ShmserveError as error:
             self.end = end
             over = self.again or self.abandoned or runs_once(self.submit.work)
             if isinstance(error, Unavailable) and not over:
-                self.again = True  # its worker died before the answer was read
+                self.again = True  # its worker died before the response was read
                 channel.send(self)
                 return
             outcome = error
         except MalformedMessage:
             self.end = end
-            outcome = Internal("the answer cannot be read")
+            outcome = Internal("the response cannot be read")
         self.done(outcome)
 
     def release(self, pid: int, offsets: list[int]) -> None:
@@ -141,7 +141,7 @@ class Pending(InflightRequest):
 def _error(pending: Pending, message: Failed) -> ShmserveError:
     if message.retry_after_s > 0:
         return QueueFull(message.message, message.retry_after_s)
-    deadline_ns = pending.prepared.options.deadline_ns
+    deadline_ns = pending.built.options.deadline_ns
     if message.code == "UNAVAILABLE" and 0 < deadline_ns <= time.monotonic_ns():
         return TimedOut(message.message)
     return from_code(message.code, message.message)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from shmserve.client.inflight.channel import RequestChannel
 from shmserve.client.inflight.pending import Pending
 from shmserve.client.memory.views import nothing
-from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.prepare import BuiltRequest
 from shmserve.client.request.results import Result, read_one_of_many
 from shmserve.errors import Internal, ShmserveError, from_code
 from shmserve.ipc.inflight import Response
@@ -36,15 +36,15 @@ class StreamPending(Pending):
     __slots__ = ("_owed", "_owed_bytes", "_together", "items", "on_item", "over")
 
     def __init__(
-        self, channel: RequestChannel, prepared: Prepared, on_item: Callable[[], None] = nothing
+        self, channel: RequestChannel, built: BuiltRequest, on_item: Callable[[], None] = nothing
     ) -> None:
-        super().__init__(channel, prepared, None)
+        super().__init__(channel, built, None)
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.over = False
         self._owed = 0  # responses that were read, and are not granted again yet
         self._owed_bytes = 0
-        self._together = 1 if _is_placed(prepared) else _GRANTED_TOGETHER
+        self._together = 1 if _is_placed(built) else _GRANTED_TOGETHER
 
     def ready(self) -> bool:
         return bool(self.items) or self.over or self.abandoned
@@ -71,7 +71,7 @@ class StreamPending(Pending):
             return self.channel.server.copied(place)
 
         try:
-            item = read_one_of_many(self.prepared, body, copy, self.release)
+            item = read_one_of_many(self.built, body, copy, self.release)
         except ShmserveError as error:
             item = error
         except MalformedMessage:
@@ -171,8 +171,8 @@ def unwrapped(item: Result | ShmserveError) -> Result:
         del item  # no cycle of it and its traceback
 
 
-def _is_placed(prepared: Prepared) -> bool:
+def _is_placed(built: BuiltRequest) -> bool:
     """Whether outputs go to places of the client's: each response to the same."""
-    if not prepared.segments:
+    if not built.segments:
         return False
-    return any(output.place is not None for output in unpack_inference(prepared.work).outputs)
+    return any(output.place is not None for output in unpack_inference(built.work).outputs)

@@ -17,7 +17,7 @@ from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight.channel import LATE, RequestChannel
 from shmserve.client.inflight.pending import Pending
 from shmserve.client.inflight.streaming import StreamPending
-from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.prepare import BuiltRequest
 from shmserve.client.request.results import Result
 from shmserve.errors import ShmserveError
 
@@ -27,7 +27,7 @@ class Waiting(Protocol):
 
     connection: Connection
 
-    def submit(self, prepared: Prepared) -> Any:
+    def submit(self, built: BuiltRequest) -> Any:
         """Queue a request; what stands for it from then on."""
 
     def send(self, at_least: int) -> None:
@@ -36,7 +36,7 @@ class Waiting(Protocol):
     def wait(self, submitted: Any) -> Result:
         """The result; raises the error that it ended with, or TimedOut."""
 
-    def open(self, prepared: Prepared) -> StreamPending:
+    def open(self, built: BuiltRequest) -> StreamPending:
         """Send a request that may have any number of responses."""
 
     def attend(self, pending: Any) -> None:
@@ -63,10 +63,10 @@ class ThreadChannel:
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
 
-    def submit(self, prepared: Prepared) -> Pending:
+    def submit(self, built: BuiltRequest) -> Pending:
         try:
             with self.lock:
-                return self.channel.submit(prepared)
+                return self.channel.submit(built)
         finally:
             if self.leaving:
                 self.close()
@@ -76,10 +76,10 @@ class ThreadChannel:
             with self.lock:
                 self.channel.flush()
 
-    def open(self, prepared: Prepared) -> StreamPending:
+    def open(self, built: BuiltRequest) -> StreamPending:
         try:
             with self.lock:
-                pending = self.channel.start(StreamPending(self.channel, prepared))
+                pending = self.channel.start(StreamPending(self.channel, built))
                 self.channel.flush()
                 return pending
         finally:
@@ -130,7 +130,7 @@ class ThreadChannel:
         if pending.ready():
             return
         channel.flush()
-        deadline_ns = pending.prepared.options.deadline_ns
+        deadline_ns = pending.built.options.deadline_ns
         while not pending.ready():
             timeout_s: float | None = None
             if deadline_ns:
@@ -158,11 +158,11 @@ class SharedChannel:
         # the connection for why it is no Event.
         self._arrived = threading.Lock()
 
-    def submit(self, prepared: Prepared) -> Future[Result]:
+    def submit(self, built: BuiltRequest) -> Future[Result]:
         future: Future[Result] = Future()
         future.add_done_callback(_notified)
         connection = self.connection
-        connection.call(lambda channel: _submit(connection, channel, prepared, future))
+        connection.call(lambda channel: _submit(connection, channel, built, future))
         return future
 
     def send(self, at_least: int) -> None:
@@ -175,7 +175,7 @@ class SharedChannel:
             future.cancel()
             del future  # no cycle of it and its error's traceback
 
-    def open(self, prepared: Prepared) -> StreamPending:
+    def open(self, built: BuiltRequest) -> StreamPending:
         future: Future[StreamPending] = Future()
         arrived = self._arrived
         arrived.acquire()
@@ -186,7 +186,7 @@ class SharedChannel:
 
         def start(channel: RequestChannel) -> None:
             try:
-                future.set_result(channel.start(StreamPending(channel, prepared, on_item)))
+                future.set_result(channel.start(StreamPending(channel, built, on_item)))
             except ShmserveError as error:
                 future.set_exception(error)
 
@@ -194,7 +194,7 @@ class SharedChannel:
         return future.result()
 
     def attend(self, pending: StreamPending) -> None:
-        deadline_ns = pending.prepared.options.deadline_ns
+        deadline_ns = pending.built.options.deadline_ns
         while not pending.ready():
             timeout_s = -1.0
             if deadline_ns:
@@ -223,19 +223,19 @@ def _notified(future: Future[Result]) -> None:
 
 
 def _submit(
-    connection: Connection, channel: RequestChannel, prepared: Prepared, future: Future[Result]
+    connection: Connection, channel: RequestChannel, built: BuiltRequest, future: Future[Result]
 ) -> None:
     if future.cancelled():
-        prepared.end()
+        built.end()
         return
     try:
-        pending = channel.submit(prepared, lambda done: _resolve(future, done))
+        pending = channel.submit(built, lambda done: _resolve(future, done))
     except ShmserveError as error:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
         return
 
-    deadline_ns = prepared.options.deadline_ns
+    deadline_ns = built.options.deadline_ns
     if deadline_ns:
         connection.expire_at(deadline_ns, pending.submit.id)
 

@@ -3,7 +3,7 @@
     allocation   |###### a region's tensors, each on 64 bytes ######|     exported by one handle
 
 What is written to it must have reached the device before a request is made (synchronise the stream
-that wrote); what a model wrote is there when the answer comes. cuda-bindings is imported by those
+that wrote); what a model wrote is there when the response comes. cuda-bindings is imported by those
 alone who allocate.
 """
 

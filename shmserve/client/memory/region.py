@@ -130,7 +130,7 @@ class Region(Mapping[str, Any]):
 def check_room(name: str, given: str, signature: Signature) -> None:
     """Raise InvalidArgument when an output is of another type than `given`, its room's."""
     spec = signature.outputs.get(name)
-    # Strings are bytes of any tensor, which the answer decodes.
+    # Strings are bytes of any tensor, which the response decodes.
     if spec is not None and spec.datatype not in (given, "BYTES"):
         raise InvalidArgument(
             f"output '{name}' of model '{signature.name}' is {spec.datatype}, and the region's "

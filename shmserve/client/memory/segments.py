@@ -249,7 +249,7 @@ class Memories:
         return Block(segment, offset, byte_size, self)
 
     def _tell(self, segment: AnySegment) -> None:
-        # Without the lock: the answer is read by a thread that may want memory itself.
+        # Without the lock: the response is read by a thread that may want memory itself.
         try:
             self._share(segment)
         except BaseException:

@@ -1,6 +1,6 @@
 """A program's tensors -> a request that can be sent.
 
-inputs of a known form     by a plan (plans.py)
+inputs of a known form     by a prepared request (prepared.py)
 inputs in a region         where they are: nothing is copied
 strings, and mixtures      packed as they come
 """
@@ -19,7 +19,7 @@ from shmserve.client.memory.views import View, lease_of, nothing
 from shmserve.client.models import Model
 from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
 from shmserve.client.request.options import PLAIN, Options
-from shmserve.client.request.prepared import Form, Plan, Slot, pack
+from shmserve.client.request.prepared import Form, PreparedRequest, Slot, pack
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import encode_bytes
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
@@ -28,15 +28,15 @@ from shmserve.ipc.tensors.inference import INLINE_LIMIT, RequestedOutput
 _ELSEWHERE = np.empty(0, np.uint8)  # stands for what is not in host memory
 
 
-class Prepared(NamedTuple):
-    """A request that can be sent; `end` gives back the memory that it uses until its answer."""
+class BuiltRequest(NamedTuple):
+    """A request that can be sent; `end` gives back the memory that it uses until its response."""
 
     model: Model
     work: bytes
     batch_size: int
     shape_key: bytes
     options: Options
-    plan: Plan | None = None
+    prepared: PreparedRequest | None = None
     slot: Slot | None = None
     as_torch: bool = False
     end: Callable[[], None] = nothing
@@ -50,7 +50,7 @@ def prepare(
     inputs: Mapping[str, Any],
     outputs: Sequence[str] | Mapping[str, Any] | None,
     options: Options,
-) -> Prepared:
+) -> BuiltRequest:
     """A request of `model`. `outputs`: the names that are wanted, or a region or arrays of one
     where they are to be written.
 
@@ -63,8 +63,8 @@ def prepare(
     arrays: list[Array] = []
     key: list[Any] = []
     as_torch = False
-    plannable = not isinstance(outputs, Mapping)
-    if plannable and outputs is not None and type(outputs) not in (list, tuple):
+    alike = not isinstance(outputs, Mapping)
+    if alike and outputs is not None and type(outputs) not in (list, tuple):
         outputs = _names(outputs)
     large = 0
     specs = model.signature.inputs
@@ -72,7 +72,7 @@ def prepare(
         if type(value) is np.ndarray and value.flags.c_contiguous:
             array, datatype = value, ""
         elif type(value) is DeviceView:
-            array, datatype, plannable = _ELSEWHERE, value.datatype, False
+            array, datatype, alike = _ELSEWHERE, value.datatype, False
         else:
             as_torch = as_torch or is_torch(value)
             array, datatype = from_program(value, specs.get(name), name)
@@ -80,18 +80,18 @@ def prepare(
         large += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
     # What is large may lie in a region, which only its address tells.
-    if plannable and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
+    if alike and (large <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
-        plan = model.plans.find(tuple(key))
-        if plan is not None:
-            return _planned(model, plan, arrays, options, as_torch)
+        prepared = model.prepared.find(tuple(key))
+        if prepared is not None:
+            return _filled(model, prepared, arrays, options, as_torch)
     else:
-        plannable = False
+        alike = False
     loose = _Loose(memories, model, inputs, arrays, options, as_torch)
-    if not plannable or not loose.plain:
+    if not alike or not loose.plain:
         return loose.prepare(outputs)
-    plan = loose.plan(tuple(key), tuple(outputs or ()))
-    return _planned(model, plan, arrays, options, as_torch)
+    prepared = loose.prepared(tuple(key), tuple(outputs or ()))
+    return _filled(model, prepared, arrays, options, as_torch)
 
 
 def _names(outputs: Any) -> tuple[str, ...]:
@@ -102,24 +102,32 @@ def _names(outputs: Any) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-def _planned(
-    model: Model, plan: Plan, arrays: Sequence[Array], options: Options, as_torch: bool
-) -> Prepared:
-    if not plan.slotted:
-        work = plan.joined(arrays) if options is PLAIN else plan.packed(arrays, None, options)
-        return Prepared(model, work, plan.batch_size, plan.shape_key, options, plan, None, as_torch)
-    slot = plan.slot()
+def _filled(
+    model: Model,
+    prepared: PreparedRequest,
+    arrays: Sequence[Array],
+    options: Options,
+    as_torch: bool,
+) -> BuiltRequest:
+    if not prepared.slotted:
+        work = (
+            prepared.joined(arrays) if options is PLAIN else prepared.packed(arrays, None, options)
+        )
+        return BuiltRequest(
+            model, work, prepared.batch_size, prepared.shape_key, options, prepared, None, as_torch
+        )
+    slot = prepared.slot()
     for target, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(target, array)
     plain = options is PLAIN and slot.work
-    work = slot.work if plain else plan.packed(arrays, slot, options)
-    return Prepared(
+    work = slot.work if plain else prepared.packed(arrays, slot, options)
+    return BuiltRequest(
         model,
         work,
-        plan.batch_size,
-        plan.shape_key,
+        prepared.batch_size,
+        prepared.shape_key,
         options,
-        plan,
+        prepared,
         slot,
         as_torch,
         slot.end,
@@ -127,7 +135,7 @@ def _planned(
     )
 
 
-def _in_place(model: Model, region: Region, options: Options) -> Prepared:
+def _in_place(model: Model, region: Region, options: Options) -> BuiltRequest:
     known = region.requests.get(model)
     if known is None or options is not PLAIN:
         signature = model.signature
@@ -148,7 +156,7 @@ def _in_place(model: Model, region: Region, options: Options) -> Prepared:
         if options is PLAIN:
             region.remember(model, known)
     lease, segment = region.lease, region.segment
-    return Prepared(model, *known, options, segments=(segment,), holders=(lease,))
+    return BuiltRequest(model, *known, options, segments=(segment,), holders=(lease,))
 
 
 def _encoded(array: Array, name: str) -> bytes:
@@ -159,7 +167,7 @@ def _encoded(array: Array, name: str) -> bytes:
 
 
 class _Loose:
-    """A request that follows no plan."""
+    """A request that follows from no prepared one."""
 
     def __init__(
         self,
@@ -197,7 +205,7 @@ class _Loose:
         return view.place()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
-        """Have the request keep memory of the program's until its answer."""
+        """Have the request keep memory of the program's until its response."""
         self._segments.append(segment)
         self._holders.append(holder)
 
@@ -214,19 +222,21 @@ class _Loose:
 
     @property
     def plain(self) -> bool:
-        """Whether a plan can serve it."""
+        """Whether a prepared request can serve it."""
         strings = any(form.datatype == "BYTES" for form in self._forms)
         return not strings and not any(self._places)
 
-    def plan(self, key: tuple[Any, ...], outputs: Sequence[str]) -> Plan:
-        """Make the plan for all that are like it."""
+    def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> PreparedRequest:
+        """Prepare a request for all that are like it."""
         model = self._model
         # Each of many responses would go over the one before it.
         rooms = not model.decoupled
-        plan = Plan(model.signature, tuple(self._forms), outputs, self._memories, rooms=rooms)
-        return self._model.remember(key, plan)
+        prepared = PreparedRequest(
+            model.signature, tuple(self._forms), outputs, self._memories, rooms=rooms
+        )
+        return self._model.remember(key, prepared)
 
-    def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> Prepared:
+    def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> BuiltRequest:
         """The request, packed as it is."""
         signature = self._model.signature
         asked = [self._output(name, outputs) for name in outputs or ()]
@@ -256,7 +266,7 @@ class _Loose:
             end()
             raise
         work = pack(refs, asked, self._options)
-        return Prepared(
+        return BuiltRequest(
             self._model,
             work,
             admission.batch_size,

@@ -73,17 +73,17 @@ class Slot:
     """Memory for one request at a time. `inputs` are arrays to write to, `work` its packed request
     (b"": not the same each time)."""
 
-    __slots__ = ("block", "inputs", "outputs", "places", "plan", "work")
+    __slots__ = ("block", "inputs", "outputs", "places", "prepared", "work")
 
     def __init__(
         self,
-        plan: Plan,
+        prepared: PreparedRequest,
         block: Block,
         inputs: list[Array],
         places: list[Place],
         outputs: tuple[RequestedOutput, ...],
     ) -> None:
-        self.plan = plan
+        self.prepared = prepared
         self.block = block
         self.inputs = inputs
         self.places = places
@@ -92,10 +92,10 @@ class Slot:
 
     def end(self) -> None:
         """Free for the next request."""
-        self.plan.take_back(self)
+        self.prepared.take_back(self)
 
 
-class Plan:
+class PreparedRequest:
     """Requests with inputs of these forms."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A server's answer -> tensors for the program."""
+"""A server's response -> tensors for the program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import Lease, nothing
 from shmserve.client.request.arrays import Array, dtype_of, to_torch
-from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.prepare import BuiltRequest
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.ipc.tensors.datatypes import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
@@ -20,7 +20,7 @@ from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 
 
 class Result(Mapping[str, Any]):
-    """An answer: its outputs by name, numpy arrays or torch tensors as the inputs were.
+    """A response: its outputs by name, numpy arrays or torch tensors as the inputs were.
 
     Large outputs lie in shared memory, and stay as long as an array over them does; `release` (or
     the end of a `with`) gives them back at once, and what is used then raises Released.
@@ -75,7 +75,7 @@ class _Released(dict[str, Any]):
 
 
 def read(
-    prepared: Prepared,
+    built: BuiltRequest,
     body: bytes,
     copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
@@ -87,82 +87,82 @@ def read(
     worker's memory is gone, Unsupported when only the server's own user may read it; the request
     has its memory still then.
     """
-    lease = None if prepared.slot is None else Lease(nothing)
-    result, placed = _read(prepared, body, lease, copied, release)
+    lease = None if built.slot is None else Lease(nothing)
+    result, placed = _read(built, body, lease, copied, release)
     if lease is None or not placed:
-        prepared.end()
+        built.end()
     else:
-        lease.on_end = prepared.end  # it ends with the last array
+        lease.on_end = built.end  # it ends with the last array
     return result
 
 
 def read_one_of_many(
-    prepared: Prepared,
+    built: BuiltRequest,
     body: bytes,
     copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
 ) -> Result:
     """As `read`, of a response that others may follow: the request keeps its memory."""
-    return _read(prepared, body, None, copied, release)[0]
+    return _read(built, body, None, copied, release)[0]
 
 
-def discard(prepared: Prepared, body: bytes, release: Callable[[int, list[int]], None]) -> None:
+def discard(built: BuiltRequest, body: bytes, release: Callable[[int, list[int]], None]) -> None:
     """Nobody reads this response. Raises MalformedMessage."""
-    for pid, offsets in _of_workers(unpack_inferred(body), prepared.segments).items():
+    for pid, offsets in _of_workers(unpack_inferred(body), built.segments).items():
         release(pid, offsets)
 
 
 def _read(
-    prepared: Prepared,
+    built: BuiltRequest,
     body: bytes,
     lease: Lease | None,
     copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
 ) -> tuple[Result, bool]:
     """The result, and whether outputs of it may lie in memory."""
-    responses = prepared.model.responses
+    responses = built.model.responses
     known = responses.find(body)
     if known is None:
-        answer = unpack_inferred(body)
-        responses.learn(body, answer, answer)
-        datas: list[bytes] = [ref.data for ref in answer.outputs if type(ref.data) is bytes]
+        response = unpack_inferred(body)
+        responses.learn(body, response, response)
+        datas: list[bytes] = [ref.data for ref in response.outputs if type(ref.data) is bytes]
     else:
-        answer, datas = known
-    if len(datas) < len(answer.outputs):
-        outputs = _placed(prepared, answer, datas, lease, copied, release)
-        return _result(outputs, dict(answer.parameters), lease, prepared.as_torch), True
+        response, datas = known
+    if len(datas) < len(response.outputs):
+        outputs = _placed(built, response, datas, lease, copied, release)
+        return _result(outputs, dict(response.parameters), lease, built.as_torch), True
     arrays: dict[str, Any] = {}
-    for ref, data in zip(answer.outputs, datas, strict=True):
-        array = _inline(prepared, ref, data)
-        arrays[ref.name] = to_torch(array, ref.datatype) if prepared.as_torch else array
-    return Result(arrays, answer.parameters and dict(answer.parameters), None), False
+    for ref, data in zip(response.outputs, datas, strict=True):
+        array = _inline(built, ref, data)
+        arrays[ref.name] = to_torch(array, ref.datatype) if built.as_torch else array
+    return Result(arrays, response.parameters and dict(response.parameters), None), False
 
 
-def _inline(prepared: Prepared, ref: TensorRef, data: bytes) -> Array:
+def _inline(built: BuiltRequest, ref: TensorRef, data: bytes) -> Array:
     if ref.datatype == "BYTES":
-        return decode_bytes(data, ref.shape, ref.name, prepared.model.name)
+        return decode_bytes(data, ref.shape, ref.name, built.model.name)
     return np.ndarray(ref.shape, dtype_of(ref.datatype), bytearray(data))
 
 
 def _placed(
-    prepared: Prepared,
-    answer: Inferred,
+    built: BuiltRequest,
+    response: Inferred,
     datas: list[bytes],
     lease: Lease | None,
     copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
 ) -> dict[str, tuple[Array, str]]:
     inline = iter(datas)
-    found = _Outputs(prepared, lease, copied)
+    found = _Outputs(built, lease, copied)
     try:
         return {
             ref.name: found.array(ref)
             if isinstance(ref.data, Place)
-            else (_inline(prepared, ref, next(inline)), ref.datatype)
-            for ref in answer.outputs
+            else (_inline(built, ref, next(inline)), ref.datatype)
+            for ref in response.outputs
         }
     finally:
-        for pid, offsets in _of_workers(answer, prepared.segments).items():
+        for pid, offsets in _of_workers(response, built.segments).items():
             release(pid, offsets)
 
 
@@ -177,10 +177,10 @@ def _result(
     return Result({name: pair[0] for name, pair in arrays.items()}, parameters, lease)
 
 
-def _of_workers(answer: Inferred, own: Sequence[AnySegment]) -> dict[int, list[int]]:
+def _of_workers(response: Inferred, own: Sequence[AnySegment]) -> dict[int, list[int]]:
     ours = {segment.memory.id for segment in own if segment.memory is not None}
     found: dict[int, list[int]] = {}
-    for tensor in answer.outputs:
+    for tensor in response.outputs:
         place = tensor.data
         if isinstance(place, Place) and place.memory.id not in ours:
             found.setdefault(place.memory.pid, []).append(place.offset)
@@ -188,12 +188,12 @@ def _of_workers(answer: Inferred, own: Sequence[AnySegment]) -> dict[int, list[i
 
 
 class _Outputs:
-    """Where the outputs of one answer are."""
+    """Where the outputs of one response are."""
 
     def __init__(
-        self, prepared: Prepared, lease: Lease | None, copied: Callable[[Place], bytes]
+        self, built: BuiltRequest, lease: Lease | None, copied: Callable[[Place], bytes]
     ) -> None:
-        self._prepared = prepared
+        self._prepared = built
         self._lease = lease
         self._from_worker = copied
 
@@ -213,9 +213,9 @@ class _Outputs:
         return None
 
     def _region_lease(self, segment: AnySegment) -> Lease:
-        prepared = self._prepared
+        built = self._prepared
         # Outputs come after inputs.
-        for other, holder in zip(prepared.segments[::-1], prepared.holders[::-1], strict=True):
+        for other, holder in zip(built.segments[::-1], built.holders[::-1], strict=True):
             if other is segment and isinstance(holder, Lease):
                 return holder
         return Lease(nothing)

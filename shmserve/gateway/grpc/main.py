@@ -25,9 +25,9 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.core import event_loop
 from shmserve.gateway.grpc.core.call_watchdog import Calls, client_left
 from shmserve.gateway.grpc.core.connection_limits import ConnectionLimits
-from shmserve.gateway.grpc.core.direct_unary import acceptor
+from shmserve.gateway.grpc.core.direct_unary import acceptors
 from shmserve.gateway.grpc.infer import Inferences
-from shmserve.gateway.grpc.service import MODEL_INFER, Service
+from shmserve.gateway.grpc.service import MODEL_INFER, MODEL_STREAM_INFER, Service
 from shmserve.gateway.grpc.settings import GrpcSettings
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.settings import GatewayStart
@@ -116,19 +116,18 @@ class GrpcFront(process.Front):
             else:
                 _add_secure_port(server, address, settings.tls)
         service = self._service
-        frequent = acceptor(
+        direct = acceptors(
             server,
-            MODEL_INFER,
-            service.infer_handler,
-            service.infer,
-            service.refuses_inference,
-            self._calls,
+            {
+                MODEL_INFER: (service.infer_handler, service.begin_infer),
+                MODEL_STREAM_INFER: (service.stream_handler, service.begin_stream),
+            },
         )
         await server.start()
         self._server = server
         self._crowds.open()
-        if frequent is not None:
-            frequent.open()
+        for accepting in direct:
+            accepting.open()
 
     def health_changed(self) -> None:
         """Those who watch hear of it."""

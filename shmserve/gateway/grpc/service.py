@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +18,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import log_and_trace, metadata, shared_memory
 from shmserve.gateway.grpc.client_identity import CallIdentity, Users
 from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
+from shmserve.gateway.grpc.core.direct_stream import StreamCall
 from shmserve.gateway.grpc.core.direct_unary import Call
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
 from shmserve.gateway.grpc.stream import stream_infer
@@ -145,6 +146,37 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         error = self._refuse(MODEL_INFER, call.invocation_metadata)
         return None if error is None else _ending(error)
 
+    @property
+    def stream_handler(self) -> Any:
+        """grpc.aio's own way for ModelStreamInfer, on which calls do not pass `service`."""
+
+        async def stream(requests: AsyncIterator[bytes], context: Any) -> None:
+            if (ending := self.refuses_inference(context)) is not None:
+                await context.abort(*ending)
+            await self._stream(requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(stream)
+
+    def begin_infer(self, state: Any) -> None:
+        """Take a ModelInfer that gRPC has given us itself."""
+        Call(state, self._calls).begin(self.infer, self.refuses_inference)
+
+    def begin_stream(self, state: Any) -> None:
+        """Take a ModelStreamInfer that gRPC has given us itself."""
+        StreamCall(state).run(self._answer_stream)
+
+    async def _answer_stream(self, call: StreamCall) -> None:
+        ending = self.refuses_inference(call)
+        try:
+            if ending is None:
+                await self._streamed(call.requests(), call, call.write_all)
+        except ShmserveError as error:
+            ending = _ending(error)
+        except Exception:
+            logger.exception("a stream failed")
+            ending = _INTERNAL
+        call.finish(*(ending or _DONE))
+
     def health_changed(self) -> None:
         """Tell those who watch."""
         self._health_changed.set()
@@ -245,14 +277,26 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._inferences.submit(raw, self._client(call), call.time_remaining(), headers)
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async def write_all(responses: Sequence[bytes]) -> None:
+            for response in responses:
+                await context.write(response)
+
         try:
-            patience_s = self._gateway.settings.body_timeout_s
-            with Reading(self._calls, context):
-                await stream_infer(
-                    self._inferences, self._client(context), requests, context, patience_s
-                )
+            await self._streamed(requests, context, write_all)
         except ShmserveError as error:
             await context.abort(*_ending(error))
+
+    async def _streamed(
+        self,
+        requests: AsyncIterator[bytes],
+        context: Any,
+        write_all: Callable[[Sequence[bytes]], Awaitable[None]],
+    ) -> None:
+        patience_s = self._gateway.settings.body_timeout_s
+        with Reading(self._calls, context):
+            await stream_infer(
+                self._inferences, self._client(context), requests, context, write_all, patience_s
+            )
 
     async def _watch(self, _: Any, context: Any) -> AsyncIterator[bytes]:
         with Reading(self._calls, context) as reading:
@@ -269,6 +313,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 # How a call ends that is refused: its status, text and trailing metadata.
 _Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
+_DONE: _Ending = (grpc.StatusCode.OK, "", ())
 _INTERNAL: _Ending = (grpc.StatusCode.INTERNAL, "internal error", ())
 _MOST_DETAILS = 7000  # bytes, as they are sent
 _WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
@@ -24,6 +24,7 @@ from shmserve.gateway.grpc.streamed_request import StreamedRequest
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error
 from shmserve.gateway.inference import malloc_trim
 from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
+from shmserve.ipc.tensors.inference import Inferred
 
 # The requests of one stream that are not answered yet may have so many bytes; those that come when
 # they have as many are not read yet. Others that ask the same model wait behind them, too, and
@@ -31,6 +32,7 @@ from shmserve.gateway.inference.open_request import Message, OpenRequest, is_las
 # than 1024 wait.
 _MOST_WAITING = 32 * 1024 * 1024
 _LEAST = _MOST_WAITING // 1024
+_TOGETHER = 32 * 1024  # responses that are here are written at once, up to so many bytes
 
 _Ordered = Submitted | Refused
 
@@ -60,14 +62,15 @@ async def stream_infer(
     client: ClientIdentity,
     requests: AsyncIterator[bytes],
     context: Any,
+    write_all: Callable[[Sequence[bytes]], Awaitable[None]],
     patience_s: float,
 ) -> None:
-    """Answer until the client has sent its last request, or is gone.
+    """Answer until the client has sent its last request, or is gone; `write_all` writes responses.
 
     Raises the first error in strict mode, and Unavailable when a response is not taken within
     `patience_s` seconds: others need the memory of those behind it.
     """
-    stream = _Stream(inferences, client, context)
+    stream = _Stream(inferences, client, context, write_all)
     # Until the call is over gRPC holds the response that is not taken, and what it has received of
     # further requests.
     context.add_done_callback(lambda _: malloc_trim.soon(stream.total))
@@ -90,8 +93,15 @@ class _Stream:
     """One call: what it has asked for, and what it is to be answered. `total` is how many bytes
     have gone either way."""
 
-    def __init__(self, inferences: Inferences, client: ClientIdentity, context: Any) -> None:
+    def __init__(
+        self,
+        inferences: Inferences,
+        client: ClientIdentity,
+        context: Any,
+        write_all: Callable[[Sequence[bytes]], Awaitable[None]],
+    ) -> None:
         self._inferences = inferences
+        self._write_all = write_all
         self._client = client
         self._context = context
         self._headers = inferences.headers(context)
@@ -144,44 +154,82 @@ class _Stream:
 
         Raises TimeoutError when a response is not taken within `patience_s` seconds.
         """
+        together = 1
         while True:
             self._news.clear()
-            idle = not self._outbox
-            if not idle:
-                await self._write_response(patience_s)
+            idle = True
+            if self._outbox:
+                await self._write_responses(together, patience_s)
+                idle = False
             if self._ordered and _is_answered(self._ordered[0][0]):
-                await self._write_answer(patience_s)
-            elif idle:
+                await self._write_answers(together, patience_s)
+                idle = False
+            together = _TOGETHER
+            if idle:
                 if self._ended and not (self._ordered or self._open):
                     return
                 await self._news.wait()
+                together = 1  # whoever waits for the next one waits for no other
 
-    async def _write_response(self, patience_s: float) -> None:
-        request, message = self._outbox[0]
-        streamed_request = self._open[request]
-        response, answer = streamed_request.encode(message, strict=self._strict)
-        if response is not None:
-            await self._send(response, patience_s)
-        self._outbox.popleft()
-        request.passed_on(answer)
-        if is_last(message):
-            del self._open[request]
-            streamed_request.leave()
-            self._room.give(streamed_request.size)
+    async def _write_responses(self, together: int, patience_s: float) -> None:
+        """Write what has come of decoupled models, as much as has `together` bytes."""
+        responses: list[bytes] = []
+        written: list[tuple[StreamedRequest, Inferred | None, bool]] = []
+        size = 0
+        while self._outbox and size < together:
+            request, message = self._outbox[0]
+            streamed_request = self._open[request]
+            try:
+                response, answer = streamed_request.encode(message, strict=self._strict)
+            except ShmserveError:
+                if responses:
+                    break  # those before it are written first
+                raise
+            self._outbox.popleft()
+            request.release(answer)
+            if response is not None:
+                responses.append(response)
+                size += len(response)
+            written.append((streamed_request, answer, is_last(message)))
+        await self._send(responses, patience_s)
+        for streamed_request, answer, last in written:
+            streamed_request.request.passed_on(answer)
+            if last:
+                del self._open[streamed_request.request]
+                streamed_request.leave()
+                self._room.give(streamed_request.size)
 
-    async def _write_answer(self, patience_s: float) -> None:
-        item, size = self._ordered.popleft()
+    async def _write_answers(self, together: int, patience_s: float) -> None:
+        """Write the answers whose turn it is, as much as has `together` bytes."""
+        responses: list[bytes] = []
+        leaving: list[Submitted] = []
+        size = room = 0
         try:
-            await self._send(_answer(item, strict=self._strict), patience_s)
+            while self._ordered and size < together and _is_answered(self._ordered[0][0]):
+                item, occupied = self._ordered[0]
+                self._ordered.popleft()
+                if isinstance(item, Submitted):
+                    leaving.append(item)
+                room += occupied
+                try:
+                    response = _answer(item, strict=self._strict)
+                except ShmserveError:
+                    await self._send(responses, patience_s)
+                    raise
+                responses.append(response)
+                size += len(response)
+            await self._send(responses, patience_s)
         finally:
-            if isinstance(item, Submitted):
-                item.leave()
-        self._room.give(size)
+            for submitted in leaving:
+                submitted.leave()
+        self._room.give(room)
 
-    async def _send(self, response: bytes, patience_s: float) -> None:
-        self.total += len(response)
+    async def _send(self, responses: Sequence[bytes], patience_s: float) -> None:
+        if not responses:
+            return
+        self.total += sum(map(len, responses))
         async with asyncio.timeout(patience_s):
-            await self._context.write(response)
+            await self._write_all(responses)
 
     def abandon(self) -> None:
         """Nobody waits for anything any more."""

@@ -30,7 +30,7 @@ class OpenRequest:
     """`on_response(request, message)` hears of each response, in the event loop, the end included.
 
     `passed_on` is to be told of each that the client has got; where the client is gone, `discard`
-    of the others that have come, and then `abandon`.
+    of those whose `outputs` were not taken, and then `abandon`.
     """
 
     __slots__ = ("_dispatcher", "_owed", "_pending", "_together", "model", "over", "wire")
@@ -63,7 +63,7 @@ class OpenRequest:
 
     def outputs(self, message: Message) -> Inferred | None:
         """What a response has; None for one that only says that it was the last. Its memory is in
-        use until it is `passed_on`.
+        use until the `release`.
 
         Raises the error that it is.
         """
@@ -79,10 +79,13 @@ class OpenRequest:
             log_failure(self.model, self.wire.id, error)
             raise
 
-    def passed_on(self, answer: Inferred | None) -> None:
-        """The client has this response: its memory is free, and another may come."""
+    def release(self, answer: Inferred | None) -> None:
+        """The memory of these outputs is free: what they have is copied."""
         if answer is not None:
             self._pending.scheduler.release_outputs(answer)
+
+    def passed_on(self, answer: Inferred | None) -> None:
+        """The client has the response with these outputs, and takes another."""
         if self.over:
             return
         self._owed += 1

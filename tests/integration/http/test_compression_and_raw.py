@@ -30,6 +30,14 @@ def test_compressed_request(http: Http, coding: str) -> None:
     assert (reply.tensors()["OUTPUT0"] == VALUES).all()
 
 
+@pytest.mark.parametrize("coding", [*PACK, "identity"])
+def test_a_body_in_chunks_whose_coding_is_named(http: Http, coding: str) -> None:
+    body = PACK.get(coding, bytes)(json.dumps(REQUEST).encode())
+    chunks = (body[at : at + 50] for at in range(0, len(body), 50))
+    headers = {"Content-Encoding": coding}  # http.client adds the other
+    assert (http.infer("identity", chunks, headers).tensors()["OUTPUT0"] == VALUES).all()
+
+
 @pytest.mark.parametrize("coding", PACK)
 def test_compressed_response(http: Http, coding: str) -> None:
     reply = http.infer("identity", REQUEST, {"Accept-Encoding": coding}).ok()

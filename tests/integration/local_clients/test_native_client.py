@@ -170,8 +170,8 @@ def test_slots_are_used_again(client) -> None:
         x = frames(seed=seed)
         assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
     gc.collect()
-    (plan,) = client._session.connection().models.resolve("rows", "").plans._known.values()
-    assert 1 <= len(plan._ring) <= 2
+    (prepared,) = client._session.connection().models.resolve("rows", "").prepared._known.values()
+    assert 1 <= len(prepared._ring) <= 2
 
 
 def test_large_outputs_of_unknown_size(client, rows) -> None:
@@ -343,8 +343,10 @@ def test_what_is_over_keeps_no_memory(client) -> None:
     try:
         for _ in range(8):
             assert (client.infer_async("rows", INPUT0=x).result(20)["OUTPUT0"] == x).all()
-        (plan,) = client._session.connection().models.resolve("rows", "").plans._known.values()
-        assert 1 <= len(plan._ring) <= 2
+        (prepared,) = (
+            client._session.connection().models.resolve("rows", "").prepared._known.values()
+        )
+        assert 1 <= len(prepared._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
         held = weakref.ref(region.lease)
         client.infer_async("rows", region).result(20)
@@ -455,8 +457,8 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     lost[0] = 2
     future = client.infer_async("identity", INPUT0=x)
     assert isinstance(future.exception(20), shmserve.client.Unavailable)
-    (plan,) = connection.models.resolve("identity", "").plans._known.values()
-    assert len({id(slot) for slot in plan._ring}) == len(plan._ring) == 1
+    (prepared,) = connection.models.resolve("identity", "").prepared._known.values()
+    assert len({id(slot) for slot in prepared._ring}) == len(prepared._ring) == 1
 
 
 def test_a_timeout_that_is_none(client) -> None:

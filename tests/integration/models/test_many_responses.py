@@ -158,6 +158,29 @@ def test_who_leaves_an_event_stream_cancels(server: Server) -> None:
     until("it is over", lambda: server.metric("shmserve_executing_requests") == 0, 20)
 
 
+def test_a_worker_that_dies_in_the_middle(server: Server) -> None:
+    """Who has had a response hears why there are no more, over any door."""
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    with triton_grpc.InferenceServerClient(server.grpc_url) as client, server.http() as http:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("repeat", grpc_inputs([1] * 5000, delay_ms=10))
+        assert answers.get(timeout=20)[1] is None
+        connection = http._connection
+        body = json.dumps(repeat_inputs([1] * 5000, delay_ms=10))
+        connection.request("POST", "/v2/models/repeat/generate_stream", body)
+        response = connection.getresponse()
+        assert response.read(10) == b'data: {"ID'
+        server.one("worker repeat").kill()
+        last = events(response.read().partition(b"\n\n")[2])[-1]
+        assert list(last) == ["error"]
+        error = None
+        while error is None:
+            error = answers.get(timeout=20)[1]
+        assert last["error"] in str(error)
+        client.stop_stream()
+    server.wait_ready("/v2/models/repeat/ready")
+
+
 def test_many_streams_at_once(server: Server) -> None:
     found: list[list[int]] = []
 

@@ -22,7 +22,7 @@ from shmserve.client.inflight.pending import Pending
 from shmserve.client.inflight.waiting import ThreadChannel
 from shmserve.client.models import Model
 from shmserve.client.request.options import PLAIN
-from shmserve.client.request.prepare import Prepared
+from shmserve.client.request.prepare import BuiltRequest
 from shmserve.client.session import Session
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
@@ -64,11 +64,11 @@ def connection(tmp_path: Path) -> Iterator[Connection]:
         made.close()
 
 
-def prepared(connection: Connection) -> Prepared:
+def built(connection: Connection) -> BuiltRequest:
     """A request of a model whose scheduler nobody reaches."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished("m", "1", config, {}, "ipc://nowhere", True, True, 0.0, 0)
-    return Prepared(Model(published, connection.models), b"work", 0, b"", PLAIN)
+    return BuiltRequest(Model(published, connection.models), b"work", 0, b"", PLAIN)
 
 
 def readable(fd: int) -> bool:
@@ -126,18 +126,18 @@ def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
         return connect(endpoint)
 
     monkeypatch.setattr(waiter.channel._links, "connect", beset)
-    pending = waiter.submit(prepared(connection))
+    pending = waiter.submit(built(connection))
     closing.join()
     with pytest.raises(Disconnected):
         waiter.wait(pending)
     with pytest.raises(Disconnected, match="this client is closed"):
-        waiter.submit(prepared(connection))
+        waiter.submit(built(connection))
 
 
 def test_who_cancels_in_the_middle_of_a_wait_does_not_wait(connection: Connection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    left, other = waiter.submit(prepared(connection)), waiter.submit(prepared(connection))
+    left, other = waiter.submit(built(connection)), waiter.submit(built(connection))
     cancelling = threading.Thread(target=waiter.cancel, args=([left],), daemon=True)
     with waiter.lock:
         cancelling.start()
@@ -191,7 +191,7 @@ def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
             go_on.wait(60)
 
         def submit(own: RequestChannel) -> None:
-            own.submit(prepared(lost), callback)
+            own.submit(built(lost), callback)
             submitted.set()
 
         lost.call(submit)

@@ -1,4 +1,4 @@
-"""The native client's memory, arrays and plans, without a server."""
+"""The native client's memory, arrays and prepared requests, without a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shmserve.client.models import Model, Models
 from shmserve.client.request.arrays import from_program
 from shmserve.client.request.options import PLAIN, options_of
 from shmserve.client.request.prepare import prepare
-from shmserve.client.request.prepared import Form, Plan
+from shmserve.client.request.prepared import Form, PreparedRequest
 from shmserve.client.request.results import read
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc import messages as m
@@ -308,14 +308,14 @@ def test_a_request_of_a_known_form_is_a_join(memories: Memories) -> None:
     model = Model(published())
     for number in (1.0, 2.0):
         x = np.full((1, 16), number, np.float32)
-        prepared = prepare(memories, model, {"x": x}, ["y"], PLAIN)
-        inference = unpack_inference(prepared.work)
+        built = prepare(memories, model, {"x": x}, ["y"], PLAIN)
+        inference = unpack_inference(built.work)
         (tensor,) = inference.inputs
         assert tensor == TensorRef("x", "FP32", (1, 16), x.tobytes())
         (output,) = inference.outputs
         assert output.place is not None and output.place.byte_size == 4 * 8192
-        prepared.end()
-    assert len(model.plans) == 1 and prepared.shape_key and prepared.batch_size == 1
+        built.end()
+    assert len(model.prepared) == 1 and built.shape_key and built.batch_size == 1
 
 
 def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
@@ -348,20 +348,20 @@ def test_every_form_is_checked(memories: Memories) -> None:
     for inputs, text in wrong:
         with pytest.raises(InvalidArgument, match=text):
             prepare(memories, model, inputs, None, PLAIN)
-    assert not model.plans
+    assert not model.prepared
 
 
-def test_plans_that_are_over_keep_no_memory(memories: Memories) -> None:
-    """A thread may be about to make a plan while another closes the model, or makes the same."""
+def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> None:
+    """A thread may be about to make one while another closes the model, or makes the same."""
     x = {"x": np.ones((1, 8192), np.float32)}
     model = Model(published())
     first = prepare(memories, model, x, None, PLAIN)
-    (key,) = model.plans._known
-    plan = Plan(model.signature, [Form("x", "FP32", (1, 8192), 32768)], (), memories)
-    assert model.remember(key, plan) is first.plan
+    (key,) = model.prepared._known
+    prepared = PreparedRequest(model.signature, [Form("x", "FP32", (1, 8192), 32768)], (), memories)
+    assert model.remember(key, prepared) is first.prepared
     model.close()
     late = prepare(memories, model, x, None, PLAIN)
-    assert not model.plans
+    assert not model.prepared
     first.end()
     late.end()
     memories.settle()
@@ -419,11 +419,11 @@ def test_options_as_they_travel() -> None:
 def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     """However often that came: numbers, strings, and what lies in memory."""
     model = Model(published())
-    prepared = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
+    built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
 
     def read_back(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
         body = pack_inferred(Inferred(refs, parameters))
-        result = read(prepared, body, lambda place: b"\4\0\0\0", lambda pid, offsets: None)
+        result = read(built, body, lambda place: b"\4\0\0\0", lambda pid, offsets: None)
         return {**result, **result.parameters}
 
     place = Place(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
@@ -525,19 +525,21 @@ def test_models_follow_the_news() -> None:
         models.resolve("other", "")
 
 
-def test_a_plan_for_inputs_without_bytes(memories: Memories) -> None:
-    plan = Plan(Model(published()).signature, [Form("x", "FP32", (1, 0), 0)], (), memories)
-    assert plan.slotted and plan.batch_size == 1
+def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
+    prepared = PreparedRequest(
+        Model(published()).signature, [Form("x", "FP32", (1, 0), 0)], (), memories
+    )
+    assert prepared.slotted and prepared.batch_size == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 200])
 def test_a_plan_joins_small_inputs_to_what_packing_gives(memories: Memories, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
     form = Form("x", "FP32", (1, size), 4 * size)
-    plan = Plan(Signature(config, "1"), [form], (), memories)
+    prepared = PreparedRequest(Signature(config, "1"), [form], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
-    assert not plan.slotted
-    assert plan.joined([array]) == plan.packed([array], None, PLAIN)
+    assert not prepared.slotted
+    assert prepared.joined([array]) == prepared.packed([array], None, PLAIN)
 
 
 def test_local_clients_cannot_make_up_who_they_are_or_what_is_theirs() -> None:

@@ -19,7 +19,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.workers.bls.calls import BlsClient, Call
-from shmserve.workers.bls.request import CallInput, CallRequest, Reply
+from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
 from tests.rigs.called_models import Others, finished, work
 from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
 from tests.support.waiting import until
@@ -57,11 +57,11 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
     )
 
 
-def call(calls: BlsClient, what: CallRequest) -> Reply:
+def call(calls: BlsClient, what: CallRequest) -> CallResponse:
     return calls.wait(calls.begin(Call(calls, what)))
 
 
-def values(reply: Reply) -> list[float]:
+def values(reply: CallResponse) -> list[float]:
     (output,) = reply.outputs
     return output.numpy().ravel().tolist()
 

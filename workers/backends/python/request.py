@@ -25,8 +25,8 @@ from shmserve.workers.backends.python.response import (
     InferenceResponse,
     ResponseIterator,
     checked_parameters,
+    from_call,
     from_error,
-    from_reply,
 )
 from shmserve.workers.backends.python.sender import (
     InferenceResponseSender,
@@ -34,7 +34,7 @@ from shmserve.workers.backends.python.sender import (
     StreamedResponses,
 )
 from shmserve.workers.backends.python.tensor import Tensor
-from shmserve.workers.bls.request import CallRequest, Reply
+from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
 RELEASE_ALL = 1
@@ -185,7 +185,7 @@ class InferenceRequest:
         number of responses needs: an iterator over them, when the first has come."""
         try:
             if not decoupled:
-                return from_reply(server.current().call(self._call_request()))
+                return from_call(server.current().call(self._call_request()))
             call = server.current().open(self._call_request())
         except ShmserveError as error:
             response = from_error(error)
@@ -201,7 +201,7 @@ class InferenceRequest:
         Raises RuntimeError where no event loop runs.
         """
         loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Reply]
+        reply: asyncio.Future[CallResponse]
         try:
             if decoupled:
                 begun: asyncio.Future[None] = loop.create_future()
@@ -257,9 +257,9 @@ def _correlation_id(value: Any) -> int | str:
     return number
 
 
-async def _response(reply: asyncio.Future[Reply]) -> InferenceResponse | ResponseIterator:
+async def _response(reply: asyncio.Future[CallResponse]) -> InferenceResponse | ResponseIterator:
     try:
-        return from_reply(await reply)
+        return from_call(await reply)
     except ShmserveError as error:
         return from_error(error)
 

@@ -15,7 +15,7 @@ from shmserve.workers.backends.python.errors import (
 )
 from shmserve.workers.backends.python.tensor import Tensor
 from shmserve.workers.batch.request import Response
-from shmserve.workers.bls.request import Reply
+from shmserve.workers.bls.request import CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
 _INT64 = 2**63
@@ -91,7 +91,7 @@ def to_response(response: InferenceResponse) -> Response:
     return Response([tensor.as_output() for tensor in response._outputs], response._parameters)
 
 
-def from_reply(reply: Reply) -> InferenceResponse:
+def from_call(reply: CallResponse) -> InferenceResponse:
     """Another model's response as a model sees it."""
     response = InferenceResponse([Tensor.of_input(output, None) for output in reply.outputs])
     response._parameters = reply.parameters
@@ -132,7 +132,9 @@ class ResponseIterator:
             self._call = None
         if item is None:
             raise StopIteration("Iteration is done for the responses.")
-        self._responses.append(from_reply(item) if isinstance(item, Reply) else from_error(item))
+        self._responses.append(
+            from_call(item) if isinstance(item, CallResponse) else from_error(item)
+        )
 
     def cancel(self) -> None:
         """Ask for no more responses: those that have not come yet will not."""

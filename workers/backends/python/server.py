@@ -14,7 +14,7 @@ from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
 from shmserve.workers.bls.calls import BlsClient, Call
-from shmserve.workers.bls.request import CallRequest, Reply
+from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ class Server:
         deadlines = [request.inference.deadline_ns for request in self.executing]
         return max(deadlines, default=0) if all(deadlines) else 0
 
-    def call(self, request: CallRequest) -> Reply:
+    def call(self, request: CallRequest) -> CallResponse:
         """Run an inference of another model. Raises the ShmserveError that it ended with."""
         with _beginning(request):
             self._check(request)
             begun = self.calls.begin(Call(self.calls, request))
         return self.calls.wait(begun)
 
-    def call_soon(self, request: CallRequest) -> asyncio.Future[Reply]:
+    def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
         """Begin one, from the running event loop."""
         with _beginning(request):
             self._check(request)

@@ -16,7 +16,7 @@ them, every call goes grpc.aio's own way, as some always do: grpc.aio asks for c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -99,10 +99,10 @@ class _Here:
         callback(*args)
 
 
-_HERE = _Here()  # for good: gRPC keeps no reference
+HERE = _Here()  # for good: gRPC keeps no reference
 
 
-def _start(coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
+def start(coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
     """Run a coroutine of gRPC's, then `then`; raises what keeps it from starting."""
     coroutine.send(None).resumes(coroutine, then)
 
@@ -161,7 +161,7 @@ class Call:
             self.done = True
             self._calls.answered(self)
             try:
-                _start(cygrpc.execute_batch(self._state, operations, _HERE), self._over)
+                start(cygrpc.execute_batch(self._state, operations, HERE), self._over)
             except BaseException:
                 self._over()
                 raise
@@ -198,11 +198,11 @@ class Call:
                 logger.exception("a handler failed")
                 self.fail(grpc.StatusCode.INTERNAL, "internal error")
 
-        _start(cygrpc.execute_batch(self._state, (close,), _HERE), closed)
+        start(cygrpc.execute_batch(self._state, (close,), HERE), closed)
         if (ending := refuse(self)) is not None:
             self.fail(*ending)
             return
-        _start(cygrpc._receive_message(self._state, _HERE), received)
+        start(cygrpc._receive_message(self._state, HERE), received)
         self._calls.begin(self)
 
 
@@ -211,26 +211,20 @@ Refuse = Callable[[Call], tuple[grpc.StatusCode, str, Metadata] | None]
 
 
 class Acceptor:
-    """Asks a server for calls of one method, and hands each with its message to `handler`, unless
-    `refuse` gives what it ends with."""
+    """Asks a server for calls of one method, for `most` at a time, and hands each as gRPC has it to
+    `begin`."""
 
     def __init__(
-        self,
-        server: Any,
-        path: str,
-        handler: Callable[[bytes, Call], None],
-        refuse: Refuse,
-        calls: Calls,
+        self, server: Any, path: str, begin: Callable[[Any], None], most: int = _MOST_ASKED
     ) -> None:
         self._server = server
         self._path = path.encode()
-        self._handler = handler
-        self._refuse = refuse
-        self._calls = calls
+        self._begin = begin
+        self._most = most
 
     def open(self) -> None:
         """Take calls; the server has started."""
-        for _ in range(_MOST_ASKED):
+        for _ in range(self._most):
             self._ask()
 
     def _ask(self) -> None:
@@ -244,7 +238,7 @@ class Acceptor:
             if self._server.is_running():
                 self._ask()
             try:
-                Call(end.value, self._calls).begin(self._handler, self._refuse)
+                self._begin(end.value)
             except Exception:
                 logger.exception("a call could not be taken")
         except Exception:
@@ -253,18 +247,13 @@ class Acceptor:
                 self._ask()
 
 
-def acceptor(
-    server: grpc.aio.Server,
-    path: str,
-    way: Any,
-    handler: Callable[[bytes, Call], None],
-    refuse: Refuse,
-    calls: Calls,
-) -> Acceptor | None:
-    """Whoever takes calls of the method `path`, for a server that is not started yet.
+def acceptors(
+    server: grpc.aio.Server, ways: Mapping[str, tuple[Any, Callable[[Any], None]]]
+) -> list[Acceptor]:
+    """Who takes calls of these methods, for a server that is not started yet.
 
-    `way` is grpc.aio's own way for the same method. None: this gRPC has not what it takes, which is
-    logged.
+    `ways` has of each method's path grpc.aio's own way for it, and `begin`, which gets each call as
+    gRPC has it. None are left where this gRPC has not what it takes, which is logged.
     """
     core: Any = getattr(server, "_server", None)
     missing = [name for name in _SERVER_PARTS if not hasattr(core, name)]
@@ -276,6 +265,6 @@ def acceptor(
             grpc.__version__,
             ", ".join(missing),
         )
-        return None
-    core.add_registered_method_handlers({path: way})
-    return Acceptor(core, path, handler, refuse, calls)
+        return []
+    core.add_registered_method_handlers({path: way for path, (way, _) in ways.items()})
+    return [Acceptor(core, path, begin) for path, (_, begin) in ways.items()]

@@ -5,9 +5,6 @@ a small inference costs here. Ours answers one request after the other in the co
 When the client leaves, that task is cancelled, wherever it is. And a head that is byte for byte the
 last one's, as programs send it again and again, is not parsed again, whether its body comes with it
 or, as most clients write it, right behind.
-
-Back-pressure: a connection is not read while a body is full that nobody reads, or while as many
-requests wait as `_MOST_QUEUED`.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
     MalformedBody,
     RawRequestMessage,
     StreamReader,
-    make_parser,
 )
+from shmserve.gateway.http.connection.flow_control import FlowControl
 from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, Request, WholeBody
 from shmserve.gateway.http.response import Reply, error_reply
 from shmserve.gateway.settings import Settings
@@ -36,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 Answer = Callable[[Request], Awaitable[Reply]]
 
-_MOST_QUEUED = 32
 _IDLE_S = 3600.0  # keep-alive connections that send nothing cost nothing
 _LINGER_S = 2.0
 _SMALL_BODY = 64 * 1024
@@ -53,18 +49,16 @@ class Owner(Protocol):
         """It has ended."""
 
 
-class Connection(asyncio.Protocol):
+class Connection(FlowControl):
     """One client's connection. `answer` gives the reply to each request, and raises nothing.
 
     `client` is who that is, once the connection is made.
     """
 
     __slots__ = (
-        *("_answer", "_awaiting", "_busy", "_clock", "_content", "_deadline", "_drained"),
-        *("_ended", "_held", "_idle_timer", "_known_head", "_known_message", "_known_size"),
-        *("_loop", "_messages", "_missing", "_owner", "_parser", "_reading_paused"),
-        *("_settings", "_since", "_starts", "_stream_full", "_task", "_too_many", "_understood"),
-        *("_waiter", "client", "transport", "writing_paused"),
+        *("_answer", "_awaiting", "_busy", "_clock", "_content", "_deadline", "_ended", "_held"),
+        *("_idle_timer", "_known_head", "_known_message", "_known_size", "_messages", "_missing"),
+        *("_owner", "_settings", "_since", "_starts", "_task", "_understood", "_waiter", "client"),
     )
 
     client: ClientIdentity
@@ -72,27 +66,20 @@ class Connection(asyncio.Protocol):
     def __init__(
         self, owner: Owner, loop: asyncio.AbstractEventLoop, answer: Answer, settings: Settings
     ) -> None:
+        super().__init__(loop)
         self._owner = owner
-        self._loop = loop
         self._answer = answer
         self._settings = settings
-        self.transport: asyncio.Transport | None = None
-        self.writing_paused = False
-        self._drained: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._ended = False
         # --- what has come
-        self._parser = make_parser(self, loop, _MOST_QUEUED)
         # Requests that wait for their turn; an error, behind which nothing is understood.
         self._messages: deque[
             tuple[RawRequestMessage | HttpProcessingError, StreamReader | WholeBody]
         ] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of who answers, for a request
         self._understood = True  # what follows; not behind an error, or in another protocol
-        self._stream_full = False
-        self._too_many = False  # requests wait
-        self._reading_paused = False
         # --- what is missing
         self._clock: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # of what is missing now, by the loop's clock
@@ -151,11 +138,6 @@ class Connection(asyncio.Protocol):
         return not self._ended
 
     @property
-    def connected(self) -> bool:
-        """Whether there is a client."""
-        return self.transport is not None
-
-    @property
     def idle_since(self) -> float | None:
         """Since when no request is here, not even the whole head of one; None when one is."""
         return None if self._busy or self._held or self._messages else self._since
@@ -173,50 +155,6 @@ class Connection(asyncio.Protocol):
             self._idle_timer = self._loop.call_later(left_s, self._end_if_idle)
         else:
             self.force_close()
-
-    # --- back-pressure
-
-    def pause_writing(self) -> None:
-        """The client reads more slowly than we write."""
-        self.writing_paused = True
-
-    def resume_writing(self) -> None:
-        """It has caught up, or is gone."""
-        self.writing_paused = False
-        drained, self._drained = self._drained, None
-        if drained is not None and not drained.done():
-            drained.set_result(None)
-
-    async def drain(self) -> None:
-        """Wait until the client has read what was written; raises ConnectionError."""
-        if self.writing_paused and self.transport is not None:
-            self._drained = self._loop.create_future()
-            await self._drained
-        if self.transport is None:
-            raise ConnectionResetError("the client is gone")
-
-    def pause_reading(self) -> None:
-        """The stream of a body is full."""
-        self._stream_full = True
-        self._parser.pause_reading()
-        self._set_reading()
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """It is not full any more, or has ended."""
-        if self._stream_full:
-            self._stream_full = False
-            if resume_parser:
-                self._parse(b"", False)  # the rest of what came
-            self._set_reading()
-
-    def _set_reading(self) -> None:
-        paused = self._stream_full or self._too_many
-        if paused is not self._reading_paused and self.transport is not None:
-            self._reading_paused = paused
-            if paused:
-                self.transport.pause_reading()
-            else:
-                self.transport.resume_reading()
 
     # --- requests, one after the other
 
@@ -253,11 +191,7 @@ class Connection(asyncio.Protocol):
             self._refuse(message)
             return False
         if type(content) is not WholeBody:
-            self._parser.message_consumed()
-            if self._too_many and len(self._messages) <= _MOST_QUEUED // 2:
-                self._parse(b"", False)  # those that came and waited to be parsed
-                self._too_many = len(self._messages) >= _MOST_QUEUED
-                self._set_reading()
+            self._dequeued(len(self._messages))
         self._busy = True
         try:
             return await self._serve(message, content)
@@ -332,6 +266,10 @@ class Connection(asyncio.Protocol):
                 return
         self._parse(data, between)
 
+    def _parse_rest(self) -> int:
+        self._parse(b"", False)
+        return len(self._messages)
+
     def _parse(self, data: bytes, between: bool) -> None:
         if self._ended or not self._understood:
             return
@@ -346,9 +284,7 @@ class Connection(asyncio.Protocol):
         waiter = self._waiter
         if self._messages and waiter is not None and not waiter.done():
             waiter.set_result(None)
-        if len(self._messages) >= _MOST_QUEUED:
-            self._too_many = True
-            self._set_reading()
+        self._queued(len(self._messages))
         if between:
             self._remember(data)
         elif data:

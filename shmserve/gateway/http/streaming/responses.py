@@ -62,6 +62,7 @@ class Responses:
         """The first one, which was made of `answer`, is with the client; whether it was the
         last."""
         message = self._here.popleft()
+        self.request.release(answer)
         self.request.passed_on(answer)
         return is_last(message)
 

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
-from shmserve.gateway.grpc.core.direct_unary import Call, Waiter, acceptor
+from shmserve.gateway.grpc.core.direct_unary import Call, Waiter, acceptors
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 from tests.support.http2 import (
     ACK,
@@ -75,8 +75,10 @@ def play(
             (grpc.method_handlers_generic_handler("test.Service", slow),)
         )
         way = grpc.unary_unary_rpc_method_handler(own)
-        short = acceptor(server, PATH, way, first, lambda _: None, calls)
-        assert short is not None, "this gRPC has not what the short way takes"
+        (short,) = acceptors(
+            server,
+            {PATH: (way, lambda state: Call(state, calls).begin(first, lambda _: None))},
+        )
         port = scene.port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         short.open()
@@ -248,7 +250,8 @@ def test_a_handler_that_fails(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_release_without_these_parts_goes_its_own_way() -> None:
-    assert acceptor(object(), PATH, None, echo, lambda _: None, Calls(30)) is None
+    nothing: Any = object()
+    assert acceptors(nothing, {PATH: (None, lambda _: None)}) == []
 
 
 def test_a_waiter_goes_on_with_what_it_gets() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ class Asked(Submitted):
         action(self)
 
     def response(self) -> bytes:
-        return b""
+        return bytes(40_000)  # no other is written with it
 
     def abandon(self) -> None:
         self._abandoned.append(self.request_id)
@@ -52,10 +52,19 @@ class Deaf:
     def time_remaining(self) -> None:
         return None
 
-    async def write(self, response: bytes) -> None:
-        if self.taken:
-            await asyncio.Event().wait()
-        self.taken += 1
+    async def write_all(self, responses: Sequence[bytes]) -> None:
+        for _ in responses:
+            if self.taken:
+                await asyncio.Event().wait()
+            self.taken += 1
+
+
+def streaming(
+    inferences: Any, requests: AsyncIterator[bytes], call: Deaf, patience_s: float
+) -> Coroutine[Any, Any, None]:
+    """The stream on this call."""
+    client: Any = None
+    return stream_infer(inferences, client, requests, call, call.write_all, patience_s)
 
 
 def test_a_refusal_that_waits_holds_nothing() -> None:
@@ -90,15 +99,14 @@ def test_who_does_not_read_is_cut_off() -> None:
             yield name.encode()
         await asyncio.Event().wait()
 
-    caller: Any = None
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
-        asyncio.run(stream_infer(inferences, caller, requests(), Deaf(), 0.05))
+        asyncio.run(streaming(inferences, requests(), Deaf(), 0.05))
     assert abandoned == ["behind", "further behind"]
 
     async def cancelled_twice() -> None:
-        streaming = stream_infer(inferences, caller, requests(), Deaf(), 60.0)
-        call = asyncio.create_task(streaming)
+        stream = streaming(inferences, requests(), Deaf(), 60.0)
+        call = asyncio.create_task(stream)
         for _ in range(100):  # until it is stuck
             await asyncio.sleep(0)
         call.cancel()
@@ -134,10 +142,9 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
         while True:
             yield request
 
-    caller: Any = None
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
-        asyncio.run(stream_infer(inferences, caller, requests(), Deaf(), 0.05))
+        asyncio.run(streaming(inferences, requests(), Deaf(), 0.05))
     assert asked == most + 1  # one was answered
 
 
@@ -156,11 +163,10 @@ def test_memory_is_given_back_when_the_call_is_over(monkeypatch: pytest.MonkeyPa
         for _ in range(3):
             yield bytes(1000)
 
-    caller: Any = None
     inferences: Any = Inferences()
     call = Deaf()
     with pytest.raises(Unavailable):
-        asyncio.run(stream_infer(inferences, caller, requests(), call, 0.05))
+        asyncio.run(streaming(inferences, requests(), call, 0.05))
     monkeypatch.setattr(malloc_trim, "soon", pauses.append)
     for callback in call.over:
         callback(call)

@@ -653,6 +653,7 @@ def test_tensors_in_regions_are_passed_on_as_places(
         (40, 1000, "Invalid offset for shared memory region: 'r'"),
         (40, 2**40, "Invalid offset for shared memory region: 'r'"),
         (40, 961, "Invalid offset + byte size for shared memory region: 'r'"),
+        (2**63, 2**64 - 8, "Invalid offset for shared memory region: 'r'"),
         (2**63, 0, "Invalid offset + byte size for shared memory region: 'r'"),
         (
             2**64 - 1,

@@ -1,0 +1,75 @@
+"""Links to the schedulers of the models that a model calls."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+
+from shmserve.ipc.messages import Cancel, Grant, Release, Submit
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.transport.dealer import Dealer
+
+Message = Submit | Cancel | Grant | Release
+
+
+class Links:
+    """Dealers by endpoint. `watch(fd)` hears of a descriptor to wait for, `unwatch(fd)` that it is
+    about to go."""
+
+    def __init__(self, watch: Callable[[int], None], unwatch: Callable[[int], None]) -> None:
+        self._watch = watch
+        self._unwatch = unwatch
+        self._identity = f"{os.getpid()}.{secrets.token_hex(8)}"
+        self._links: dict[str, Dealer] = {}
+
+    def __iter__(self) -> Iterator[Dealer]:
+        return iter(self._links.values())
+
+    def open(self, endpoint: str) -> Dealer:
+        """The link to a scheduler, made when it is needed."""
+        link = self._links.get(endpoint)
+        if link is None:
+            link = self._links[endpoint] = Dealer(endpoint, self._identity)
+            self._watch(link.fd)
+        return link
+
+    def tell(self, endpoint: str, message: Message) -> None:
+        """Queue a message for a scheduler, if there is a link to it."""
+        link = self._links.get(endpoint)
+        if link is not None:
+            link.post(message)
+
+    def release_outputs(self, endpoint: str, response: Inferred) -> None:
+        """Tell the workers of a scheduler that their outputs have been read."""
+        held: dict[int, list[int]] = {}
+        for ref in response.outputs:
+            if isinstance(ref.data, Place):
+                held.setdefault(ref.data.memory.pid, []).append(ref.data.offset)
+        for pid, offsets in held.items():
+            self.tell(endpoint, Release(pid, offsets))
+
+    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Dealer], None]) -> None:
+        """The scheduler at `endpoint` is gone: its last words are handled by `hear_out`, and what
+        that tells it goes to the successor, if there is one."""
+        link = self._links.pop(endpoint, None)
+        if link is None:
+            return
+        if successor:
+            self._links[endpoint] = self.open(successor)
+        hear_out(link)
+        self._links.pop(endpoint, link).flush()
+        self._unwatch(link.fd)
+        link.close()
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        for link in self._links.values():
+            link.flush()
+
+    def close(self) -> None:
+        """Close every link."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
