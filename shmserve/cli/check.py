@@ -20,10 +20,12 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.main import compose, hold_signals
 from shmserve.supervisor.startup_report import StartupReport
-from shmserve.supervisor.supervisor import Supervisor, hold_signals
+from shmserve.supervisor.supervisor import Supervisor
 
 _PATIENCE_S = 60.0
 
@@ -45,9 +47,13 @@ def _checked(config: ServerConfig) -> int:
     run_dir = RunDirectory(alone.run_dir)
     with asyncio.Runner() as runner:
         try:
-            return runner.run(_check(Supervisor(alone, run_dir, [], [], [], signals)))
+            return runner.run(_composed(alone, run_dir, signals))
         finally:
             run_dir.remove()
+
+
+async def _composed(config: ServerConfig, run_dir: RunDirectory, signals: list[int]) -> int:
+    return await _check(compose(config, run_dir, Listeners(), signals))
 
 
 async def _check(supervisor: Supervisor) -> int:

@@ -16,7 +16,7 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import wire_request
-from shmserve.gateway.grpc.wire.response import encode
+from shmserve.gateway.grpc.wire.response import ResponseTemplate, encode
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.classification import as_asked
 from shmserve.gateway.inference.header_forwarding import forwarded_headers
@@ -98,12 +98,22 @@ class Submitted:
             raise
 
     def _encoded(self, body: bytes) -> bytes:
+        templates = self._built.templates
+        if templates is not None and (known := templates.find(body)) is not None:
+            template, contents = known
+            filled: bytes = template.fill(contents)
+            return filled
         response = unpack(body)
         try:
-            return encoded(self._gateway, self._model, self._built.wire, response)
+            message = encoded(self._gateway, self._model, self._built.wire, response)
         finally:
             # The message is a copy: the worker's memory is free again.
             self._pending.scheduler.release_outputs(response)
+        if templates is not None and _is_plain(self._built.wire, response):
+            sizes = [len(tensor.data) for tensor in response.outputs if type(tensor.data) is bytes]
+            found = ResponseTemplate(self._model, self.request_id, response, sizes)
+            templates.learn(body, response, found)
+        return message
 
     @property
     def answered(self) -> bool:
@@ -138,6 +148,15 @@ def encoded(gateway: Gateway, model: Model, wire: WireRequest, response: Inferre
         check_size(tensor, len(data))
         contents.append(data)
     return encode(model, wire.id, response, contents)
+
+
+def _is_plain(wire: WireRequest, response: Inferred) -> bool:
+    """Whether all that a response has is sent, and as it is."""
+    return (
+        bool(response.outputs)
+        and all(type(tensor.data) is bytes for tensor in response.outputs)
+        and not any(output.place is not None or output.classes for output in wire.outputs)
+    )
 
 
 class Refused(Exception):
