@@ -13,6 +13,7 @@ import secrets
 import signal
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from shmserve import logs
 from shmserve.common import accelerators, fd_limits
@@ -43,6 +44,8 @@ from shmserve.supervisor.processes.control_socket import Control
 from shmserve.supervisor.processes.table import ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.lent import LentRegions
+from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.supervisor import ENDING, Supervisor
 
@@ -146,19 +149,25 @@ def compose(
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     # A server that has no descriptor left could start no process again.
     most = min(config.shm.max_regions, fd_limits.for_regions())
+    policy = replace(config.shm, max_regions=most)
+    opener = RegionOpener(policy, handles if found.kind == "cuda" else None)
+
+    def tell_workers(message: Any) -> None:
+        control.broadcast(message, "worker")
+
     regions = RegionRegistry(
         lambda make: control.publish(make, "gateway"),
         partial(control.pids, "gateway"),
-        lambda message: control.broadcast(message, "worker"),
-        replace(config.shm, max_regions=most),
-        handles if found.kind == "cuda" else None,
+        tell_workers,
+        opener,
         events.publish,
     )
+    lent = LentRegions(opener, tell_workers)
 
     def local_client_left(number: int) -> None:
         # Its requests first, so that no worker begins one whose memory it has dropped.
         control.broadcast(ProcessExited(number), "scheduler")
-        regions.give_back(number)
+        lent.give_back(number)
         control.broadcast(ProcessExited(number), "worker")
 
     snapshot = Snapshot(registry, regions, health)
@@ -166,7 +175,7 @@ def compose(
         folder,
         config.shm.group,
         capabilities,
-        regions,
+        lent,
         snapshot.for_local_client,
         local_client_left,
     )
@@ -198,6 +207,7 @@ def compose(
         context=context,
         processes=processes,
         regions=regions,
+        lent=lent,
         gateways=Gateways(context, listeners, snapshot.for_gateway),
         models=models,
         registry=registry,

@@ -27,6 +27,7 @@ from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.status import ModelRegistry
 from shmserve.supervisor.processes.table import Child, ProcessTable
+from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.startup_report import StartupReport, model_table
 
@@ -45,6 +46,7 @@ class Supervisor:
     context: SupervisorContext
     processes: ProcessTable
     regions: RegionRegistry
+    lent: LentRegions
     gateways: Gateways
     models: Models
     registry: ModelRegistry
@@ -168,6 +170,7 @@ class Supervisor:
         await self._kill_rest()
         context.local_clients.close()
         self.regions.close()
+        self.lent.close()
         context.events.close()
         context.control.close()
         self.processes.close()

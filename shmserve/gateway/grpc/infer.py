@@ -38,7 +38,7 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 
 
 class Submitted:
-    """A request that a scheduler has; every one must be left, when its answer is sent, or
+    """A request that a scheduler has; every one must be left, when its response is sent, or
     abandoned."""
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Submitted:
         self.model_name = model.name
         self.request_id = built.wire.id
 
-    async def answer(self) -> bytes:
+    async def wait(self) -> bytes:
         """The ModelInferResponse, serialized; raises what the request failed with.
 
         Cancelled, it is abandoned.
@@ -77,17 +77,17 @@ class Submitted:
         return self.response()
 
     def when_answered(self, action: Callable[[Submitted], None]) -> None:
-        """Call this once there is an answer, to take with `response`; never if it is abandoned."""
+        """Call this once there is a response, to take with `response`; never if it is abandoned."""
 
         def done(_: asyncio.Future[m.Finished | m.Responded | m.Failed]) -> None:
-            # The answer may have come just before it was abandoned.
+            # The response may have come just before it was abandoned.
             if not self._given_up:
                 action(self)
 
         self._pending.future.add_done_callback(done)
 
     def response(self) -> bytes:
-        """The answer that is there, as `answer` gives it."""
+        """The response that is there, as `wait` gives it."""
         message = self._pending.future.result()
         try:
             if isinstance(message, m.Failed):
@@ -117,11 +117,11 @@ class Submitted:
 
     @property
     def answered(self) -> bool:
-        """Whether there is an answer to take with `response`."""
+        """Whether there is a response to take with `response`."""
         return self._pending.future.done() and not self._given_up
 
     def abandon(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Nobody waits for the response any more."""
         self._given_up = True
         self._pending.future.cancel()
         self.leave()
@@ -177,7 +177,7 @@ class Refused(Exception):
 class Inferences:
     """The way in for inferences, in calls of their own and in streams.
 
-    `count` is how many answers are not sent yet; `on_idle` hears when none is left.
+    `count` is how many responses are not sent yet; `on_idle` hears when none is left.
     """
 
     __slots__ = ("_prepared", "count", "gateway", "on_idle")

@@ -229,7 +229,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         try:
             submitted = self._submitted(raw, context)
             context.add_done_callback(lambda _: submitted.leave())
-            response = await submitted.answer()
+            response = await submitted.wait()
             malloc_trim.soon(len(response))
             return response
         except Exception as error:

@@ -47,7 +47,7 @@ from shmserve.ipc.transport.listener import Listener, listening, no_room
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.local_clients import fd_passing
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
-from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.regions.lent import LentRegions
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class LocalClientServer:
         run_dir: Path,
         group: int,
         capabilities: Capabilities,
-        regions: RegionRegistry,
+        lent: LentRegions,
         snapshot: Callable[[], Iterable[Any]],
         on_left: Callable[[int], None],
     ) -> None:
@@ -92,7 +92,7 @@ class LocalClientServer:
         Raises Unavailable when the run directory has no room for it.
         """
         self._capabilities = capabilities
-        self._regions = regions
+        self._lent = lent
         self._snapshot = snapshot
         self._on_left = on_left
         self._local_clients: dict[int, _LocalClient] = {}
@@ -279,7 +279,7 @@ class LocalClientServer:
             case m.ShareDeviceMemory() if local_client.welcomed:
                 in_background(self._answer_device(local_client, message), self._checks)
             case m.WithdrawMemory(memory_id=memory_id) if local_client.welcomed and memory_id:
-                self._regions.give_back(local_client.number, memory_id)
+                self._lent.give_back(local_client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
@@ -292,7 +292,7 @@ class LocalClientServer:
         shared = check_memory(fd, byte_size, trusted=local_client.uid in (0, os.geteuid()))
         rest = (os.getpid(), fd, shared.inode, byte_size, True)
         memory_id = self._capabilities.memory_id(local_client.number, *rest, pin)
-        self._regions.lend(
+        self._lent.lend(
             memory_id, shared, byte_size, Peer(local_client.uid), local_client.number, pin
         )
         fds.clear()
@@ -321,9 +321,9 @@ class LocalClientServer:
             local_client.number, next(self._serials), size, handle
         )
         memory = Memory.on_device(memory_id, size, handle)
-        await self._regions.lend_cuda(memory, Peer(local_client.uid), local_client.number)
+        await self._lent.lend_cuda(memory, Peer(local_client.uid), local_client.number)
         if local_client.number not in self._local_clients:
-            self._regions.give_back(local_client.number)
+            self._lent.give_back(local_client.number)
         return [memory_id, size, handle.device, handle.raw, handle.uuid]
 
 

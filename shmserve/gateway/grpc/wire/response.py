@@ -33,13 +33,13 @@ _heads: dict[tuple[str, str, _Head], bytes] = {}
 
 
 def encode(
-    model: Model, request_id: str, answer: Inferred, contents: Sequence[bytes | memoryview]
+    model: Model, request_id: str, inferred: Inferred, contents: Sequence[bytes | memoryview]
 ) -> bytes:
     """The serialized response; `contents` has the bytes of each output, empty for one in a region.
 
     Raises Internal when it is larger than a message can be.
     """
-    pieces: list[bytes | memoryview] = _before(model, request_id, answer)
+    pieces: list[bytes | memoryview] = _before(model, request_id, inferred)
     for content in contents:
         pieces += (_RAW_OUTPUT, varint(len(content)), content)
     size = sum(map(len, pieces))
@@ -56,20 +56,20 @@ class ResponseTemplate:
 
     __slots__ = ("_pieces",)
 
-    def __init__(self, model: Model, request_id: str, answer: Inferred, sizes: list[int]) -> None:
+    def __init__(self, model: Model, request_id: str, inferred: Inferred, sizes: list[int]) -> None:
         self._pieces = [_RAW_OUTPUT + varint(size) for size in sizes]
-        self._pieces[0] = b"".join((*_before(model, request_id, answer), self._pieces[0]))
+        self._pieces[0] = b"".join((*_before(model, request_id, inferred), self._pieces[0]))
 
     def fill(self, contents: Sequence[bytes]) -> bytes:
         """The response with these tensors."""
         return b"".join(chain.from_iterable(zip(self._pieces, contents, strict=True)))
 
 
-def _before(model: Model, request_id: str, answer: Inferred) -> list[bytes | memoryview]:
+def _before(model: Model, request_id: str, inferred: Inferred) -> list[bytes | memoryview]:
     """What is written before the tensors' bytes."""
-    pieces: list[bytes | memoryview] = [_head(model, answer.outputs)]
-    if answer.parameters:
-        pieces.append(_parameters(answer.parameters))
+    pieces: list[bytes | memoryview] = [_head(model, inferred.outputs)]
+    if inferred.parameters:
+        pieces.append(_parameters(inferred.parameters))
     if request_id:
         raw = request_id.encode()
         pieces += (_ID, varint(len(raw)), raw)
@@ -128,8 +128,8 @@ class StreamedTemplate:
 
     __slots__ = ("_fixed",)
 
-    def __init__(self, model: Model, request_id: str, answer: Inferred) -> None:
-        self._fixed = encode(model, request_id, answer, ()) + _NOT_FINAL
+    def __init__(self, model: Model, request_id: str, inferred: Inferred) -> None:
+        self._fixed = encode(model, request_id, inferred, ()) + _NOT_FINAL
 
     def fill(self, contents: Sequence[bytes]) -> bytes:
         """The response with these bytes of its outputs, which are small."""

@@ -31,7 +31,7 @@ from shmserve.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-Answer = Callable[[Request], Awaitable[Reply]]
+Handle = Callable[[Request], Awaitable[Reply]]
 
 _IDLE_S = 3600.0  # keep-alive connections that send nothing cost nothing
 _LINGER_S = 2.0
@@ -50,13 +50,13 @@ class Owner(Protocol):
 
 
 class Connection(FlowControl):
-    """One client's connection. `answer` gives the reply to each request, and raises nothing.
+    """One client's connection. `handle` gives the reply to each request, and raises nothing.
 
     `client` is who that is, once the connection is made.
     """
 
     __slots__ = (
-        *("_answer", "_awaiting", "_busy", "_clock", "_content", "_deadline", "_ended", "_held"),
+        *("_handle", "_awaiting", "_busy", "_clock", "_content", "_deadline", "_ended", "_held"),
         *("_idle_timer", "_known_head", "_known_message", "_known_size", "_messages", "_missing"),
         *("_owner", "_settings", "_since", "_starts", "_task", "_understood", "_waiter", "client"),
     )
@@ -64,11 +64,11 @@ class Connection(FlowControl):
     client: ClientIdentity
 
     def __init__(
-        self, owner: Owner, loop: asyncio.AbstractEventLoop, answer: Answer, settings: Settings
+        self, owner: Owner, loop: asyncio.AbstractEventLoop, handle: Handle, settings: Settings
     ) -> None:
         super().__init__(loop)
         self._owner = owner
-        self._answer = answer
+        self._handle = handle
         self._settings = settings
         self._task: asyncio.Task[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -204,7 +204,7 @@ class Connection(FlowControl):
             assert isinstance(content, StreamReader)
             self._content = content
             await self._await_small(request, content)
-        reply = await self._answer(request)
+        reply = await self._handle(request)
         if message.should_close or message.upgrade or not content.is_eof():
             reply.close = True
         try:
