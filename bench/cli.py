@@ -8,13 +8,14 @@ import signal
 import sys
 from pathlib import Path
 
-from bench import plot, report, results
-from bench.cases import NAMES
-from bench.native import NATIVE
-from bench.run import Settings
+from bench.cases.native import NATIVE
+from bench.cases.streams import STREAMS
+from bench.cases.tables import NAMES
+from bench.context import Context, Settings
+from bench.report import plot, results
+from bench.report import text as report
 from bench.runner import Runner
-from bench.servers import BENCH
-from bench.streams import STREAMS
+from bench.system.servers import BENCH
 
 _PEERS = "~/.cache/shmserve-peers"
 
@@ -66,7 +67,7 @@ def _measure(arguments: list[str]) -> int:
         seconds=options.seconds,
         only=frozenset(options.only),
     )
-    found = Runner(settings, _say).run()
+    found = Runner(Context(settings, _say)).run()
     return _publish(found, options.json or _default_path())
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import shmserve.client
-from bench.servers import Shmserve, running
+from bench.system.servers import Shmserve, running
 
 SIDE = 2048  # SIDE * SIDE float32 are 16 MiB
 _WARM_UP_S = 0.5

@@ -81,8 +81,10 @@ class Instance:
         control = self._context.control
         timeout_s: float | None = None
         while True:
+            self.link.loop_reads = True
             if self._wait(timeout_s):
                 self.link.receive()
+            self.link.loop_reads = False
             while control.inbox:
                 message = control.inbox.popleft()
                 if isinstance(message, Stop):

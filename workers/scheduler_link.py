@@ -9,13 +9,14 @@ wakes the loop; what anyone takes that another thread waits for wakes that.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from shmserve.ipc.messages import (
@@ -116,6 +117,8 @@ class SchedulerLink:
         self._dealer: Dealer | None = None
         self._open: dict[int, OpenRequest] = {}
         self._waiting: dict[int, OpenRequest] = {}  # eventfd of a thread -> whose credit it needs
+        self._reader = 0  # that of the one that reads the socket meanwhile
+        self._loop_reads = False
 
     # --- the socket
 
@@ -228,7 +231,7 @@ class SchedulerLink:
     def wait_for_credit(self, request: OpenRequest, timeout_s: float) -> bool:
         """Wait until the client takes another response, or has cancelled; False: neither in time.
 
-        Whichever thread reads the socket meanwhile, this one hears of it.
+        One of those who wait reads the socket, unless the loop does (leader and followers).
         """
         deadline = time.monotonic() + timeout_s
         awaited = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -236,24 +239,55 @@ class SchedulerLink:
             self._waiting[awaited] = request
         try:
             while True:
-                self.pump()
                 with self.lock:
+                    if not self._loop_reads:
+                        self.pump()
                     if request.may_respond or request.cancelled:
                         return True
-                    poll = select.poll()
-                    poll.register(awaited, select.POLLIN)
-                    if self._dealer is not None:
-                        poll.register(self._dealer.fd, select.POLLIN)
+                    self._appoint()
+                    fds = [awaited]
+                    if self._reader == awaited and self._dealer is not None:
+                        fds.append(self._dealer.fd)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return False
-                poll.poll(left_s * 1000)
+                _wait(fds, left_s)
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(awaited)
         finally:
             with self.lock:
                 del self._waiting[awaited]
+                if self._reader == awaited:
+                    self._reader = 0
+                    self._appoint()
             os.close(awaited)
+
+    @property
+    def loop_reads(self) -> bool:
+        """Whether the loop waits for what comes, and reads it; set by the loop."""
+        return self._loop_reads
+
+    @loop_reads.setter
+    def loop_reads(self, reads: bool) -> None:
+        self._loop_reads = reads
+        if not reads and self._waiting:
+            with self.lock:
+                self._appoint()
+
+    def _appoint(self) -> None:
+        """Have one of those who wait read the socket, if nobody does."""
+        if not self._loop_reads and not self._reader and self._waiting:
+            self._reader = next(iter(self._waiting))
+            os.eventfd_write(self._reader, 1)
 
     def _wake(self, request: OpenRequest) -> None:
         for waiting, awaited in self._waiting.items():
             if awaited is request:
                 os.eventfd_write(waiting, 1)
+
+
+def _wait(fds: Iterable[int], timeout_s: float) -> None:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    poll.poll(timeout_s * 1000)

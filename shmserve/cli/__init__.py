@@ -77,7 +77,7 @@ def _serve(arguments: list[str]) -> int:
         print(_serve_help())
         return 0
     from shmserve.config import options, server
-    from shmserve.supervisor.supervisor import serve
+    from shmserve.supervisor.main import serve
 
     return serve(server.from_flags(options.parse(arguments), os.environ))
 

@@ -13,17 +13,19 @@ from typing import Any
 from shmserve import logs
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import Failed, Finished, Submit
+from shmserve.ipc.messages import Failed, Finished, Responded, Submit
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.main import compose, hold_signals
 from shmserve.supervisor.startup_report import StartupReport
-from shmserve.supervisor.supervisor import Supervisor, hold_signals
+from shmserve.supervisor.supervisor import Supervisor
 
 _PATIENCE_S = 60.0
 
@@ -45,9 +47,13 @@ def _checked(config: ServerConfig) -> int:
     run_dir = RunDirectory(alone.run_dir)
     with asyncio.Runner() as runner:
         try:
-            return runner.run(_check(Supervisor(alone, run_dir, [], [], [], signals)))
+            return runner.run(_composed(alone, run_dir, signals))
         finally:
             run_dir.remove()
+
+
+async def _composed(config: ServerConfig, run_dir: RunDirectory, signals: list[int]) -> int:
+    return await _check(compose(config, run_dir, Listeners(), signals))
 
 
 async def _check(supervisor: Supervisor) -> int:
@@ -120,6 +126,8 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
                 match message:
                     case Finished():
                         return "", time.monotonic() - began
+                    case Responded(message=text, code=code):  # the first, or that there is none
+                        return (text, 0.0) if code else ("", time.monotonic() - began)
                     case Failed(message=text):
                         return text, 0.0
             if not dealer.connected:

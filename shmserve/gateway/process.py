@@ -136,7 +136,7 @@ class _Process:
                 self._front.health_changed()
                 self._informed.set()
             case m.ProcessExited(pid):
-                # Answers that it gave may be here, and still to be read: they lie in its memory.
+                # Responses that it gave may be here, and still to be read: they lie in its memory.
                 later = asyncio.get_running_loop().call_later
                 later(_LAST_ANSWERS_S, gateway.mappings.drop_process, pid)
             case m.SetLogging(settings):

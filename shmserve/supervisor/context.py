@@ -4,101 +4,73 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmserve import logs
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.acknowledgements import Acknowledgements
+from shmserve.supervisor.log_control import LogControl
 from shmserve.supervisor.processes.control_socket import Control
-from shmserve.supervisor.processes.table import Child, ProcessTable
+from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 
-logger = logging.getLogger(__name__)
-
-_FIRST_WORDS = m.GatewayReady | m.SchedulerReady | m.WorkerStarted
+LOCAL_CLIENT = "local client"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class SupervisorContext:
-    """`front_zygote` forks gateways and schedulers, `worker_zygote`, which has torch, workers."""
+    """`front_zygote` forks gateways and schedulers, `worker_zygote`, which has torch, workers.
+    `numbers` are those of schedulers."""
 
     config: ServerConfig
     run_dir: Path
-    children: ProcessTable
     control: Control
     front_zygote: Zygote
     worker_zygote: Zygote
     capabilities: Capabilities
-    log: LogSettings
-    local_clients: LocalClientServer | None = None
-    acknowledgements: Acknowledgements = field(default_factory=Acknowledgements)
-    _handlers: dict[int, tuple[str, Callable[[Any], None]]] = field(default_factory=dict)
-    events: EventPublisher = field(default_factory=EventPublisher)
+    logging: LogControl
+    local_clients: LocalClientServer
+    events: EventPublisher
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def log(self) -> LogSettings:
+        """What a process is to log that starts now."""
+        return self.logging.settings
 
     def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
         """Give what process `pid` says to `handler`; `role` is "gateway", "scheduler" or
         "worker"."""
-        self._handlers[pid] = (role, handler)
-        self.control.admit(pid)
 
-    def dismiss(self, pid: int) -> None:
-        """The process is gone; what it has said, why it ends for one, is heard before that is
-        known."""
-        self.control.hear()
-        self._handlers.pop(pid, None)
-        self.control.forget(pid)
+        def heard(message: Any) -> None:
+            self.logging.heard(pid, message)
+            handler(message)
 
-    def knows(self, pid: int) -> bool:
-        """Whether `pid` is one of our processes."""
-        return pid in self._handlers
-
-    def dispatch(self, pid: int, message: Any) -> None:
-        """Hand a message to whoever looks after its sender."""
-        entry = self._handlers.get(pid)
-        if entry is None:
-            return
-        if isinstance(message, _FIRST_WORDS):  # what it was started with may have been changed
-            self.control.send(pid, m.SetLogging(asdict(self.log)))
-        entry[1](message)
-
-    def role_pids(self, *roles: str) -> list[int]:
-        """The processes with one of these roles that have made contact."""
-        return [
-            pid
-            for pid, (role, _) in self._handlers.items()
-            if role in roles and self.control.connected(pid)
-        ]
+        self.control.enrol(pid, role, heard)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to every process with one of these roles; "guest": to every program that
-        is one."""
-        if "guest" in roles and self.local_clients is not None:
+        """Send a message to every process with one of these roles; LOCAL_CLIENT: to every program
+        that is one."""
+        if LOCAL_CLIENT in roles:
             self.local_clients.tell(message)
-        for pid in self.role_pids(*roles):
-            self.control.send(pid, message)
+        self.control.broadcast(message, *roles)
 
-    def change_logging(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Log in another way, in every process that there is and will be; the settings, by
-        name."""
-        settings = replace(self.log, **changes)
-        if settings != self.log:
-            logger.info("log settings: %s", changes)
-            self.log = settings
-            logs.apply(settings)
-            self.broadcast(m.SetLogging(asdict(settings)), "gateway", "scheduler", "worker")
-        return asdict(settings)
+    def tell(self, message: Any) -> None:
+        """Send news of models, or of the server's health, to every gateway and local client."""
+        self.broadcast(message, "gateway", LOCAL_CLIENT)
+
+    async def publish(self, make: Callable[[int], Any]) -> None:
+        """Tell every gateway and local client what `make(number)` gives; returns once it holds in
+        each gateway that lives, and in the local clients that are not stopped."""
+        told = (self.control.publish(make, "gateway"), self.local_clients.publish(make))
+        await asyncio.gather(*told)
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine for as long as the server does not end."""

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 from shmserve.config.options import parse
 from shmserve.config.server import from_flags
@@ -17,7 +18,9 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.log_control import LogControl
+from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.table import Child
 
 CONFIG = {
@@ -61,9 +64,18 @@ class Processes:
         config = from_flags(parse(["--model-repository=/tmp"]), {})
         fake: Any = self
         folder, capabilities = Path("/tmp"), Capabilities(bytes(32))
-        self.host = SupervisorContext(
-            config, folder, fake, fake, fake, fake, capabilities, LogSettings()
+        self.context = SupervisorContext(
+            config=config,
+            run_dir=folder,
+            control=fake,
+            front_zygote=fake,
+            worker_zygote=fake,
+            capabilities=capabilities,
+            logging=LogControl(fake, LogSettings()),
+            local_clients=MagicMock(publish=AsyncMock()),
+            events=EventPublisher(),
         )
+        self._handlers: dict[int, Callable[[Any], None]] = {}
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         """As a zygote does."""
@@ -72,7 +84,7 @@ class Processes:
         child.on_end = lambda child: self.on_end(child)
         self.started.append(child)
         first = m.SchedulerReady if "scheduler" in entry else m.WorkerStarted
-        loop.call_soon(self.host.dispatch, child.pid, first(child.pid))
+        loop.call_soon(self._dispatch, child.pid, first(child.pid))
         loop.call_soon(self.at_start, child)
         return child
 
@@ -86,20 +98,34 @@ class Processes:
         elif isinstance(message, m.Drain):
             answer = m.Drained()
         if answer is not None:
-            asyncio.get_running_loop().call_soon(self.host.dispatch, pid, answer)
+            asyncio.get_running_loop().call_soon(self._dispatch, pid, answer)
         if isinstance(message, m.Stop):
             for child in self.started:
                 if child.pid == pid:
                     child.kill(signal.SIGTERM)
 
-    def admit(self, pid: int) -> None:
+    def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
         """It has said nothing yet."""
+        self._handlers[pid] = handler
 
-    connected = admit
+    def _dispatch(self, pid: int, message: Any) -> None:
+        handler = self._handlers.get(pid)
+        if handler is not None:
+            handler(message)
+
+    def connected(self, pid: int) -> bool:
+        """Nobody says anything on this socket."""
+        return False
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        """Nobody is told."""
+
+    async def publish(self, make: Callable[[int], Any], role: str) -> None:
+        """It is known everywhere."""
 
     async def end(self) -> None:
         """Nothing goes on."""
-        for task in list(self.host.tasks):
+        for task in list(self.context.tasks):
             task.cancel()
         await asyncio.sleep(0)
 

@@ -147,7 +147,7 @@ class Request:
     thread: whether nobody waits for it any more (looks at what has arrived until now).
     `bodies` keeps packed responses by the form of their outputs, where these all have their places:
     requests that are packed alike share it. `overlaid`: an output goes where an input is.
-    `byte_size`: of all inputs together.
+    `byte_size`: of all inputs together. `placed`: an output has a place.
     """
 
     key: int
@@ -160,3 +160,4 @@ class Request:
     bodies: dict[Any, bytes] = field(default_factory=dict)
     aliased: bool = False
     byte_size: int = 0
+    placed: bool = False

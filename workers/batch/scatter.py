@@ -10,17 +10,17 @@ is already where it should go is left there: a runner may have had the model com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, TO_CONFIG, encode_bytes
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred, InferredTemplate, pack_inferred
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
+from shmserve.workers.batch.packing import Ready, ResponsePacker
 from shmserve.workers.batch.request import Array, Copied, Output, Request, Response
 from shmserve.workers.batch.unpack import reshape
 from shmserve.workers.memory.copying import Copier
@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 
 # An array that is smaller than this is copied sooner than it is found where it should go.
 _WORTH_A_LOOK = 16 * 1024
-_MOST_BODIES = 16
-_MOST_TEMPLATES = 256
-
-
-class _Ready(NamedTuple):
-    """An output to be written: `data` is the wire form (BYTES), or an array of it (a tensor, if it
-    goes to a device)."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: Any
-    byte_size: int
 
 
 class Scatterer:
@@ -68,7 +55,7 @@ class Scatterer:
         self._device_memory = device_memory
         self._copied = copied or Copied()
         self._copier = Copier(threads)
-        self._templates: dict[Any, InferredTemplate | None] = {}  # None: a form seen once
+        self._packer = ResponsePacker(self._copied)
 
     def write(self, request: Request, response: Response) -> bytes:
         """The packed `Inferred` of a successful response, after its outputs have been written.
@@ -77,6 +64,9 @@ class Scatterer:
         a ShmserveError when an output does not fit the model or its place, or memory is full; then
         no block of the arena stays allocated.
         """
+        known = self._packer.known(request, response)
+        if known is not None:
+            return known
         ready = [
             self._prepare(output, self._signature.outputs[output.name], request)
             for output in response.outputs
@@ -96,45 +86,9 @@ class Scatterer:
         except BaseException:
             self._memory.release(request.client_pid, taken)
             raise
-        return self._packed(ready, data, request, response)
+        return self._packer.pack(ready, data, request, response)
 
-    def _packed(
-        self, ready: list[_Ready], data: list[bytes | Place], request: Request, response: Response
-    ) -> bytes:
-        """The response, packed; put together from one before where that was of the same form."""
-        form = tuple([(*item[:3], item.byte_size) for item in ready])
-        if not response.parameters:
-            inline = [where for where in data if isinstance(where, bytes)]
-            if len(inline) == len(data):
-                return self._filled(form, inline, ready)
-            known = request.bodies.get(form)
-            if known is not None:
-                return known
-        packed = pack_inferred(Inferred(_refs(ready, data), response.parameters))
-        wanted = request.requested
-        if (
-            not response.parameters
-            and len(request.bodies) < _MOST_BODIES
-            and all(wanted[item.name].place is not None for item in ready)
-        ):
-            # All is where the request says: shapes and sizes are all that can be new next time.
-            request.bodies[form] = packed
-        return packed
-
-    def _filled(self, form: Any, inline: list[bytes], ready: list[_Ready]) -> bytes:
-        template = self._templates.get(form)
-        if template is not None:
-            return template.fill(inline)
-        response = Inferred(_refs(ready, inline))
-        if form in self._templates:  # the second time: it was worth remembering
-            self._templates[form] = InferredTemplate(response)
-        else:
-            if len(self._templates) >= _MOST_TEMPLATES:
-                self._templates.clear()
-            self._templates[form] = None
-        return pack_inferred(response)
-
-    def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> _Ready:
+    def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> Ready:
         place = request.requested[output.name].place
         if place is not None and place.memory.cuda is not None and output.datatype != "BYTES":
             array = _any_tensor(output)
@@ -147,8 +101,8 @@ class Scatterer:
             shape = self._client_shape(shape, spec)
         if output.datatype == "BYTES":
             data = encode_bytes(array)
-            return _Ready(output.name, "BYTES", shape, data, len(data))
-        return _Ready(output.name, output.datatype, shape, array, array.nbytes)
+            return Ready(output.name, "BYTES", shape, data, len(data))
+        return Ready(output.name, output.datatype, shape, array, array.nbytes)
 
     def _check(
         self, output: Output, spec: TensorSpec, shape: tuple[int, ...], request: Request
@@ -176,7 +130,7 @@ class Scatterer:
 
     def _put(
         self,
-        item: _Ready,
+        item: Ready,
         place: Place | None,
         inline: bool,
         client_pid: int,
@@ -211,7 +165,7 @@ class Scatterer:
             self._copied.outputs += self._write(item, view)
         return data
 
-    def _put_on_device(self, item: _Ready, place: Place, device: int) -> None:
+    def _put_on_device(self, item: Ready, place: Place, device: int) -> None:
         destination = self._mappings.view(place)
         if not item.byte_size:
             return
@@ -223,7 +177,7 @@ class Scatterer:
             data = as_bytes(bytearray(data))
         self._copied.outputs += self._device_memory.write(destination, data, device)
 
-    def _write(self, item: _Ready, destination: memoryview) -> int:
+    def _write(self, item: Ready, destination: memoryview) -> int:
         """Put the bytes where they go; how many were copied."""
         size = item.byte_size
         if not size:
@@ -251,11 +205,7 @@ class Scatterer:
             self._device_memory.settle()
 
 
-def _refs(ready: list[_Ready], data: Sequence[bytes | Place]) -> tuple[TensorRef, ...]:
-    return tuple([TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)])
-
-
-def _detached(item: _Ready, request: Request) -> _Ready:
+def _detached(item: Ready, request: Request) -> Ready:
     """An output that shows an input, as a copy: another one may be written over that before."""
     data = item.data
     if isinstance(data, bytes):

@@ -41,6 +41,7 @@ class _Form(NamedTuple):
     bodies: dict[Any, bytes]
     aliased: bool
     byte_size: int
+    placed: bool
 
 
 class Unpacker:
@@ -96,6 +97,7 @@ class Unpacker:
             form.bodies,
             form.aliased,
             form.byte_size,
+            form.placed,
         )
 
     def _read(self, work: bytes) -> _Form:
@@ -113,7 +115,8 @@ class Unpacker:
         else:
             requested = {output.name: output for output in inference.outputs}
         in_place = aliased(inference)
-        form = _Form(inference, tensors, batch_size, requested, {}, in_place, byte_size)
+        placed = any(output.place is not None for output in inference.outputs)
+        form = _Form(inference, tensors, batch_size, requested, {}, in_place, byte_size, placed)
         self._templates.learn(work, inference, form)
         return form
 

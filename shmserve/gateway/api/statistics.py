@@ -12,7 +12,7 @@ from shmserve.gateway.model_table import Model, whole_version
 
 logger = logging.getLogger(__name__)
 
-# A scheduler that does not answer by then (it is stopped, or gone) is left out.
+# A scheduler that does not respond by then (it is stopped, or gone) is left out.
 _REPORT_S = 2.0
 
 
@@ -45,7 +45,7 @@ def _as_tritons(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def collect(gateway: Gateway, models: list[Model]) -> list[dict[str, Any]]:
-    """What the schedulers of `models` report, in order; who does not answer in time is left out."""
+    """What the schedulers of `models` report, in order; who is late is left out."""
     futures = [gateway.dispatcher.report(model.scheduler) for model in models]
     if not futures:
         return []

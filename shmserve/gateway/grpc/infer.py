@@ -16,7 +16,7 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import wire_request
-from shmserve.gateway.grpc.wire.response import encode
+from shmserve.gateway.grpc.wire.response import ResponseTemplate, encode
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.classification import as_asked
 from shmserve.gateway.inference.header_forwarding import forwarded_headers
@@ -38,7 +38,7 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 
 
 class Submitted:
-    """A request that a scheduler has; every one must be left, when its answer is sent, or
+    """A request that a scheduler has; every one must be left, when its response is sent, or
     abandoned."""
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Submitted:
         self.model_name = model.name
         self.request_id = built.wire.id
 
-    async def answer(self) -> bytes:
+    async def wait(self) -> bytes:
         """The ModelInferResponse, serialized; raises what the request failed with.
 
         Cancelled, it is abandoned.
@@ -77,17 +77,17 @@ class Submitted:
         return self.response()
 
     def when_answered(self, action: Callable[[Submitted], None]) -> None:
-        """Call this once there is an answer, to take with `response`; never if it is abandoned."""
+        """Call this once there is a response, to take with `response`; never if it is abandoned."""
 
         def done(_: asyncio.Future[m.Finished | m.Responded | m.Failed]) -> None:
-            # The answer may have come just before it was abandoned.
+            # The response may have come just before it was abandoned.
             if not self._given_up:
                 action(self)
 
         self._pending.future.add_done_callback(done)
 
     def response(self) -> bytes:
-        """The answer that is there, as `answer` gives it."""
+        """The response that is there, as `wait` gives it."""
         message = self._pending.future.result()
         try:
             if isinstance(message, m.Failed):
@@ -98,20 +98,30 @@ class Submitted:
             raise
 
     def _encoded(self, body: bytes) -> bytes:
+        templates = self._built.templates
+        if templates is not None and (known := templates.find(body)) is not None:
+            template, contents = known
+            filled: bytes = template.fill(contents)
+            return filled
         response = unpack(body)
         try:
-            return encoded(self._gateway, self._model, self._built.wire, response)
+            message = encoded(self._gateway, self._model, self._built.wire, response)
         finally:
             # The message is a copy: the worker's memory is free again.
             self._pending.scheduler.release_outputs(response)
+        if templates is not None and _is_plain(self._built.wire, response):
+            sizes = [len(tensor.data) for tensor in response.outputs if type(tensor.data) is bytes]
+            found = ResponseTemplate(self._model, self.request_id, response, sizes)
+            templates.learn(body, response, found)
+        return message
 
     @property
     def answered(self) -> bool:
-        """Whether there is an answer to take with `response`."""
+        """Whether there is a response to take with `response`."""
         return self._pending.future.done() and not self._given_up
 
     def abandon(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Nobody waits for the response any more."""
         self._given_up = True
         self._pending.future.cancel()
         self.leave()
@@ -140,6 +150,15 @@ def encoded(gateway: Gateway, model: Model, wire: WireRequest, response: Inferre
     return encode(model, wire.id, response, contents)
 
 
+def _is_plain(wire: WireRequest, response: Inferred) -> bool:
+    """Whether all that a response has is sent, and as it is."""
+    return (
+        bool(response.outputs)
+        and all(type(tensor.data) is bytes for tensor in response.outputs)
+        and not any(output.place is not None or output.classes for output in wire.outputs)
+    )
+
+
 class Refused(Exception):
     """A request was refused; `request_id` is its own, as far as it was understood."""
 
@@ -158,7 +177,7 @@ class Refused(Exception):
 class Inferences:
     """The way in for inferences, in calls of their own and in streams.
 
-    `count` is how many answers are not sent yet; `on_idle` hears when none is left.
+    `count` is how many responses are not sent yet; `on_idle` hears when none is left.
     """
 
     __slots__ = ("_prepared", "count", "gateway", "on_idle")

@@ -7,12 +7,11 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity, Listener
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import log_and_trace, metadata, shared_memory
@@ -21,25 +20,13 @@ from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
 from shmserve.gateway.grpc.core.direct_stream import StreamCall
 from shmserve.gateway.grpc.core.direct_unary import Call
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
+from shmserve.gateway.grpc.status import DONE, INTERNAL, OVER, Ending, ending_of
 from shmserve.gateway.grpc.stream import stream_infer
 from shmserve.gateway.inference import malloc_trim
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
 
 logger = logging.getLogger(__name__)
-
-_STATUS = {
-    "INVALID_ARG": grpc.StatusCode.INVALID_ARGUMENT,
-    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
-    "CANCELLED": grpc.StatusCode.CANCELLED,
-    "UNKNOWN": grpc.StatusCode.UNKNOWN,
-    "NOT_FOUND": grpc.StatusCode.NOT_FOUND,
-    "UNSUPPORTED": grpc.StatusCode.UNIMPLEMENTED,
-    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
-    "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
-    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
-    "INTERNAL": grpc.StatusCode.INTERNAL,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +128,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """grpc.aio's own way for ModelInfer, on which calls do not pass `service`."""
         return self._unary(self._infer, self.refuses_inference)
 
-    def refuses_inference(self, call: Any) -> _Ending | None:
+    def refuses_inference(self, call: Any) -> Ending | None:
         """How a ModelInfer ends that the listener's rules refuse; None when it may go on."""
         error = self._refuse(MODEL_INFER, call.invocation_metadata)
-        return None if error is None else _ending(error)
+        return None if error is None else ending_of(error)
 
     @property
     def stream_handler(self) -> Any:
@@ -166,16 +153,17 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         StreamCall(state).run(self._answer_stream)
 
     async def _answer_stream(self, call: StreamCall) -> None:
-        ending = self.refuses_inference(call)
+        ending: Ending | None = None
         try:
+            ending = self.refuses_inference(call)
             if ending is None:
                 await self._streamed(call.requests(), call, call.write_all)
         except ShmserveError as error:
-            ending = _ending(error)
+            ending = ending_of(error)
         except Exception:
             logger.exception("a stream failed")
-            ending = _INTERNAL
-        call.finish(*(ending or _DONE))
+            ending = INTERNAL
+        call.finish(*(ending or DONE))
 
     def health_changed(self) -> None:
         """Tell those who watch."""
@@ -185,11 +173,11 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _client(self, context: Any) -> ClientIdentity:
         return CallIdentity(self._listener, self._users, context)
 
-    def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, Any], Awaitable[bytes | _Ending]]:
+    def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, Any], Awaitable[bytes | Ending]]:
         assert rpc.handler is not None and rpc.request is not None
         handle, parse = rpc.handler, rpc.request.FromString
 
-        async def answer(raw: bytes, context: Any) -> bytes | _Ending:
+        async def answer(raw: bytes, context: Any) -> bytes | Ending:
             try:
                 try:
                     request = parse(raw)
@@ -198,17 +186,17 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 response = await handle(self._gateway, self._client(context), request)
                 return response.SerializeToString()
             except ShmserveError as error:
-                return _ending(error)
+                return ending_of(error)
             except Exception:
                 logger.exception("%s failed", path)
-                return _INTERNAL
+                return INTERNAL
 
         return answer
 
     def _unary(
         self,
-        answer: Callable[[bytes, Any], Awaitable[bytes | _Ending]],
-        refuse: Callable[[Any], _Ending | None] = lambda _: None,
+        answer: Callable[[bytes, Any], Awaitable[bytes | Ending]],
+        refuse: Callable[[Any], Ending | None] = lambda _: None,
     ) -> Any:
         """grpc.aio's handler of a call with one request, which gets what `answer` makes of it,
         unless `refuse` gives what the call ends with.
@@ -237,11 +225,11 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         return grpc.stream_unary_rpc_method_handler(run)
 
-    async def _infer(self, raw: bytes, context: Any) -> bytes | _Ending:
+    async def _infer(self, raw: bytes, context: Any) -> bytes | Ending:
         try:
             submitted = self._submitted(raw, context)
             context.add_done_callback(lambda _: submitted.leave())
-            response = await submitted.answer()
+            response = await submitted.wait()
             malloc_trim.soon(len(response))
             return response
         except Exception as error:
@@ -284,7 +272,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         try:
             await self._streamed(requests, context, write_all)
         except ShmserveError as error:
-            await context.abort(*_ending(error))
+            await context.abort(*ending_of(error))
 
     async def _streamed(
         self,
@@ -311,52 +299,23 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await changed.wait()
 
 
-# How a call ends that is refused: its status, text and trailing metadata.
-_Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
-_DONE: _Ending = (grpc.StatusCode.OK, "", ())
-_INTERNAL: _Ending = (grpc.StatusCode.INTERNAL, "internal error", ())
-_MOST_DETAILS = 7000  # bytes, as they are sent
-_WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
-_OVER: _Ending = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
-
-
-def _ending(error: ShmserveError) -> _Ending:
-    metadata: tuple[tuple[str, str], ...] = ()
-    if isinstance(error, QueueFull):
-        # gRPC's own word for Retry-After.
-        metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
-    return _STATUS[error.code], _fitting(error.message), metadata
-
-
-def _fitting(text: str) -> str:
-    """The text, or what of it a client takes: it refuses a status of more than 8 KB in all."""
-    if len(text) * 12 <= _MOST_DETAILS:  # four bytes a character, each written as %XX
-        return text
-    size = 0
-    for at, char in enumerate(text):
-        size += len(quote(char, safe=_WRITTEN_PLAINLY))
-        if size > _MOST_DETAILS:
-            return f"{text[:at]}..."
-    return text
-
-
-def _ending_of_inference(error: Exception, call: Any) -> _Ending:
+def _ending_of_inference(error: Exception, call: Any) -> Ending:
     """What a call ends with whose inference failed with this."""
     if isinstance(error, Refused):
-        return _ending(error.error)
+        return ending_of(error.error)
     if not isinstance(error, ShmserveError):
         logger.error("an inference failed", exc_info=error)
-        return _INTERNAL
+        return INTERNAL
     if (left_s := call.time_remaining()) is not None and left_s < _OVER_S:
         # The scheduler kept the call's own deadline, and was faster than the client.
-        return _OVER
-    return _ending(error)
+        return OVER
+    return ending_of(error)
 
 
 def _refusal(error: ShmserveError) -> Any:
     """A handler that answers a call of any kind with this error."""
 
     async def refuse(requests: Any, context: Any) -> None:
-        await context.abort(*_ending(error))
+        await context.abort(*ending_of(error))
 
     return grpc.stream_stream_rpc_method_handler(refuse)

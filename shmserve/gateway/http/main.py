@@ -16,7 +16,7 @@ from shmserve.gateway.client_identity import Listener, listener_kind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
 from shmserve.gateway.http.connection.limits import Server
-from shmserve.gateway.http.connection.protocol import Answer
+from shmserve.gateway.http.connection.protocol import Handle
 from shmserve.gateway.http.handlers import metrics
 from shmserve.gateway.http.routes import App
 from shmserve.gateway.settings import GatewayStart
@@ -61,12 +61,12 @@ class HttpFront(process.Front):
         for sock in self._scrapes:
             await self._serve(sock, page, scrapes)
 
-    async def _serve(self, sock: socket.socket, answer: Answer, rules: Authorisation) -> None:
+    async def _serve(self, sock: socket.socket, handle: Handle, rules: Authorisation) -> None:
         settings = self._gateway.settings
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
         entrance = Listener(listener_kind(sock), rules, settings.allow_client_shm, names)
         spared = fd_limits.for_connections(len(self._http) + len(self._scrapes))
-        server = Server(answer, settings, entrance, min(settings.max_connections, spared))
+        server = Server(handle, settings, entrance, min(settings.max_connections, spared))
         make = asyncio.get_running_loop()
         if sock.family == socket.AF_UNIX:
             listener = await make.create_unix_server(server, sock=sock, backlog=_BACKLOG)

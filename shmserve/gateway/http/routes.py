@@ -1,4 +1,4 @@
-"""The route table, and the way of every request: route, authorise, handle, errors to answers."""
+"""The route table, and the way of every request: route, authorise, handle, errors to responses."""
 
 from __future__ import annotations
 

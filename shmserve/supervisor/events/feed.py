@@ -16,7 +16,7 @@ from shmserve.ipc.messages.events import (
 )
 from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.regions.registry import Region
+from shmserve.supervisor.regions.region import Region
 
 _COUNTERS_EVERY_S = 1.0
 

@@ -8,6 +8,8 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,32 @@ def close(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
             os.unlink(sock.getsockname())
     sock.close()
+
+
+@dataclass(slots=True)
+class Listeners:
+    """The listening sockets of a server; gRPC's only hold its port."""
+
+    http: list[socket.socket] = field(default_factory=list)
+    metrics: list[socket.socket] = field(default_factory=list)
+    grpc: list[socket.socket] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close every one, again if need be."""
+        for sock in (*self.http, *self.metrics, *self.grpc):
+            close(sock)
+
+    def addresses(self) -> Iterator[str]:
+        """A line for the log for each."""
+        for name, sockets, start, path in (
+            ("HTTP", self.http, "http://", ""),
+            ("gRPC", self.grpc, "", ""),
+            ("metrics", self.metrics, "http://", "/metrics"),
+        ):
+            for sock in sockets:
+                if sock.family == socket.AF_UNIX:
+                    yield f"{name} service at unix socket {sock.getsockname()}"
+                    continue
+                host, port = sock.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                yield f"{name} service at {start}{shown}:{port}{path}"

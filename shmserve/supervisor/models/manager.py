@@ -16,15 +16,14 @@ from typing import Any
 from shmserve.common.model_names import check_model_name
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
-from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.gateways import Gateways
+from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import CONFIG_FILE, IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
-from shmserve.supervisor.models.states import ModelState
 from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, Status
-from shmserve.supervisor.models.version import ModelVersion
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.states import ModelState
 from shmserve.supervisor.startup_report import StartupReport
 
 logger = logging.getLogger(__name__)
@@ -33,27 +32,22 @@ _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
 class Models:
-    """Loads and unloads. `on_call` takes what models ask of the server, `on_change` hears of
-    readiness, `on_states` of every state."""
+    """Loads and unloads. `on_change` hears of readiness, `on_states` of every state."""
 
     def __init__(
         self,
         context: SupervisorContext,
-        gateways: Gateways,
         planner: LoadPlanner,
         registry: ModelRegistry,
-        on_call: Callable[[int, Any], None],
         on_change: Callable[[], None],
         on_states: Callable[[], None],
     ) -> None:
         self._context = context
-        self._gateways = gateways
         self._planner = planner
         self._registry = registry
-        self._on_call = on_call
         self._on_change = on_change
         self._on_states = on_states
-        self._rollout = Rollout(context, gateways, registry, planner, self._states_changed)
+        self._rollout = Rollout(context, registry, planner, self._states_changed)
 
     def _states_changed(self) -> None:
         self._on_states()
@@ -133,9 +127,7 @@ class Models:
                 raise load_failed(model, {spec.version: reason for spec in specs})
             model.status.pop("", None)
             changed = partial(self._rollout.changed, model)
-            new = model.coming = [
-                ModelVersion(self._context, spec, changed, self._on_call) for spec in specs
-            ]
+            new = model.coming = [ModelVersion(self._context, spec, changed) for spec in specs]
             self._registry.created(new)
             for version in new:
                 if version.spec.version not in model.serving:
@@ -184,7 +176,7 @@ class Models:
             logger.error("failed to load '%s' version %s: %s", model.name, number, reason)
             if number not in model.serving:
                 model.status[number] = Status(ModelState.UNAVAILABLE, reason)
-                self._gateways.tell(m.ModelWithdrawn(model.name, number, 0))
+                self._context.tell(m.ModelWithdrawn(model.name, number, 0))
         if failures:
             await asyncio.gather(*(v.kill() for v in new))
             self._rollout.forget(new)
@@ -226,4 +218,4 @@ class Models:
         live = self._registry.live
         await asyncio.gather(*(version.kill() for version in live))
         for version in live:
-            self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "gateway", "guest")
+            self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)

@@ -15,12 +15,11 @@ from functools import partial
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import messages as m
-from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.gateways import Gateways
+from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.states import ModelState
 from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, Status
-from shmserve.supervisor.models.version import ModelVersion
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.states import ModelState
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +41,11 @@ class Rollout:
     def __init__(
         self,
         context: SupervisorContext,
-        gateways: Gateways,
         registry: ModelRegistry,
         planner: LoadPlanner,
         on_change: Callable[[], None],
     ) -> None:
         self._context = context
-        self._gateways = gateways
         self._registry = registry
         self._planner = planner
         self._on_change = on_change
@@ -92,7 +89,7 @@ class Rollout:
             await version.until_ready()
             changes = version.changes
             publication = partial(self._registry.publication, model, version)
-            await self._gateways.publish_model(publication)
+            await self._context.publish(publication)
             if version.ready and version.changes == changes:
                 return
         raise Unavailable("its processes end as soon as they are ready")
@@ -101,7 +98,7 @@ class Rollout:
         """These do not serve any more: the versions that no other serves are withdrawn, and what is
         in flight is finished."""
         for number in leaving.keys() - model.serving.keys():
-            await self._gateways.publish_model(partial(m.ModelWithdrawn, model.name, number))
+            await self._context.publish(partial(m.ModelWithdrawn, model.name, number))
             self._context.broadcast(m.ModelWithdrawn(model.name, number, 0), "worker")
         self._on_change()
         for version in leaving.values():
@@ -114,7 +111,7 @@ class Rollout:
         # What reached the old scheduler too late to be answered, or died with it, goes to who
         # serves now.
         self._context.broadcast(_lost(model, version), "gateway")
-        self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "worker", "guest")
+        self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "worker", LOCAL_CLIENT)
         self.forget([version])
         status = model.status.get(number)
         last = all(
@@ -137,7 +134,7 @@ class Rollout:
     def changed(self, model: Model, version: ModelVersion) -> None:
         """A version's readiness, endpoint or failure is another one now."""
         if model.serving.get(version.spec.version) is version:
-            self._gateways.tell(self._registry.publication(model, version, 0))
+            self._context.tell(self._registry.publication(model, version, 0))
             if version.failure:
                 model.status[version.spec.version] = Status(ModelState.UNAVAILABLE, version.failure)
             self._on_change()

@@ -61,22 +61,25 @@ class Child:
 
 
 class ProcessTable:
-    """All processes of this server. `on_exit(child)` is called for each that ends, before its
-    `exited` waiters run, `on_start(child)` for each that is entered."""
+    """All processes of this server. `on_start(child)` is called for each that is entered, and who
+    watches hears of each that ends, before its `exited` waiters run."""
 
     def __init__(
         self,
-        on_exit: Callable[[Child], None],
         on_start: Callable[[Child], None] = lambda child: None,
     ) -> None:
-        self._on_exit = on_exit
         self._on_start = on_start
+        self._watching: list[Callable[[Child], None]] = []
         self._known: dict[int, Child] = {}
         self._early: dict[int, str] = {}
         self._spawning = 0
         self._loop = asyncio.get_running_loop()
         processes.adopt_orphans()
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
+
+    def watch(self, on_exit: Callable[[Child], None]) -> None:
+        """Have `on_exit(child)` called for each that ends from now on."""
+        self._watching.append(on_exit)
 
     def all(self) -> list[Child]:
         """Every running child."""
@@ -131,10 +134,11 @@ class ProcessTable:
         self._continued(child)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)
-        try:
-            self._on_exit(child)
-        except Exception:  # others may have ended, too
-            logger.exception("the end of %s could not be dealt with", child.title)
+        for on_exit in self._watching:
+            try:
+                on_exit(child)
+            except Exception:  # others may have ended, too
+                logger.exception("the end of %s could not be dealt with", child.title)
 
     def _stopped(self, child: Child) -> None:
         logger.warning("%s is stopped; it is replaced if it stays so", child.title)

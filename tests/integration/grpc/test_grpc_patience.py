@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgpack
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.common.fd_limits import share_of
 from shmserve.config.grpc import environment
+from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.gateway.settings import GatewayStart, Settings
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
+from shmserve.ipc.messages.start import encode
 from tests.rigs.gateway_rig import Puppet
 from tests.support.http2 import (
     ACK,
@@ -40,10 +42,7 @@ from tests.support.http2 import (
 from tests.support.servers import hold_ports, port_of
 from tests.support.waiting import until
 
-_BOOT = (
-    "import sys, msgpack; from shmserve.gateway.grpc.main import run; "
-    "run(msgpack.unpackb(sys.stdin.buffer.read()))"
-)
+_BOOT = "import sys; from shmserve.gateway.grpc.main import run; run(sys.stdin.buffer.read())"
 _PATIENCE_S = 1.0
 
 
@@ -68,20 +67,21 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     puppet = Puppet(endpoints.control(tmp_path), take)
     (held,) = hold_ports(1)
     number = port_of(held)
-    args = {
-        "addresses": [[host, number]],
-        "grpc": {"compress": False, "tls": None, "options": []},
-        "settings": {"body_timeout_s": _PATIENCE_S, "arena_byte_size": 1 << 20, **settings},
-        "run_dir": str(tmp_path),
-        "log": {},
-    }
+    told = {"body_timeout_s": _PATIENCE_S, "arena_byte_size": 1 << 20, **settings}
+    start = GatewayStart(
+        name="grpc",
+        run_dir=tmp_path,
+        settings=Settings(**told),
+        http_sockets=0,
+        grpc=GrpcSettings(((host, number),)),
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, env=environment(os.environ)
     )
     try:
         assert process.stdin is not None
         with process.stdin as pipe:
-            pipe.write(msgpack.packb(args))
+            pipe.write(encode(start))
         until("it is there", lambda: gateways, 20)
         assert is_served(number)
         yield number

@@ -87,11 +87,12 @@ def test_an_existing_triton_command_line_starts(
 
 
 def test_check(repository: Path) -> None:
-    repositories.add(repository, "constant", "simple")
+    repositories.add(repository, "constant", "simple", "repeat")
     fine = run_command("check", str(repository))
     assert fine.returncode == 0, fine.stderr
     assert "constant" in fine.stdout
     assert "simple" in fine.stdout
+    assert [line for line in fine.stdout.splitlines() if line.split()[:2] == ["repeat:1", "ok"]]
     config = repository / "simple" / "config.pbtxt"
     config.write_text(config.read_text() + "nonsense: 1\n")
     (repository / "constant" / "1" / "model.py").write_text(

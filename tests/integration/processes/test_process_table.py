@@ -13,7 +13,7 @@ import asyncio, logging, os, signal, time
 from shmserve.supervisor.processes.table import STOPPED_LIMIT_S, ProcessTable
 
 async def main():
-    children = ProcessTable(lambda child: None)
+    children = ProcessTable()
     child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
     child.kill(signal.SIGSTOP)
     while child.stop_timer is None:
@@ -38,7 +38,8 @@ async def main():
     logging.Formatter.formatException = lambda self, error: repr(error[1])
     def on_exit(child):
         raise RuntimeError(child.title)
-    children = ProcessTable(on_exit)
+    children = ProcessTable()
+    children.watch(on_exit)
     both = [children.adopt(os.posix_spawn("/bin/true", ["true"], {}), t) for t in ("one", "other")]
     for child in both:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -54,7 +55,7 @@ import asyncio, os, select, signal
 from shmserve.supervisor.processes.table import ProcessTable
 
 async def main():
-    children = ProcessTable(lambda child: None)
+    children = ProcessTable()
     read, write = os.pipe()
     command = ["sh", "-c", "sleep 60 & echo $!; sleep 61 & echo $!; wait"]
     with children.spawning():

@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_the_load_of_streams(server: Server, way: str, streams: int) -> None:
     where = server.grpc_url if way == "grpc" else str(server.run_dir)
     done = subprocess.run(
-        [sys.executable, "-m", "bench.stream_load", way, where, str(streams), "20", "0.2"],
+        [sys.executable, "-m", "bench.load.streams", way, where, str(streams), "20", "0.2"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -32,7 +32,7 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 async def main():
     logging.basicConfig(level=logging.ERROR)  # that it is stopped may be seen, and said
     folder = RunDirectory(Path(sys.argv[1]))
-    children = ProcessTable(lambda child: None)
+    children = ProcessTable()
     zygote = Zygote(children, folder, "zygote", (), os.environ)
     zygote.start()
     for process in children.all():  # Ctrl-C is for the supervisor, also this early
@@ -67,7 +67,8 @@ from shmserve.supervisor.processes.table import ProcessTable
 
 async def main():
     entered = []
-    children = ProcessTable(lambda child: print(child in entered, child.exited.result()))
+    children = ProcessTable()
+    children.watch(lambda child: print(child in entered, child.exited.result()))
     with children.spawning():
         pid = os.posix_spawn("/bin/true", ["true"], {})
         while pid not in children._early:

@@ -38,7 +38,8 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.local_clients import LocalClientListener
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.regions.lent import LentRegions
+from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
@@ -80,9 +81,8 @@ class SupervisorContext:
             self._loop.call_soon(handles.checked, 1, checker.check(question))
 
         handles = HandleCheck(self._devices, lambda _: [1] if self.looking else [], look)
-        self.registry = registry = RegionRegistry(
-            self._published, list, self._tell_workers, POLICY, handles if self._devices else None
-        )
+        opener = RegionOpener(POLICY, handles if self._devices else None)
+        self.registry = registry = LentRegions(opener, self._tell_workers)
 
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
@@ -96,9 +96,6 @@ class SupervisorContext:
         await self._over.wait()
         local_clients.close()
         registry.close()
-
-    async def _published(self, make: Callable[[int], Any]) -> None:
-        raise AssertionError("no gateway hears of guests' memory")
 
     def _tell_workers(self, message: m.MemoryDropped) -> None:
         self.dropped.append(message.memory_id)

@@ -338,3 +338,12 @@ def test_an_error_is_one_line_whatever_the_arguments_hold(
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert re.fullmatch(r"shmserve \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_header_pattern_is_a_regular_expression() -> None:
+    for protocol in ("http", "grpc"):
+        flag = f"--{protocol}-header-forward-pattern"
+        text = refusal(f"--model-repository={ROOT}", f"{flag}=(x")
+        assert text.startswith(f"{flag}: '(x' is no regular expression: ")
+    found = settings("--grpc-header-forward-pattern=^x-")
+    assert (found.grpc_header_forward_pattern, found.http_header_forward_pattern) == ("^x-", "")

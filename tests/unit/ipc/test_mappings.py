@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import posix_ipc
@@ -16,6 +17,7 @@ from shmserve.common.shm_access import NO_GROUP, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 KEY = f"/test-{os.getpid()}-regions"
@@ -40,7 +42,7 @@ class Office:
         self.workers: list[Any] = []
         handles = HandleCheck(devices, lambda _: [], lambda *_: None) if devices else None
         self.registry = RegionRegistry(
-            self.publish, lambda: [7], self.workers.append, policy, handles
+            self.publish, lambda: [7], self.workers.append, RegionOpener(policy, handles)
         )
 
     async def publish(self, make: Callable[[int], Any]) -> None:
@@ -69,8 +71,9 @@ def test_register_and_unregister(key: str) -> None:
         assert isinstance(published, RegionPublished)
         assert (published.offset, published.byte_size, published.object_size) == (100, 1000, 1100)
         await office.registry.unregister("r", ME)
-        withdrawn = office.told[-1]
+        withdrawn, draining = office.told[1:]
         assert withdrawn == RegionWithdrawn("r", published.memory_id, 1)
+        assert draining == replace(published, draining=True)
         assert office.registry.active() == []
         assert office.workers == [], "a gateway may still have requests that use it"
         office.registry.released(7, published.memory_id)
@@ -100,9 +103,10 @@ def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
         posix_ipc.unlink_shared_memory(key)
         make_object()
         await office.registry.register("r", key, 0, 8192, ME)
-        kinds = [type(message) for message in office.told]
-        assert kinds == [RegionPublished, RegionWithdrawn, RegionPublished]
-        assert office.told[0].inode != office.told[2].inode
+        before, withdrawn, draining, now = office.told
+        assert withdrawn == RegionWithdrawn("r", before.memory_id, 1)
+        assert draining == replace(before, draining=True)
+        assert before.inode != now.inode
         office.registry.gateway_exited(7)
         assert len(office.workers) == 1
         office.registry.close()

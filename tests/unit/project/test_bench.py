@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench import perf, processes, report
-from bench.cases import Figure, Target
-from bench.results import MACHINE, NotRun, Results, Row, load, spread
+from bench.cases.figures import Figure, Target
+from bench.load import perf
+from bench.report import text as report
+from bench.report.results import MACHINE, NotRun, Results, Row, load, spread
+from bench.system import processes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the rooms of the supervisor share."""
+"""The supervisor's socket."""
 
 from __future__ import annotations
 
@@ -7,30 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shmserve.config.options import parse
-from shmserve.config.server import from_flags
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.logs import LogSettings
-from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.processes.control_socket import Control
-
-
-def host(run_dir: Path) -> SupervisorContext:
-    """One with a socket, whose every process is this one."""
-    config = from_flags(parse(["--model-repository=/tmp"]), {})
-    nobody: Any = None
-    control = Control(
-        endpoints.control(run_dir),
-        lambda pid: made.knows(pid),
-        lambda pid, message: made.dispatch(pid, message),
-    )
-    made = SupervisorContext(
-        config, run_dir, nobody, control, nobody, nobody, Capabilities(bytes(32)), LogSettings()
-    )
-    return made
 
 
 def test_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
@@ -38,15 +18,44 @@ def test_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
 
     async def listen() -> list[Any]:
         heard: list[Any] = []
-        supervisor = host(tmp_path)
-        supervisor.enrol(os.getpid(), "worker", heard.append)
+        control = Control(endpoints.control(tmp_path))
+        control.enrol(os.getpid(), "worker", heard.append)
         worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
         worker.send(m.WorkerStarted(os.getpid()))
         worker.send(m.LoadFailed("INTERNAL", "no such file"))
-        supervisor.dismiss(os.getpid())
+        control.dismiss(os.getpid())
         worker.close()
-        supervisor.control.close()
+        control.close()
         return heard
 
     heard = asyncio.run(listen())
     assert heard == [m.WorkerStarted(os.getpid()), m.LoadFailed("INTERNAL", "no such file")]
+
+
+def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(tmp_path: Path) -> None:
+    """Everything else goes to whoever started the process."""
+
+    async def listen() -> tuple[list[Any], list[Any]]:
+        heard: list[Any] = []
+        asked: list[Any] = []
+        control = Control(endpoints.control(tmp_path))
+        control.serve((m.FindModel,), lambda pid, message: asked.append((pid, message)))
+        worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
+        worker.send(m.WorkerStarted(os.getpid()))
+        worker.send(m.FindModel(1, "m", ""))
+        control.hear()
+        assert not (heard or asked), "nobody has started it"
+        control.enrol(os.getpid(), "worker", heard.append)
+        known = asyncio.ensure_future(control.publish(m.Acknowledged, "worker"))
+        await asyncio.sleep(0)
+        assert not known.done()
+        worker.send(m.Acknowledged(1))
+        control.hear()
+        await known
+        worker.close()
+        control.close()
+        return heard, asked
+
+    heard, asked = asyncio.run(listen())
+    assert heard == [m.WorkerStarted(os.getpid())]
+    assert asked == [(os.getpid(), m.FindModel(1, "m", ""))]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from shmserve.supervisor.gateways import Gateways
-from tests.rigs.process_rig import Processes
+from shmserve.supervisor.host.listeners import Listeners
+from tests.rigs.process_rig import Processes, turns
 
 
 def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
@@ -13,10 +14,12 @@ def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
 
     async def live() -> str:
         processes = Processes()
-        gateways = Gateways(processes.host, [], [], [], list, lambda pid, message: None)
-        await gateways.start()
+        gateways = Gateways(processes.context, Listeners(), list)
+        starting = asyncio.ensure_future(gateways.start())
+        await turns()
         (child,) = processes.started
         await gateways.stop()
+        starting.cancel()
         return await child.exited
 
     assert asyncio.run(live()) == "signal 9"

@@ -22,7 +22,8 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.transport import frames
 from shmserve.supervisor.local_clients.server import LocalClientServer, _for_local_clients
-from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.regions.lent import LentRegions
+from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd
 
 PLACES = 8
@@ -68,7 +69,7 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
 
     async def serve() -> None:
         left = asyncio.Event()
-        registry = RegionRegistry(_nobody, list, lambda message: None, POLICY)
+        registry = LentRegions(RegionOpener(POLICY), lambda message: None)
 
         def gone(number: int) -> None:
             registry.give_back(number)
@@ -83,7 +84,7 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
             socket.send_fds(program, [words], [fd])
         async with asyncio.timeout(10):
             await left.wait()
-        assert not registry._lent
+        assert not len(registry)
         local_clients.close()
         registry.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import fields
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
@@ -15,43 +16,44 @@ from shmserve.config.server import from_flags
 from shmserve.supervisor.supervisor import Supervisor
 
 
-def supervisor() -> Supervisor:
+def supervisor() -> Any:
     """One that has nothing to end."""
-    nowhere: Any = None
-    made = Supervisor(from_flags(parse(["--model-repository=/tmp"]), {}), nowhere, [], [], [], [])
-    made.open = MagicMock()  # type: ignore[method-assign]
-    made.host = MagicMock(tasks=set(), local_clients=None)
-    made.host.children.all.return_value = []
-    made.regions = MagicMock()
-    made.gateways = MagicMock(drain=AsyncMock(), stop=AsyncMock())
-    made.models = MagicMock(stop=AsyncMock(), kill=AsyncMock())
-    return made
+    config = from_flags(parse(["--model-repository=/tmp"]), {})
+    parts: dict[str, Any] = {each.name: MagicMock() for each in fields(Supervisor) if each.init}
+    parts["context"] = MagicMock(tasks=set(), config=config)
+    parts["processes"].all.return_value = []
+    parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())
+    parts["models"] = MagicMock(stop=AsyncMock(), kill=AsyncMock())
+    return Supervisor(**parts)
 
 
 def test_a_drain_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     """Everything ends all the same, and the log says what it was."""
-    ending: Any = supervisor()
+    ending = supervisor()
     ending.gateways.drain.side_effect = RuntimeError("so it is")
     asyncio.run(ending.end(0))
     assert "so it is" in caplog.text
     ending.models.kill.assert_awaited()
-    ending.host.children.close.assert_called()
+    ending.processes.close.assert_called()
 
 
-def test_a_start_that_fails_when_it_is_cut_short(caplog: pytest.LogCaptureFixture) -> None:
-    ending: Any = supervisor()
+def test_a_start_that_fails_when_it_is_cut_short(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = supervisor()
 
-    async def start(began: float) -> int:
+    async def start(_: Supervisor, began: float) -> int:
         ending._signals.put_nowait(15)
         try:
             return await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
             raise RuntimeError("so it is") from None
 
-    ending._start = start
+    monkeypatch.setattr(Supervisor, "_start", start)
+    monkeypatch.setattr(Supervisor, "open", lambda _: None)
     assert asyncio.run(ending.run()) == 0
     assert "so it is" in caplog.text
-    ending.host.children.close.assert_called()
+    ending.processes.close.assert_called()
 
 
 def test_what_fails_in_the_background_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
+from shmserve.workers import scheduler_link
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.batch import response_stream
 from tests.rigs.stream_rig import Streams
@@ -560,3 +561,78 @@ def test_a_cancelled_request_does_not_wait(model: Model, pumping: Callable[[], N
     model.responses(1, FIRST_CREDIT)
     model.cancel(1)
     assert model.responses(1)[FIRST_CREDIT:] == ["end"]
+
+
+@pytest.mark.parametrize("loop_reads", [True, False])
+def test_of_many_that_wait_each_hears_of_its_own_credit(model: Model, loop_reads: bool) -> None:
+    """One of them reads the socket for all, also after the one that did has what it waited for."""
+    count = FIRST_CREDIT + 4
+    model.serve(
+        f"""
+        def execute(self, requests):
+            for request in requests:
+                threading.Thread(target=self.answer, args=(request,)).start()
+        def answer(self, request):
+            sender = request.get_response_sender()
+            for n in range({count}):
+                sender.send(response(n))
+            sender.send(flags=FINAL)
+        """
+    )
+    model.begin(*range(8))
+    for key in range(1, 9):
+        assert len(model.responses(key, FIRST_CREDIT)) == FIRST_CREDIT
+    link = model.rig.instance.link
+    until("all of them wait", lambda: len(link._waiting) == 8)
+    with contextlib.ExitStack() as stack:
+        if loop_reads:
+            link.loop_reads = True
+            stack.enter_context(model.pumping())
+        for key in (3, 1, 8, 2):
+            model.grant(key, 4)
+            assert len(model.responses(key)) == count + 1
+        if loop_reads:
+            stack.close()  # the loop has something to do, and reads no more
+            link.loop_reads = False
+        for key in (7, 4, 6, 5):
+            model.grant(key, 4)
+            assert len(model.responses(key)) == count + 1
+
+
+def test_credit_that_is_not_enough_is_waited_for_asleep(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response is granted, and the bytes of the others are still too many."""
+    model.serve(
+        """
+        def execute(self, requests):
+            self.sender = requests[0].get_response_sender()
+        """
+    )
+    model.begin(0)
+    link = model.rig.instance.link
+    (opened,) = link._open.values()
+    opened.responded(1)
+    opened.responded(MOST_UNREAD_BYTES)
+    looks: list[float] = []
+    wait = scheduler_link._wait
+
+    def look(fds: list[int], timeout_s: float) -> None:
+        looks.append(timeout_s)
+        wait(fds, min(timeout_s, 0.05))
+
+    monkeypatch.setattr(scheduler_link, "_wait", look)
+    waits = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
+    waits.start()
+    until("it waits", lambda: bool(link._waiting))
+    model.grant(1, 1)
+    until("it was granted", lambda: len(opened.unread) == 1)
+    looks.clear()
+    until("it has looked again", lambda: len(looks) > 2)
+    assert waits.is_alive()
+    assert len(looks) < 100, "each time it sleeps"
+    model.grant(1, 1)
+    waits.join(10)
+    assert not waits.is_alive()
+    model.backend._model.sender.send(flags=1)
+    assert model.responses(1) == ["end"]

@@ -79,7 +79,11 @@ class StreamCall:
         """Its messages, each received when it is asked for."""
         while not self._ended:
             received = asyncio.get_running_loop().create_future()
-            start(cygrpc._receive_message(self._state, HERE), _resolve(received))
+            try:
+                start(cygrpc._receive_message(self._state, HERE), _resolve(received))
+            except Exception:  # the call has ended meanwhile
+                logger.debug("a call has ended early", exc_info=True)
+                return
             message = await received
             if message is None:
                 return

@@ -8,6 +8,7 @@ has it on the wire: a field is its tag, its length and its bytes, in any order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from shmserve.errors import Internal
@@ -32,18 +33,13 @@ _heads: dict[tuple[str, str, _Head], bytes] = {}
 
 
 def encode(
-    model: Model, request_id: str, answer: Inferred, contents: Sequence[bytes | memoryview]
+    model: Model, request_id: str, inferred: Inferred, contents: Sequence[bytes | memoryview]
 ) -> bytes:
     """The serialized response; `contents` has the bytes of each output, empty for one in a region.
 
     Raises Internal when it is larger than a message can be.
     """
-    pieces: list[bytes | memoryview] = [_head(model, answer.outputs)]
-    if answer.parameters:
-        pieces.append(_parameters(answer.parameters))
-    if request_id:
-        raw = request_id.encode()
-        pieces += (_ID, varint(len(raw)), raw)
+    pieces: list[bytes | memoryview] = _before(model, request_id, inferred)
     for content in contents:
         pieces += (_RAW_OUTPUT, varint(len(content)), content)
     size = sum(map(len, pieces))
@@ -52,6 +48,32 @@ def encode(
             f"Response has byte size {size} which exceeds gRPC's byte size limit {LARGEST_MESSAGE}."
         )
     return b"".join(pieces)
+
+
+class ResponseTemplate:
+    """A serialized response but for its tensors' bytes, whose sizes are known; there is at least
+    one."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, model: Model, request_id: str, inferred: Inferred, sizes: list[int]) -> None:
+        self._pieces = [_RAW_OUTPUT + varint(size) for size in sizes]
+        self._pieces[0] = b"".join((*_before(model, request_id, inferred), self._pieces[0]))
+
+    def fill(self, contents: Sequence[bytes]) -> bytes:
+        """The response with these tensors."""
+        return b"".join(chain.from_iterable(zip(self._pieces, contents, strict=True)))
+
+
+def _before(model: Model, request_id: str, inferred: Inferred) -> list[bytes | memoryview]:
+    """What is written before the tensors' bytes."""
+    pieces: list[bytes | memoryview] = [_head(model, inferred.outputs)]
+    if inferred.parameters:
+        pieces.append(_parameters(inferred.parameters))
+    if request_id:
+        raw = request_id.encode()
+        pieces += (_ID, varint(len(raw)), raw)
+    return pieces
 
 
 def _head(model: Model, outputs: Sequence[TensorRef]) -> bytes:
@@ -106,8 +128,8 @@ class StreamedTemplate:
 
     __slots__ = ("_fixed",)
 
-    def __init__(self, model: Model, request_id: str, answer: Inferred) -> None:
-        self._fixed = encode(model, request_id, answer, ()) + _NOT_FINAL
+    def __init__(self, model: Model, request_id: str, inferred: Inferred) -> None:
+        self._fixed = encode(model, request_id, inferred, ()) + _NOT_FINAL
 
     def fill(self, contents: Sequence[bytes]) -> bytes:
         """The response with these bytes of its outputs, which are small."""

@@ -16,7 +16,7 @@ from operator import itemgetter
 from shmserve.common.fd_limits import share_of
 from shmserve.common.peer_credentials import network
 from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind
-from shmserve.gateway.http.connection.protocol import Answer, Connection
+from shmserve.gateway.http.connection.protocol import Connection, Handle
 from shmserve.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ _COMPLAINTS = 10  # about too many connections
 class Server:
     """Makes connections through one listener, up to `most` of them."""
 
-    def __init__(self, answer: Answer, settings: Settings, listener: Listener, most: int) -> None:
+    def __init__(self, handle: Handle, settings: Settings, listener: Listener, most: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._answer = answer
+        self._handle = handle
         self._settings = settings
         self._listener = listener
         self._most = most
@@ -40,7 +40,7 @@ class Server:
 
     def __call__(self) -> Connection:
         """The protocol of a new connection."""
-        return Connection(self, self._loop, self._answer, self._settings)
+        return Connection(self, self._loop, self._handle, self._settings)
 
     @property
     def connections(self) -> list[Connection]:

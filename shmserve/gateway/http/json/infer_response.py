@@ -27,18 +27,18 @@ class Output(NamedTuple):
 class ResponseTemplate:
     """A response but for its tensors' values.
 
-    `whole`: what is sent is all that the answer has inline, so that it follows from any answer of
-    its form.
+    `whole`: what is sent is all that the worker's response has inline, so that it follows from any
+    one of its form.
     """
 
     __slots__ = ("_places", "_texts", "outputs", "whole")
 
-    def __init__(self, wire: WireRequest, name: str, version: str, answer: Inferred) -> None:
+    def __init__(self, wire: WireRequest, name: str, version: str, response: Inferred) -> None:
         asked = {output.name: output for output in wire.outputs}
         self.outputs: list[Output] = []
-        self._places: list[int] = []  # of those outputs in the answer
+        self._places: list[int] = []  # of those outputs in the response
         entries: list[dict[str, Any]] = []
-        for place, tensor in enumerate(answer.outputs):
+        for place, tensor in enumerate(response.outputs):
             entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype}
             entry["shape"] = tensor.shape
             entries.append(entry)
@@ -55,13 +55,13 @@ class ResponseTemplate:
                 entry["data"] = orjson.Fragment(_CUT)
             self.outputs.append(Output(tensor.name, tensor.datatype, tensor.shape, binary))
             self._places.append(place)
-        inline = sum(type(tensor.data) is bytes for tensor in answer.outputs)
+        inline = sum(type(tensor.data) is bytes for tensor in response.outputs)
         self.whole = inline == len(self.outputs)
-        self._texts = _response_json(wire.id, name, version, answer, entries).split(_CUT)
+        self._texts = _response_json(wire.id, name, version, response, entries).split(_CUT)
 
-    def datas(self, answer: Inferred) -> list[bytes | Place]:
-        """What an answer of this form has for `outputs`."""
-        return [answer.outputs[place].data for place in self._places]
+    def datas(self, response: Inferred) -> list[bytes | Place]:
+        """What a response of this form has for `outputs`."""
+        return [response.outputs[place].data for place in self._places]
 
     def json(self, arrays: Sequence[bytes]) -> bytes:
         """The JSON, with the arrays of the outputs that are not binary."""
@@ -74,13 +74,13 @@ class ResponseTemplate:
 
 
 def _response_json(
-    request_id: str, name: str, version: str, answer: Inferred, entries: list[dict[str, Any]]
+    request_id: str, name: str, version: str, response: Inferred, entries: list[dict[str, Any]]
 ) -> bytes:
     """The response's JSON, keys in Triton's order."""
     body: dict[str, Any] = {"id": request_id} if request_id else {}
     body["model_name"] = name
     body["model_version"] = version
-    if answer.parameters:
-        body["parameters"] = answer.parameters
+    if response.parameters:
+        body["parameters"] = response.parameters
     body["outputs"] = entries
     return orjson.dumps(body)

@@ -16,6 +16,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.errors import NotFound
 from shmserve.ipc import messages as m
+from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
@@ -268,6 +269,34 @@ def test_who_does_not_read_gets_no_credit(gateway: Rig, repeat: Scheduler, tmp_p
     until("it is cancelled", lambda: number in _cancelled(repeat))
     deaf.close()
     other.close()
+
+
+def test_outputs_in_a_workers_memory_are_released(repeat: Scheduler, stream: Stream) -> None:
+    """Those that are sent, and those that come when the client has gone."""
+    arena = Arena(8 << 20)
+    data = bytes(range(200)) * 200
+
+    def large(number: int) -> m.Responded:
+        place = arena.allocate(len(data))
+        arena.view(place)[:] = data
+        answer = Inferred((TensorRef("OUT", "INT32", (len(data) // 4,), place),))
+        return m.Responded(number, "", "", pack_inferred(answer), False)
+
+    def released() -> int:
+        releases = [message for message in repeat.others if isinstance(message, m.Release)]
+        return sum(len(release.offsets) for release in releases)
+
+    stream.ask("a")
+    ((peer, a),) = asked(repeat, 1)
+    repeat.say(peer, large(a), large(a), response(a, 1))
+    first, second, _ = take(stream, 3)
+    assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [data, data]
+    until("they are released", lambda: released() == 2)
+    stream.call.cancel()
+    until("it is cancelled", lambda: a in _cancelled(repeat))
+    repeat.say(peer, large(a), end(a))
+    until("what comes late is released", lambda: released() == 3)
+    arena.close()
 
 
 def test_a_single_call_is_refused(gateway: Rig, repeat: Scheduler) -> None:

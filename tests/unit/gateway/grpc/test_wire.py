@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.grpc.wire.fingerprint import split
-from shmserve.gateway.grpc.wire.response import streamed, streamed_error, varint
+from shmserve.gateway.grpc.wire.response import (
+    ResponseTemplate,
+    encode,
+    streamed,
+    streamed_error,
+    varint,
+)
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto import grpc_service_pb2 as ours
 
 pytest.importorskip("grpc")
@@ -159,3 +168,22 @@ def test_responses_in_a_stream() -> None:
     assert answered.error_message  # or it would be a success
     assert (answered.infer_response.id, answered.infer_response.model_name) == ("7", "m")
     assert answered.infer_response.parameters["triton_final_response"].bool_param
+
+
+@given(
+    st.text(max_size=4),
+    st.lists(st.binary(max_size=300), min_size=1, max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(0, 9) | st.booleans(), max_size=2),
+)
+def test_a_template_gives_what_is_encoded(
+    request_id: str, contents: list[bytes], parameters: dict[str, Any]
+) -> None:
+    model: Any = SimpleNamespace(name="m", version="1")
+    outputs = [
+        TensorRef(f"Y{number}", "UINT8", (len(data),), data) for number, data in enumerate(contents)
+    ]
+    response = Inferred(tuple(outputs), parameters)
+    template = ResponseTemplate(model, request_id, response, [len(data) for data in contents])
+    others = [bytes(byte ^ 255 for byte in data) for data in contents]
+    for these in (contents, others):
+        assert template.fill(these) == encode(model, request_id, response, these)

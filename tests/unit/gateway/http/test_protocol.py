@@ -14,7 +14,7 @@ from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.http.body import Body, BodyTimeout
 from shmserve.gateway.http.connection.limits import Server
-from shmserve.gateway.http.connection.protocol import Answer, Connection
+from shmserve.gateway.http.connection.protocol import Connection, Handle
 from shmserve.gateway.http.request import Request
 from shmserve.gateway.http.response import Reply, json_reply
 from shmserve.gateway.inference.body_budget import BodyBudget
@@ -89,7 +89,7 @@ requests = st.lists(
 
 
 def connected(
-    answer: Answer = repeat, settings: Settings = _SETTINGS
+    answer: Handle = repeat, settings: Settings = _SETTINGS
 ) -> tuple[Connection, Transport]:
     """A new connection whose requests are repeated, or answered otherwise."""
     listener = Listener(ListenerKind.LOOPBACK, Authorisation({}, {}), None)

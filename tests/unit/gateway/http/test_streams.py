@@ -13,6 +13,7 @@ import pytest
 
 from shmserve.errors import NotFound
 from shmserve.ipc import messages as m
+from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, model_config, rig
@@ -379,6 +380,46 @@ def test_a_connection_goes_on_after_a_stream(gateway: Rig, ask: Any) -> None:
     asked.reply().ok()
     asked.connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert read_reply(asked.connection).status == 200
+
+
+# --- outputs in a worker's memory
+
+
+def in_arena(arena: Arena, number: int, count: int, *, final: bool = False) -> m.Responded:
+    data = np.arange(count, dtype=np.int32).tobytes()
+    place = arena.allocate(len(data))
+    arena.view(place)[:] = data
+    answer = Inferred((TensorRef("OUT", "INT32", (count,), place),))
+    return m.Responded(number, "", "", pack_inferred(answer), final)
+
+
+def released(scheduler: Scheduler) -> int:
+    releases = [message for message in scheduler.others if isinstance(message, m.Release)]
+    return sum(len(release.offsets) for release in releases)
+
+
+@pytest.mark.parametrize("verb", ["generate_stream", "infer"])
+def test_outputs_are_released_when_they_are_encoded(ask: Any, repeat: Scheduler, verb: str) -> None:
+    arena = Arena(8 << 20)
+    asked = ask(verb, accept=LINES)
+    asked.say(*(in_arena(arena, asked.number, 20_000) for _ in range(3)), end(asked.number))
+    lines = [line for line in asked.reply().ok().body.splitlines() if line]
+    for line in lines:
+        said = json.loads(line.removeprefix(b"data: "))
+        values = said["OUT"] if verb == "generate_stream" else said["outputs"][0]["data"]
+        assert values == list(range(20_000))
+    assert len(lines) == 3
+    until("all are released", lambda: released(repeat) == 3)
+    arena.close()
+
+
+def test_outputs_that_nobody_reads_are_released(ask: Any, repeat: Scheduler) -> None:
+    arena = Arena(8 << 20)
+    asked = ask("generate")
+    asked.say(*(in_arena(arena, asked.number, 10_000) for _ in range(5)))
+    assert asked.reply().json() == {"error": NOT_ONE}
+    until("all are released", lambda: released(repeat) == 5)
+    arena.close()
 
 
 # --- clients that leave, or do not read

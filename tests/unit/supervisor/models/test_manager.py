@@ -15,18 +15,8 @@ from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.status import ModelRegistry
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.spec import VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
-
-
-class Gateways:
-    """Nobody is told."""
-
-    def tell(self, message: Any) -> None:
-        """Told."""
-
-    async def publish_model(self, make: Callable[[int], Any]) -> None:
-        """Known everywhere."""
 
 
 class Repository:
@@ -77,13 +67,12 @@ def models(processes: Processes, repository: Repository) -> Models:
 
 def server(processes: Processes, repository: Repository) -> tuple[Models, Poller]:
     """The models of one repository, and what looks at it."""
-    gateways: Any = Gateways()
     planner: Any = repository
     registry = ModelRegistry(repository.metadata)
     nobody = MagicMock()
-    made = Models(processes.host, gateways, planner, registry, nobody, nobody, nobody)
+    made = Models(processes.context, planner, registry, nobody, nobody)
     processes.on_end = registry.process_exited
-    return made, Poller(processes.host, planner, registry, made)
+    return made, Poller(processes.context, planner, registry, made)
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -165,7 +154,7 @@ def test_a_model_that_hangs_is_removed() -> None:
     async def live() -> list[Any]:
         processes, repository = Processes(), Repository()
         served, poller = server(processes, repository)
-        object.__setattr__(processes.host.config, "repository_poll_s", 0)
+        object.__setattr__(processes.context.config, "repository_poll_s", 0)
         processes.hanging = True
         polling = asyncio.ensure_future(poller.run())
         await until(lambda: len(processes.started) == 2)

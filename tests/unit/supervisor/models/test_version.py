@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from shmserve.ipc import messages as m
-from shmserve.supervisor.models.states import InstanceState
-from shmserve.supervisor.models.version import ModelVersion
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.states import InstanceState
 from tests.rigs.process_rig import Made, Processes, plan, turns
 
 
 def deployment(processes: Processes) -> ModelVersion:
     """One of one instance."""
-    made = ModelVersion(processes.host, plan(), lambda changed: None, lambda pid, message: None)
+    made = ModelVersion(processes.context, plan(), lambda changed: None)
     processes.on_end = made.process_exited
     return made
 
@@ -77,7 +77,7 @@ def test_who_waits_for_an_end_is_cancelled() -> None:
         model = deployment(processes)
         await model.start()
         worker = processes.started[0]
-        waiting = [asyncio.ensure_future(processes.host.end(worker, 0)) for _ in range(2)]
+        waiting = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
         worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
         waiting += [asyncio.ensure_future(model.kill())]
         await asyncio.sleep(0.001)

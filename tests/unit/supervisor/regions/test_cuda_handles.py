@@ -35,6 +35,7 @@ from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.supervisor.regions import cuda_handles
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
 from tests.support.raw_http import in_region, json_input, shm_input
@@ -67,7 +68,7 @@ class Office:
         check = HandleCheck(devices, lambda device: [], lambda pid, message: None)
         check.check = self.check  # type: ignore[method-assign]
         self.registry = RegionRegistry(
-            self.publish, lambda: [7], self.workers.append, POLICY, check
+            self.publish, lambda: [7], self.workers.append, RegionOpener(POLICY, check)
         )
 
     async def check(self, memory: Memory) -> None:
@@ -218,8 +219,8 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
             await answered.wait()
 
         await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
-        assert registry._handles is not None
-        registry._handles.check = slow  # type: ignore[method-assign]
+        assert registry._opener.handles is not None
+        registry._opener.handles.check = slow  # type: ignore[method-assign]
         waiting = [
             asyncio.create_task(registry.register_cuda("theirs", CudaHandle(OTHER, 0), 0, 64, BOB))
             for _ in range(2)
@@ -239,7 +240,9 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registry = RegionRegistry(Office().publish, list, lambda message: None, POLICY)
+        registry = RegionRegistry(
+            Office().publish, list, lambda message: None, RegionOpener(POLICY)
+        )
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
             await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)

@@ -1,4 +1,4 @@
-"""The load of programs that read many responses to a request: `python -m bench.stream_load ...`.
+"""The load of programs that read many responses to a request: `python -m bench.load.streams ...`.
 
 A process of its own, the same for both servers. Over gRPC it speaks HTTP/2 itself, as far as one
 stream a connection takes: a library's client in Python takes longer for a response than the servers

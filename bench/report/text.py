@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from bench.results import MACHINE, PEER, US, Results, Row, Spread
+from bench.report.results import MACHINE, PEER, US, Results, Row, Spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bench.cases import Figure
+    from bench.cases.figures import Figure
 
 _HEAD = ("case", "unit", "shmserve", "Triton", "shmserve / Triton", "must", "aim", "reaches")
 _DELAY_EDGES_US = (0, 100, 120, 150, 200, 300, 500, 1000, 2000)

@@ -8,14 +8,16 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from bench.cases import Figure, Target
-from bench.perf import LoadFailed
-from bench.results import US, Row
-from bench.run import Run
-from bench.servers import BENCH, Server, running
-from bench.stream_load import FIRST, MODEL, RESPONSES
+from bench.cases.figures import Figure, Target
+from bench.load.perf import LoadFailed
+from bench.load.streams import FIRST, MODEL, RESPONSES
+from bench.report.results import US, Row
+from bench.system.servers import BENCH, Server, running
+
+if TYPE_CHECKING:
+    from bench.context import Context
 
 _GRACE_S = 60.0
 
@@ -23,7 +25,7 @@ _GRACE_S = 60.0
 @dataclass(frozen=True)
 class StreamCase:
     """`streams` at once, each with one request of `count` responses after the other; `ours`: the
-    way to shmserve (to Triton it is gRPC). A figure is the column of stream_load of its unit."""
+    way to shmserve (to Triton it is gRPC). A figure is what load/streams.py prints in its unit."""
 
     name: str
     ours: Literal["grpc", "native"]
@@ -72,24 +74,24 @@ STREAMS = (
 )
 
 
-def run(case: StreamCase, runner: Run) -> list[Row]:
+def run(case: StreamCase, context: Context) -> list[Row]:
     """Samples of both, taking turns. Raises what the failure of either raises."""
     rows = [Row(figure, {}) for figure in case.figures]
     with ExitStack() as started:
         servers: list[Server] = []
-        for product in runner.products():
-            runner.say(f"{case.name}: starting {product.name}")
+        for product in context.products():
+            context.say(f"{case.name}: starting {product.name}")
             server = started.enter_context(
-                running(product, [BENCH / "models" / MODEL], notes=runner.results.notes)
+                running(product, [BENCH / "models" / MODEL], notes=context.results.notes)
             )
             servers.append(server)
-        for turn in range(runner.settings.repeats):
+        for turn in range(context.settings.repeats):
             for server in servers[:: -1 if turn % 2 else 1]:
-                found = _sample(case, server, runner.settings.seconds)
+                found = _sample(case, server, context.settings.seconds)
                 for row in rows:
                     row.samples.setdefault(server.name, []).append(found[row.figure.unit])
                 first = rows[0].figure.unit
-                runner.say(f"{case.name}: {server.name} {found[first]:,.0f} {first}")
+                context.say(f"{case.name}: {server.name} {found[first]:,.0f} {first}")
     return rows
 
 
@@ -97,7 +99,7 @@ def _sample(case: StreamCase, server: Server, seconds: float) -> dict[str, float
     """One run of the load generator. Raises LoadFailed."""
     native = case.ours == "native" and server.name == US
     way = ("native", str(server.run_dir)) if native else ("grpc", server.address("grpc"))
-    command = [sys.executable, "-m", "bench.stream_load", *way]
+    command = [sys.executable, "-m", "bench.load.streams", *way]
     try:
         done = subprocess.run(
             [*command, str(case.streams), str(case.count), str(seconds)],

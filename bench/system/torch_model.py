@@ -1,4 +1,4 @@
-"""Writes a small TorchScript network into a folder: `python -m bench.torch_model DIR`.
+"""Writes a small TorchScript network into a folder: `python -m bench.system.torch_model DIR`.
 
 A program of its own, because a process that has torch loaded shares its pages with the server
 under test and would make the server's proportional memory look smaller than it is.

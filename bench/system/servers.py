@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from bench import processes
-from bench.client import Client
+from bench.load.client import Client
+from bench.system import processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from bench.peer import TritonFiles
+    from bench.system.peer import TritonFiles
 
-BENCH = Path(__file__).resolve().parent
+BENCH = Path(__file__).resolve().parents[1]
 _READY_S = 90.0
 _STOP_S = 45.0
 _ORPHANS_S = 2.0

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bench.cases import Figure, Target
+from bench.cases.figures import Figure, Target
 
 if TYPE_CHECKING:
     from pathlib import Path

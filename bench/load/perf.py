@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench import processes
+from bench.system import processes
 
 if TYPE_CHECKING:
-    from bench.peer import Analyzer
+    from bench.system.peer import Analyzer
 
 # perf_analyzer reports the mean of its last three windows, once these agree to within a percentage.
 # One measurement here is always exactly three windows: the repeats' spread says how stable it was.

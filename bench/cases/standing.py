@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bench import processes
-from bench.servers import Product, Server, ServerFailed, running
+from bench.system import processes
+from bench.system.servers import Product, Server, ServerFailed, running
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.client import Client
+    from bench.load.client import Client
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc import messages as m
-from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.instance_processes import InstanceProcesses
-from shmserve.supervisor.models.scheduler_process import SchedulerProcess
-from shmserve.supervisor.models.states import Lifetime
+from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
+from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 
 logger = logging.getLogger(__name__)
@@ -83,15 +83,15 @@ class FailOver:
                 self._on_change()
                 if self._failed_starts >= _MOST_WAITED_FOR:
                     # What was submitted fails; what comes later goes to the successor, if any.
-                    self._say_lost(lost, "", "gateway", "worker", "guest")
+                    self._say_lost(lost, "", "gateway", "worker", LOCAL_CLIENT)
                 continue
             self._instances.attach()
             # Whoever submits keeps what it submitted, and submits it again: while it knows the old.
-            self._say_lost(lost, self._scheduler.endpoint, "gateway", "worker", "guest")
+            self._say_lost(lost, self._scheduler.endpoint, "gateway", "worker", LOCAL_CLIENT)
             self._on_change()
             return
         # Retired meanwhile: models that called it look for who serves now.
-        self._say_lost(lost, "", "worker", "guest")
+        self._say_lost(lost, "", "worker", LOCAL_CLIENT)
 
     def _say_lost(self, endpoint: str, successor: str, *roles: str) -> None:
         self._context.broadcast(m.SchedulerLost(endpoint, successor), *roles)

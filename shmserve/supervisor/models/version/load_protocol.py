@@ -10,27 +10,23 @@ supervisor                        worker
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.instances import Instance, inbox
-from shmserve.supervisor.models.scheduler_process import SchedulerProcess
-from shmserve.supervisor.models.states import Lifetime
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.instances import Instance, inbox
+from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
 
 _ENTRY = "shmserve.workers.main:run"
-# What workers say that is not about themselves.
-_CALLS = m.FindModel | m.LoadModel | m.UnloadModel | m.AskReady | m.ReadyChecked | m.MemoryChecked
 
 
 class LoadProtocol:
-    """The protocol for the instances of one version. `on_call` takes what its models ask the
-    server.
+    """The protocol for the instances of one version.
 
     Its methods raise ShmserveError, with a text for the operator, when the model or its process
     fails.
@@ -42,13 +38,11 @@ class LoadProtocol:
         spec: VersionSpec,
         scheduler: SchedulerProcess,
         lifetime: Lifetime,
-        on_call: Callable[[int, Any], None],
     ) -> None:
         self._context = context
         self._spec = spec
         self._scheduler = scheduler
         self._lifetime = lifetime
-        self._on_call = on_call
 
     async def complete_config(self, instance: Instance, of: int) -> dict[str, Any]:
         """Start a process, one `of` so many; what its model adds to the configuration."""
@@ -116,9 +110,7 @@ class LoadProtocol:
         instance.event("started")
 
     def _heard(self, instance: Instance, child: Child, message: Any) -> None:
-        if isinstance(message, _CALLS):
-            self._on_call(child.pid, message)
-        elif instance.child is child and not instance.inbox.full():
+        if instance.child is child and not instance.inbox.full():
             instance.inbox.put_nowait(message)
 
     async def _reply(self, instance: Instance) -> Any:

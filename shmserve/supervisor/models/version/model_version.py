@@ -20,12 +20,12 @@ from typing import Any
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.fail_over import FailOver
-from shmserve.supervisor.models.instance_processes import InstanceProcesses
-from shmserve.supervisor.models.load_protocol import LoadProtocol
-from shmserve.supervisor.models.scheduler_process import SchedulerProcess
-from shmserve.supervisor.models.states import Lifetime
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.fail_over import FailOver
+from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.load_protocol import LoadProtocol
+from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
-    changes (`changes` counts it), `on_call` with what its models ask the server.
+    changes (`changes` counts it).
 
     `loaded`: it was ready once.
     """
@@ -43,7 +43,6 @@ class ModelVersion:
         context: SupervisorContext,
         spec: VersionSpec,
         on_change: Callable[[ModelVersion], None],
-        on_call: Callable[[int, Any], None],
     ) -> None:
         self.spec = spec
         self.loaded = False
@@ -54,7 +53,7 @@ class ModelVersion:
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self._scheduler = SchedulerProcess(context, spec, lifetime, self._scheduler_said)
-        protocol = LoadProtocol(context, spec, self._scheduler, lifetime, on_call)
+        protocol = LoadProtocol(context, spec, self._scheduler, lifetime)
         self.instances = InstanceProcesses(
             context, spec, protocol, self._scheduler, lifetime, self._changed
         )

@@ -1,4 +1,4 @@
-"""The load of a program that uses `shmserve.client`: `python -m bench.native_load RUN_DIR ...`.
+"""The load of a program that uses `shmserve.client`: `python -m bench.load.native RUN_DIR ...`.
 
 A process of its own, as perf_analyzer is. Prints one line of JSON: inferences a second, and the
 median time of one in microseconds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.results import PEER, US, Results, Row
+from bench.report.results import PEER, US, Results, Row
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,20 +11,24 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from bench import memcpy, perf
-from bench.cases import Figure, Target, through_shm
-from bench.perf import P50, THROUGHPUT, Load, LoadFailed
-from bench.results import PEER, US, Row
-from bench.run import Run
-from bench.servers import BENCH, Server, running
+from bench.cases.figures import Figure, Target
+from bench.cases.tables import through_shm
+from bench.load import memcpy, perf
+from bench.load.perf import P50, THROUGHPUT, Load, LoadFailed
+from bench.report.results import PEER, US, Row
+from bench.system.servers import BENCH, Server, running
+
+if TYPE_CHECKING:
+    from bench.context import Context
 
 _GRACE_S = 60.0
 
 
 @dataclass(frozen=True)
 class NativeCase:
-    """What the client sends (`kind` names it in native_load.py), and what Triton's listeners get.
+    """What the client sends (`kind` names it in load/native.py), and what Triton's listeners get.
 
     No `peer`: the other column is one memcpy of 16 MiB.
     """
@@ -97,19 +101,19 @@ NATIVE = (
 )
 
 
-def run(case: NativeCase, runner: Run) -> Row:
+def run(case: NativeCase, context: Context) -> Row:
     """Samples of both, taking turns. Raises what the failure of either raises."""
     row = Row(case.figure, {})
-    analyzer = runner.analyzer if case.peer is not None else None
+    analyzer = context.analyzer if case.peer is not None else None
     with ExitStack() as started:
         servers: dict[str, Server] = {}
-        for product in runner.products(with_triton=analyzer is not None):
-            runner.say(f"{case.name}: starting {product.name}")
+        for product in context.products(with_triton=analyzer is not None):
+            context.say(f"{case.name}: starting {product.name}")
             model = BENCH / "models" / case.model
-            server = running(product, [model], notes=runner.results.notes)
+            server = running(product, [model], notes=context.results.notes)
             servers[product.name] = started.enter_context(server)
-        for _ in range(runner.settings.repeats):
-            ours = _ours(case, servers[US], runner.settings.seconds)
+        for _ in range(context.settings.repeats):
+            ours = _ours(case, servers[US], context.settings.seconds)
             row.samples.setdefault(US, []).append(ours)
             if case.peer is None:
                 row.samples.setdefault(PEER, []).append(memcpy.sample())
@@ -119,20 +123,20 @@ def run(case: NativeCase, runner: Run) -> Row:
                         analyzer,
                         replace(case.peer, listener=listener),
                         servers[PEER].address(listener),
-                        runner.settings.seconds,
+                        context.settings.seconds,
                     )[case.column]
                     for listener in case.listeners
                 ]
                 best = max(theirs) if case.in_flight > 1 else min(theirs)
                 row.samples.setdefault(PEER, []).append(best)
             last = ", ".join(f"{whose} {values[-1]:,.0f}" for whose, values in row.samples.items())
-            runner.say(f"{case.name}: {last} {case.figure.unit}")
+            context.say(f"{case.name}: {last} {case.figure.unit}")
     return row
 
 
 def _ours(case: NativeCase, server: Server, seconds: float) -> float:
     """One run of the load generator. Raises LoadFailed."""
-    command = [sys.executable, "-m", "bench.native_load", str(server.run_dir), case.model]
+    command = [sys.executable, "-m", "bench.load.native", str(server.run_dir), case.model]
     command += [case.kind, str(case.in_flight), str(case.elements), str(seconds)]
     try:
         done = subprocess.run(

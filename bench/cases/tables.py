@@ -3,32 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from bench import standing
-from bench.perf import P50, THROUGHPUT, Load
-
-Better = Literal["higher", "lower"]
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a figure is held against: the ratio shmserve / Triton, or shmserve's own value."""
-
-    of: Literal["ratio", "value", "nothing"] = "nothing"
-    must: float | None = None
-    aim: float | None = None
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One line of the report."""
-
-    name: str
-    title: str
-    unit: str
-    better: Better
-    target: Target = Target()
+from bench.cases import standing
+from bench.cases.figures import Better, Figure, Target
+from bench.load.perf import P50, THROUGHPUT, Load
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""One run of the benchmark: what was asked for, what there is to measure, what was found so far."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.report.results import NotRun, Results
+from bench.system import machine
+from bench.system.peer import Analyzer, Missing, TritonFiles, find_analyzer, find_triton
+from bench.system.servers import Product, Shmserve, Triton
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure: `repeats` samples a figure, of `seconds` of load; `only` names cases."""
+
+    peer: Path
+    with_peer: bool
+    repeats: int
+    seconds: float
+    only: frozenset[str]
+
+    def wants(self, name: str) -> bool:
+        """Whether this case was asked for."""
+        return not self.only or name in self.only
+
+
+class Context:
+    """What all cases share; `say` tells how far the run has come."""
+
+    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.say = say
+        self.results = Results(
+            datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            machine.describe(),
+            machine.versions(),
+            {"repeats": settings.repeats, "seconds": settings.seconds},
+        )
+        self.triton = self._find_triton()
+        self.analyzer: Analyzer | None = None
+
+    def products(self, with_triton: bool = True) -> list[Product]:
+        """What is measured: ourselves, and Triton where there is one."""
+        return [Shmserve(), *([Triton(self.triton)] if self.triton and with_triton else [])]
+
+    def _find_triton(self) -> TritonFiles | None:
+        try:
+            if not self.settings.with_peer:
+                raise Missing("--no-peer")
+            return find_triton(self.settings.peer)
+        except Missing as missing:
+            self.skip("Triton", str(missing))
+            return None
+
+    def find_analyzer(self) -> Analyzer | None:
+        """Triton's load generator, where there is one; `analyzer` from then on."""
+        try:
+            analyzer = find_analyzer(self.settings.peer)
+        except Missing as missing:
+            self.skip("everything that perf_analyzer would send", str(missing))
+            return None
+        self.results.versions["perf_analyzer"] = analyzer.version
+        self.analyzer = analyzer
+        return analyzer
+
+    def skip(self, what: str, why: str, *, failed: bool = False) -> None:
+        """Something is not measured; `failed`: it should have been."""
+        self.results.not_run.append(NotRun(what, why, failed))
+        self.say(f"{what}: not measured: {why}")

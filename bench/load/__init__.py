@@ -1,0 +1,1 @@
+"""Who asks: each a process of its own, the same for both servers."""

@@ -1,0 +1,1 @@
+"""What was found: as JSON, as text, as a picture."""

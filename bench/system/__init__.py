@@ -1,0 +1,1 @@
+"""What is measured, and where: the servers, their processes, the machine."""

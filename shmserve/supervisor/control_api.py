@@ -1,0 +1,117 @@
+"""The control plane's requests, which gateways and models make: regions, models, the log."""
+
+from __future__ import annotations
+
+import logging
+import typing
+from collections.abc import Coroutine
+from typing import Any
+
+from shmserve.common.shm_access import Peer
+from shmserve.errors import Internal, ShmserveError
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import CudaHandle
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.readiness import ReadinessCheck
+from shmserve.supervisor.models.status import ModelRegistry
+from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.registry import RegionRegistry
+
+logger = logging.getLogger(__name__)
+
+# What is asked for and answered, by number; and what is told.
+_Requests = (
+    m.RegisterRegion
+    | m.RegisterCudaRegion
+    | m.UnregisterRegion
+    | m.LoadModel
+    | m.UnloadModel
+    | m.IndexRepository
+    | m.ChangeLogging
+    | m.FindModel
+    | m.AskReady
+)
+_News = m.RegionReleased | m.RegionAbandoned | m.MemoryChecked | m.ReadyChecked
+
+
+class ControlApi:
+    """Answers each request with `Answered` or `Refused`."""
+
+    def __init__(
+        self,
+        context: SupervisorContext,
+        regions: RegionRegistry,
+        handles: HandleCheck,
+        models: Models,
+        registry: ModelRegistry,
+        readiness: ReadinessCheck,
+    ) -> None:
+        self._context = context
+        self._regions = regions
+        self._handles = handles
+        self._models = models
+        self._registry = registry
+        self._readiness = readiness
+        context.control.serve(typing.get_args(_News), self._heard)
+        context.control.serve(typing.get_args(_Requests), self._asked)
+
+    def _heard(self, pid: int, message: Any) -> None:
+        match message:
+            case m.RegionReleased(memory_id):
+                self._regions.released(pid, memory_id)
+            case m.RegionAbandoned(memory_id):
+                self._context.background(self._regions.abandoned(pid, memory_id))
+            case m.MemoryChecked():
+                self._handles.checked(pid, message)
+            case m.ReadyChecked():
+                self._readiness.checked(pid, message)
+
+    def _asked(self, pid: int, message: Any) -> None:
+        self._context.background(self._answer(pid, message))
+
+    async def _answer(self, pid: int, request: Any) -> None:
+        number, send = request.id, self._context.control.send
+        try:
+            payload = await self._done(pid, request)
+        except ShmserveError as error:
+            send(pid, m.Refused(number, error.code, error.message))
+        except Exception:
+            logger.exception("a request to the control plane failed")
+            failure = Internal("internal error")
+            send(pid, m.Refused(number, failure.code, failure.message))
+        else:
+            send(pid, m.Answered(number, payload or {}))
+
+    async def _done(self, pid: int, request: Any) -> dict[str, Any] | None:
+        match request:
+            case m.LoadModel(name=name, config=config, files=files):
+                await self._models.load_on_request(name, config, files)
+            case m.UnloadModel(name=name):
+                await self._models.unload_on_request(name)
+            case m.IndexRepository(ready=only_ready):
+                return {"models": self._models.index(only_ready)}
+            case m.ChangeLogging(changes=changes):
+                return self._context.logging.change(changes)
+            case m.FindModel(name=name, version=version):
+                return self._registry.find(name, version)
+            case m.AskReady(name=name, version=version):
+                pids = self._registry.asked_whether_ready(name, version)
+                return {"ready": await self._readiness.check(pids)}
+            case _:
+                return await self._region(pid, request)
+        return None
+
+    def _region(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
+        peer = Peer(request.uid, tuple(request.groups))
+        match request:
+            case m.RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):
+                lessor = pid if leased else 0
+                return self._regions.register(name, key, offset, size, peer, lessor, pin)
+            case m.RegisterCudaRegion(name=name, offset=offset, byte_size=size):
+                handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
+                return self._regions.register_cuda(
+                    name, handle, offset, size, peer, request.exporter_pid
+                )
+            case _:
+                return self._regions.unregister(request.name, peer, request.cuda)

@@ -1,0 +1,84 @@
+"""The server's health, and who is told when it or a model's state changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shmserve.ipc.messages import HealthChanged
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.events.feed import EventFeed
+from shmserve.supervisor.models.status import ModelRegistry
+from shmserve.supervisor.regions.registry import RegionRegistry
+
+
+class Health:
+    """Ready once it has started, until it ends, and while every model that should serve does
+    (unless not `strict`)."""
+
+    def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:
+        self._registry = registry
+        self._strict = strict
+        self._started = False
+        self._exiting = False
+        self._current = HealthChanged(live=True, ready=False, exiting=False)
+
+    @property
+    def current(self) -> HealthChanged:
+        """As it was last told."""
+        return self._current
+
+    def started(self) -> None:
+        """Everything that was to be loaded at the start is."""
+        self._started = True
+
+    def exiting(self) -> None:
+        """The server ends."""
+        self._exiting = True
+
+    def update(self) -> bool:
+        """Look again; whether anything changed."""
+        models = not self._strict or self._registry.all_ready()
+        ready = self._started and not self._exiting and models
+        before = self._current
+        self._current = HealthChanged(live=True, ready=ready, exiting=self._exiting)
+        return self._current != before
+
+
+class Snapshot:
+    """What those must know who come now."""
+
+    def __init__(self, registry: ModelRegistry, regions: RegionRegistry, health: Health) -> None:
+        self._registry = registry
+        self._regions = regions
+        self._health = health
+
+    def for_gateway(self) -> Iterator[Any]:
+        """Models, regions, and the health last."""
+        yield from self._registry.published()
+        yield from self._regions.published()
+        yield self._health.current
+
+    def for_local_client(self) -> Iterator[Any]:
+        """Models, and the health last."""
+        yield from self._registry.published()
+        yield self._health.current
+
+
+class Announcer:
+    """Tells gateways, local clients and whoever listens to events."""
+
+    def __init__(self, context: SupervisorContext, health: Health, feed: EventFeed) -> None:
+        self._context = context
+        self._health = health
+        self._feed = feed
+
+    def states_changed(self) -> None:
+        """A model is in another state, which is told as an event."""
+        self._feed.models_changed()
+
+    def health_changed(self) -> None:
+        """The server may be ready now, or not any more."""
+        if self._health.update():
+            self._context.tell(self._health.current)
+            self._context.events.publish(self._health.current)

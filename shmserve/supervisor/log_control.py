@@ -1,0 +1,47 @@
+"""The log settings of every process: they start with the latest, and hear when they change."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from typing import Any
+
+from shmserve import logs
+from shmserve.ipc.messages import GatewayReady, SchedulerReady, SetLogging, WorkerStarted
+from shmserve.logs import LogSettings
+from shmserve.supervisor.processes.control_socket import Control
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WORDS = GatewayReady | SchedulerReady | WorkerStarted
+
+
+class LogControl:
+    """What is logged, and how."""
+
+    def __init__(self, control: Control, settings: LogSettings) -> None:
+        self._control = control
+        self._settings = settings
+
+    @property
+    def settings(self) -> LogSettings:
+        """As they are now."""
+        return self._settings
+
+    def change(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Log in another way, in every process that there is and will be; the settings, by
+        name."""
+        settings = replace(self._settings, **changes)
+        if settings != self._settings:
+            logger.info("log settings: %s", changes)
+            self._settings = settings
+            logs.apply(settings)
+            news = SetLogging(asdict(settings))
+            self._control.broadcast(news, "gateway", "scheduler", "worker")
+        return asdict(settings)
+
+    def heard(self, pid: int, message: Any) -> None:
+        """A process says something: with its first words it is told the settings, which may have
+        changed since it was started."""
+        if isinstance(message, _FIRST_WORDS):
+            self._control.send(pid, SetLogging(asdict(self._settings)))

@@ -1,0 +1,236 @@
+"""`shmserve serve`: the parts of a server, put together in the order in which they need each other.
+
+listening sockets -> run directory -> compose -> Supervisor.run -> the run directory is removed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import secrets
+import signal
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from shmserve import logs
+from shmserve.common import accelerators, fd_limits
+from shmserve.config import grpc
+from shmserve.config.server import ServerConfig
+from shmserve.ipc import endpoints
+from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
+from shmserve.ipc.memory.large_copies import past_the_caches
+from shmserve.ipc.messages import ProcessExited, ProcessStarted
+from shmserve.ipc.processes import marked, name_process
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.control_api import ControlApi
+from shmserve.supervisor.events.feed import EventFeed
+from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.gateways import Gateways
+from shmserve.supervisor.health import Announcer, Health, Snapshot
+from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_unix
+from shmserve.supervisor.host.log_file import written_to
+from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.log_control import LogControl
+from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.poller import Poller
+from shmserve.supervisor.models.readiness import ReadinessCheck
+from shmserve.supervisor.models.status import ModelRegistry
+from shmserve.supervisor.processes.control_socket import Control
+from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.zygote_client import Zygote
+from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.lent import LentRegions
+from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.supervisor import ENDING, Supervisor
+
+logger = logging.getLogger(__name__)
+
+_FRONT_PRELOADS = ("shmserve.gateway.http.main", "shmserve.scheduler.main")
+_WORKER_PRELOADS = ("torch", "shmserve.workers.main", "shmserve.workers.preload_operations")
+_SCRIPTED = "shmserve.workers.preload_scripted"
+_EXPORTED = "shmserve.workers.preload_exported"
+
+
+def serve(config: ServerConfig) -> int:
+    """Run a server until SIGTERM or SIGINT; returns the exit status: 0 after a drain, 1 when it
+    could not start.
+
+    Raises InvalidArgument for an address or a run directory that cannot be used.
+    """
+    with written_to(config.log.log_file):
+        return _serve(config)
+
+
+def _serve(config: ServerConfig) -> int:
+    logs.configure("supervisor", config.log)
+    name_process("supervisor")
+    fd_limits.raise_limit()
+    listeners = Listeners()
+    group = config.shm.group
+    try:
+        _listen(config, listeners)
+        signals = hold_signals()
+        chosen = config.run_dir
+        run_dir = RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
+        with asyncio.Runner() as runner:  # its loop takes signals until the folder is gone
+            try:
+                return runner.run(_run(config, run_dir, listeners, signals))
+            finally:
+                run_dir.remove()
+    finally:
+        listeners.close()
+
+
+async def _run(
+    config: ServerConfig, run_dir: RunDirectory, listeners: Listeners, signals: list[int]
+) -> int:
+    return await compose(config, run_dir, listeners, signals).run()
+
+
+def hold_signals() -> list[int]:
+    """Have what ends the server wait for the supervisor: soon there is something to clear away.
+    Those that come until `Supervisor.open` are in the list."""
+    held: list[int] = []
+    for number in ENDING:  # blocked, they would end the server in another thread
+        signal.signal(number, lambda number, _: held.append(number))
+    return held
+
+
+def _listen(config: ServerConfig, listeners: Listeners) -> None:
+    guarded = config.guarded
+    if config.allow_http:
+        listeners.http += listen(config.http_address, config.http_port, "--http-address", guarded)
+    if config.allow_metrics:
+        listeners.metrics += listen(
+            config.metrics_address, config.metrics_port, "--metrics-address", guarded
+        )
+    if config.http_unix_socket is not None:
+        unix = listen_unix(config.http_unix_socket, config.shm.group, "--http-unix-socket")
+        listeners.http.append(unix)
+    if config.grpc is not None and _has_grpc():
+        listeners.grpc += hold(config.grpc.address, config.grpc.port, "--grpc-address", guarded)
+
+
+def _has_grpc() -> bool:
+    found = importlib.util.find_spec("grpc")
+    if found is None or found.origin is None:  # no origin: some folder of this name
+        logger.warning(
+            "gRPC is not served: the package is not installed (pip install 'shmserve[grpc]'; "
+            "--allow-grpc=false says that it is not wanted)"
+        )
+        return False
+    return True
+
+
+def compose(
+    config: ServerConfig, run_dir: RunDirectory, listeners: Listeners, signals: list[int]
+) -> Supervisor:
+    """The parts of a server, in the running event loop; no process is started yet.
+
+    `signals` are those that came meanwhile, see `hold_signals`. Raises InvalidArgument or
+    Unavailable, with a text for the operator.
+    """
+    folder, found = run_dir.path, accelerators.accelerators(visible=config.visible_devices)
+    planner = LoadPlanner(config, folder, found)
+    registry = ModelRegistry(planner.metadata)
+    health = Health(registry, strict=config.strict_readiness)
+    events = EventPublisher()
+    processes = ProcessTable(
+        lambda child: events.publish(ProcessStarted(child.pid, child.title)),
+    )
+    control = Control(endpoints.control(folder))
+    capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
+    handles = HandleCheck(found.count, registry.workers_on, control.send)
+    # A server that has no descriptor left could start no process again.
+    most = min(config.shm.max_regions, fd_limits.for_regions())
+    policy = replace(config.shm, max_regions=most)
+    opener = RegionOpener(policy, handles if found.kind == "cuda" else None)
+
+    def tell_workers(message: Any) -> None:
+        control.broadcast(message, "worker")
+
+    regions = RegionRegistry(
+        lambda make: control.publish(make, "gateway"),
+        partial(control.pids, "gateway"),
+        tell_workers,
+        opener,
+        events.publish,
+    )
+    lent = LentRegions(opener, tell_workers)
+
+    def local_client_left(number: int) -> None:
+        # Its requests first, so that no worker begins one whose memory it has dropped.
+        control.broadcast(ProcessExited(number), "scheduler")
+        lent.give_back(number)
+        control.broadcast(ProcessExited(number), "worker")
+
+    snapshot = Snapshot(registry, regions, health)
+    local_clients = LocalClientServer(
+        folder,
+        config.shm.group,
+        capabilities,
+        lent,
+        snapshot.for_local_client,
+        local_client_left,
+    )
+    context = SupervisorContext(
+        config=config,
+        run_dir=folder,
+        control=control,
+        front_zygote=_front_zygote(processes, run_dir),
+        worker_zygote=_worker_zygote(processes, run_dir, config),
+        capabilities=capabilities,
+        logging=LogControl(control, config.log),
+        local_clients=local_clients,
+        events=events,
+    )
+    feed = EventFeed(
+        events,
+        registry.states,
+        processes.all,
+        regions.active,
+        lambda: health.current,
+        registry.publish_counters,
+    )
+    announcer = Announcer(context, health, feed)
+    models = Models(context, planner, registry, announcer.health_changed, announcer.states_changed)
+    ControlApi(context, regions, handles, models, registry, ReadinessCheck(control.send))
+    return Supervisor(
+        listeners=listeners,
+        signals=signals,
+        context=context,
+        processes=processes,
+        regions=regions,
+        lent=lent,
+        gateways=Gateways(context, listeners, snapshot.for_gateway),
+        models=models,
+        registry=registry,
+        poller=Poller(context, planner, registry, models),
+        health=health,
+        announcer=announcer,
+        feed=feed,
+    )
+
+
+def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
+    # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
+    single = {**grpc.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
+    return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, single)
+
+
+def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
+    # Models start processes, too; front's own zygote has no mark, and clears up after them.
+    copying = marked(past_the_caches(os.environ), os.getpid(), run_dir.path)
+    # Exported programs need torch's compiler: a second and 95 MB, for whoever has some; what
+    # TorchScript needs is a tenth of that.
+    preloads = list(_WORKER_PRELOADS)
+    for pattern, module in (("*/*/*.pt", _SCRIPTED), ("*/*/*.pt2", _EXPORTED)):
+        if any(any(root.glob(pattern)) for root in config.model_repositories):
+            preloads.append(module)
+    return Zygote(processes, run_dir, "worker zygote", preloads, copying)

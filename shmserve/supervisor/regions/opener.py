@@ -1,0 +1,160 @@
+"""Opening and closing what regions are made of, within the policy and its quotas."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+
+from shmserve.common.shm_access import (
+    NO_GROUP,
+    SHM_DISABLED,
+    Ownership,
+    Peer,
+    ShmPolicy,
+    ownership,
+)
+from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.ipc.memory import posix_shm
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
+from shmserve.supervisor.regions.cuda_handles import Exporter, HandleCheck
+from shmserve.supervisor.regions.pinned_quota import PinnedQuota
+from shmserve.supervisor.regions.quota import RegionQuota
+from shmserve.supervisor.regions.region import Region
+
+
+class RegionOpener:
+    """Makes regions, and takes them back. Without a `handles` check there is no CUDA memory.
+
+    Its methods raise Unsupported, PermissionDenied, InvalidArgument, Internal or Unavailable, and
+    keep nothing then.
+    """
+
+    def __init__(self, policy: ShmPolicy, handles: HandleCheck | None = None) -> None:
+        self._policy = policy
+        self.handles = handles
+        self._quota = RegionQuota(policy)
+        self._pins = PinnedQuota(handles is not None)
+
+    async def open_object(
+        self, name: str, key: str, offset: int, byte_size: int, peer: Peer, *, pin: bool
+    ) -> Region:
+        """[offset, offset + byte_size) of the POSIX object `key`, its pages reserved."""
+        shared = posix_shm.open_object(key)
+        try:
+            owner = ownership(peer, key, shared.uid, shared.gid, shared.mode, self._policy.group)
+            posix_shm.check_range(name, shared, offset, byte_size)
+            self._quota.enter(peer.uid, byte_size, shared.file)
+            try:
+                await self._reserve(name, key, shared, offset, byte_size)
+            except BaseException:
+                self._quota.leave(peer.uid, byte_size, shared.file)
+                raise
+        except BaseException:
+            os.close(shared.fd)
+            raise
+        blocks = os.fstat(shared.fd).st_blocks
+        number = secrets.randbits(62)
+        region = Region(name, key, number, shared, offset, byte_size, owner, blocks=blocks)
+        try:
+            self._pin(region, pin, copied=owner.copied)
+        except InvalidArgument:
+            self.close(region)
+            raise
+        return region
+
+    async def _reserve(
+        self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
+    ) -> None:
+        missing = posix_shm.unallocated(shared, byte_size)
+        self._quota.pay(key, shared.file, missing)
+        taken = 0
+        try:
+            # Taking the pages of a large object takes a while, and the loop must go on.
+            taken = await asyncio.to_thread(posix_shm.reserve, name, shared, offset, byte_size)
+        finally:
+            self._quota.refund(shared.file, missing - min(taken, missing))
+
+    def open_cuda(
+        self,
+        name: str,
+        memory_id: int,
+        handle: CudaHandle,
+        offset: int,
+        byte_size: int,
+        peer: Peer,
+        exporter_pid: int,
+        on_exporter_exit: Callable[[Region], None],
+    ) -> Region:
+        """[offset, offset + byte_size) of what a handle opens, which was looked at already.
+
+        `on_exporter_exit(region)` hears when the process `exporter_pid` ends (0: it is not known).
+        """
+        # Whoever has a handle may use the memory; nobody can truncate it.
+        owner = Ownership(peer.uid, NO_GROUP, copied=False)
+        region = Region(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
+        self._quota.enter(peer.uid, byte_size)
+        try:
+            if exporter_pid:
+                region.exporter = Exporter(exporter_pid, lambda: on_exporter_exit(region))
+        except BaseException:
+            self.close(region)
+            raise
+        return region
+
+    def take_lent(
+        self,
+        memory_id: int,
+        shared: posix_shm.SharedObject,
+        byte_size: int,
+        peer: Peer,
+        local_client: int,
+        *,
+        pin: bool,
+    ) -> Region:
+        """A sealed object of a local client's; its descriptor is the region's from then on."""
+        self._refuse_if_disabled()
+        owner = ownership(peer, "memfd", shared.uid, shared.gid, shared.mode, self._policy.group)
+        region = Region("", "", memory_id, shared, 0, byte_size, owner, lessor=local_client)
+        self._pin(region, pin, copied=False)  # sealed, so it is mapped
+        try:
+            self._quota.enter(peer.uid, byte_size, shared.file)
+        except InvalidArgument:
+            self._pins.give(byte_size if pin else 0)
+            raise
+        return region
+
+    async def take_lent_cuda(self, memory: Memory, peer: Peer, local_client: int) -> Region:
+        """A local client's device memory, once a worker has looked at it."""
+        self._refuse_if_disabled()
+        if self.handles is None:
+            raise InvalidArgument("the server has no CUDA device whose memory could be shared")
+        size = memory.byte_size
+        self._quota.enter(peer.uid, size)
+        try:
+            await self.handles.check(memory)
+        except BaseException:
+            self._quota.leave(peer.uid, size)
+            raise
+        owner = Ownership(peer.uid, NO_GROUP, copied=False)
+        return Region(
+            "", "", memory.id, None, 0, size, owner, lessor=local_client, cuda=memory.cuda
+        )
+
+    def _refuse_if_disabled(self) -> None:
+        if self._policy.allow is False:
+            raise Unsupported(SHM_DISABLED)
+
+    def _pin(self, region: Region, pin: bool, *, copied: bool) -> None:
+        if pin:
+            self._pins.take(region.offset + region.byte_size, copied)
+            region.pinned = True
+
+    def close(self, region: Region) -> None:
+        """Let go of a region, and of what counts for it."""
+        if region.pinned:
+            self._pins.give(region.offset + region.byte_size)
+        file = None if region.shared is None else region.shared.file
+        self._quota.leave(region.owner.uid, region.byte_size, file)
+        region.close()

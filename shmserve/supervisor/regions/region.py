@@ -1,0 +1,89 @@
+"""One generation of a shared memory region's name, and what others are told of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+
+from shmserve.common.shm_access import Ownership
+from shmserve.ipc.memory import posix_shm
+from shmserve.ipc.messages import RegionPublished, RegionRegistered
+from shmserve.ipc.tensors.descriptors import CudaHandle
+from shmserve.supervisor.regions.cuda_handles import Exporter
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """One generation. `offset` and `byte_size` are the registered extent in the object, in
+    bytes.
+
+    System memory has a `key` and is open as `shared`; CUDA memory has a handle.
+    """
+
+    name: str
+    key: str
+    memory_id: int
+    shared: posix_shm.SharedObject | None
+    offset: int
+    byte_size: int
+    owner: Ownership
+    users: set[int] = field(default_factory=set)  # gateways with requests of a withdrawn one
+    listed: bool = False  # in every gateway, while requests use the withdrawn one
+    blocks: int = 0  # of the object, when its pages had been taken
+    lessor: int = 0  # the process through which it is leased, or the local client it is of, or 0
+    cuda: CudaHandle | None = None
+    exporter: Exporter | None = None
+    pinned: bool = False
+
+    def shrank(self) -> bool:
+        """Whether pages of the object have been given back since (it may be as long as before)."""
+        if self.shared is None:
+            return False
+        status = os.fstat(self.shared.fd)
+        return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
+
+    def published(self, acknowledge: int) -> RegionPublished:
+        """What gateways are told."""
+        shared, handle, end = self.shared, self.cuda, self.offset + self.byte_size
+        told = RegionPublished(
+            name=self.name,
+            key=self.key,
+            memory_id=self.memory_id,
+            pid=0,
+            fd=-1,
+            inode=0,
+            object_size=end,
+            offset=self.offset,
+            byte_size=self.byte_size,
+            uid=self.owner.uid,
+            group=self.owner.group,
+            copied=self.owner.copied,
+            acknowledge=acknowledge,
+            pinned=self.pinned,
+        )
+        if handle is not None:
+            return replace(
+                told, handle=handle.raw, device_id=handle.device, device_uuid=handle.uuid
+            )
+        assert shared is not None
+        size = min(shared.size, end)
+        return replace(told, pid=os.getpid(), fd=shared.fd, inode=shared.inode, object_size=size)
+
+    def registered(self) -> RegionRegistered:
+        """What who listens to events is told."""
+        device = -1 if self.cuda is None else self.cuda.device
+        return RegionRegistered(
+            self.name, self.key, self.offset, self.byte_size, self.owner.uid, device
+        )
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the owner of the object removed it: a name for it can be taken over."""
+        return self.shared is not None and os.fstat(self.shared.fd).st_nlink == 0
+
+    def close(self) -> None:
+        """Let go of the object and of its owner."""
+        if self.shared is not None:
+            os.close(self.shared.fd)
+        if self.exporter is not None:
+            self.exporter.close()

@@ -1,0 +1,111 @@
+"""Native models that yield their responses, through the doors: the example, leaving, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+import shmserve.client
+from shmserve.errors import ShmserveError
+from tests.support.grpc_calls import stub
+from tests.support.servers import ROOT, Server, running
+from tests.support.waiting import until
+
+LASTING = """
+import asyncio, pathlib
+from collections.abc import AsyncIterator, Iterator
+from numpy import ndarray
+from shmserve.model import FP32
+
+class Plain:
+    def load(self, context):
+        self.note = context.directory / "closed"
+
+    def predict(self, x: FP32[ndarray, 1]) -> Iterator[FP32[ndarray, 1]]:
+        try:
+            while True:
+                yield x
+                if x[0] < 0:
+                    raise ValueError("enough")
+        finally:
+            self.note.touch()
+
+class Asynchronous(Plain):
+    async def predict(self, x: FP32[ndarray, 1]) -> AsyncIterator[FP32[ndarray, 1]]:
+        try:
+            yield x
+            if x[0] < 0:
+                raise ValueError("enough")
+            await asyncio.Event().wait()
+        finally:
+            self.note.touch()
+"""
+NATIVE = 'backend: "native"\nparameters {{ key: "class" value {{ string_value: "{}" }} }}\n'
+
+
+def add(repository: Path, name: str, kind: str, code: str) -> None:
+    folder = repository / name / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(code)
+    (repository / name / "config.pbtxt").write_text(NATIVE.format(kind))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    repository = tmp_path_factory.mktemp("streams") / "models"
+    add(repository, "words", "Words", (ROOT / "examples" / "native_stream.py").read_text())
+    for kind in ("Plain", "Asynchronous"):
+        add(repository, kind.lower(), kind, LASTING)
+    with running(repository, grpc=True) as started:
+        yield started, repository
+
+
+@pytest.fixture
+def client(served: tuple[Server, Path]) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(served[0].run_dir) as connected:
+        yield connected
+
+
+def words(responses: Any) -> list[bytes]:
+    return [response["output"][0] for response in responses]
+
+
+def test_the_example_streams(client: shmserve.client.Server) -> None:
+    text = np.array([b"one two three"], object)
+    assert words(client.stream("words", text=text)) == [b"one", b"two", b"three"]
+    assert words(client.stream("words", text=np.array([b""], object))) == []
+
+
+def test_the_example_over_grpc(served: tuple[Server, Path]) -> None:
+    text = b"one two three"
+    request = pb.ModelInferRequest(model_name="words", id="w")
+    request.inputs.add(name="text", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+    with stub(served[0]) as call:
+        responses = list(call.ModelStreamInfer(iter([request]), timeout=30))
+    assert [r.infer_response.raw_output_contents[0][4:] for r in responses] == text.split()
+
+
+@pytest.mark.parametrize("model", ["plain", "asynchronous"])
+def test_who_leaves_closes_it(
+    served: tuple[Server, Path], client: shmserve.client.Server, model: str
+) -> None:
+    note = served[1] / model / "1" / "closed"
+    note.unlink(missing_ok=True)
+    with client.stream(model, x=np.array([7], np.float32)) as responses:
+        assert next(responses)["output"][0] == 7
+        assert not note.exists()
+    until("it is closed", note.exists)
+
+
+@pytest.mark.parametrize("model", ["plain", "asynchronous"])
+def test_an_error_ends_it(client: shmserve.client.Server, model: str) -> None:
+    responses = client.stream(model, x=np.array([-1], np.float32))
+    assert next(responses)["output"][0] == -1
+    with pytest.raises(ShmserveError, match="ValueError: enough"):
+        next(responses)

@@ -1,0 +1,166 @@
+"""One execution of a Python model: from its requests to the response of each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from shmserve.errors import Internal
+from shmserve.workers.backends import ModelContext, Request, Response
+from shmserve.workers.backends.python.inputs import Lender
+from shmserve.workers.backends.python.request import ReceivedRequest
+from shmserve.workers.backends.python.response import InferenceResponse, to_response
+from shmserve.workers.backends.python.sender import SingleResponse
+
+logger = logging.getLogger(__name__)
+
+NOT_ITERATIVE = (
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
+    "configured to handle such a flag."
+)
+# How the count of an object looks that only a list refers to.
+_LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
+
+
+def misbehaved(instance: str, what: str) -> Internal:
+    """What clients are told of a model that does something wrong, in Triton's words."""
+    return Internal(f"Failed to process the request(s) for model '{instance}', message: {what}")
+
+
+class Execution:
+    """Calls `execute` of one model that is not decoupled. Where that is a coroutine function, one
+    event loop runs them."""
+
+    def __init__(self, context: ModelContext, model: Any) -> None:
+        self._context = context
+        self._model = model
+        self._lender = Lender(context.model_name, context.copied)
+        self._runner: asyncio.Runner | None = None
+
+    def execute(self, requests: list[Request]) -> list[Response]:
+        """Raises what the model raises, Internal for a bad return."""
+        self._lender.prepare()
+        received = [ReceivedRequest(request, self._lender) for request in requests]
+        try:
+            responses = self._execute(received)
+        except Exception:
+            responses = self._sent(received)
+            if not responses:
+                raise
+            logger.exception("model '%s' failed after it had answered", self._context.model_name)
+        self._lender.settle(responses)
+        _give_up(requests, received)
+        return responses
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What a coroutine of the model returns or raises."""
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(coroutine)
+
+    def close(self) -> None:
+        """End the event loop."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def _execute(self, received: list[ReceivedRequest]) -> list[Response]:
+        # Its own list: a model may empty what it is given.
+        returned = self._model.execute(list(received))
+        if not isinstance(returned, list):
+            returned = self._listed(returned, received)
+        if len(returned) != len(received):
+            raise self._misbehaved(
+                "Number of InferenceResponse objects do not match the number of InferenceRequest "
+                f"objects. InferenceRequest(s) size is:{len(received)}, and InferenceResponse(s) "
+                f"size is:{len(returned)}"
+            )
+        pairs = list(zip(received, returned, strict=True))
+        self._await_senders(
+            [request.outbox for request, item in pairs if item is None and request.outbox]
+        )
+        self._context.stopwatch.output_start_ns = time.monotonic_ns()
+        return [self._answer(*pair) for pair in pairs]
+
+    def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
+        """What `execute` has returned, if that is not yet a list."""
+        if asyncio.iscoroutine(returned):
+            returned = self.run(returned)
+        if returned is None and all(r.outbox is not None or r.is_rescheduled for r in received):
+            return [None] * len(received)
+        if not isinstance(returned, list):
+            raise self._misbehaved(_no_list(returned))
+        return returned
+
+    def _answer(self, request: ReceivedRequest, response: Any) -> Response:
+        if request.is_rescheduled:
+            return self._not_rescheduled(response)
+        if request.outbox is not None and request.outbox.response is not None:
+            return request.outbox.response
+        if isinstance(response, InferenceResponse):
+            return to_response(response)
+        what = (
+            "Expected an 'InferenceResponse' object in the execute function return list, found "
+            f"type '{type(response)}'."
+        )
+        return Response(error=self._misbehaved(what))
+
+    def _not_rescheduled(self, response: Any) -> Response:
+        """Why a request that its model wants to get again has failed."""
+        if response is None:
+            return Response(error=Internal(NOT_ITERATIVE))
+        what = (
+            "Expected a None object in the execute function return list for reschduled request, "
+            f"found type '{type(response)}'."
+        )
+        return Response(error=self._misbehaved(what))
+
+    def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
+        """Wait for responses that the model sends from its threads, or tasks of its loop."""
+        if self._runner is not None and not all(outbox.done.is_set() for outbox in outboxes):
+            self.run(_arrival(outboxes))
+        for outbox in outboxes:
+            outbox.done.wait()
+
+    @staticmethod
+    def _sent(received: Sequence[ReceivedRequest]) -> list[Response]:
+        """What the model has sent, if that is a response to every request."""
+        sent = [r.outbox.response for r in received if r.outbox is not None]
+        responses = [response for response in sent if response is not None]
+        return responses if len(responses) == len(received) else []
+
+    def _misbehaved(self, what: str) -> Internal:
+        return misbehaved(self._context.instance_name, what)
+
+
+def _no_list(returned: Any) -> str:
+    return f"Expected a list in the execute return, found type '{type(returned)}'."
+
+
+async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
+    loop = asyncio.get_running_loop()
+    changed = asyncio.Event()
+
+    def notify() -> None:
+        loop.call_soon_threadsafe(changed.set)
+
+    for outbox in outboxes:
+        outbox.listener = notify
+    while not all(outbox.done.is_set() for outbox in outboxes):
+        await changed.wait()
+        changed.clear()
+
+
+def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
+    """The memory of the inputs is used again: what the model keeps of them becomes its own."""
+    for index, request in enumerate(requests):
+        if not any(source.shared for source in request.inputs.values()):
+            continue
+        kept = sys.getrefcount(received[index]) > _LISTED
+        tensors = received[index].tensors
+        for name in tensors:
+            if kept or sys.getrefcount(tensors[name]) > _LISTED:
+                tensors[name].own()

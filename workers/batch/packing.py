@@ -1,0 +1,123 @@
+"""Written outputs -> the packed `Inferred` of a response, from templates where one was like it.
+
+Programs ask for the same again and again, and a model's responses are of few forms: what follows
+from the form alone is known, and only the bytes of small outputs are put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, InferredTemplate, pack_inferred
+from shmserve.workers.batch.request import Copied, Request, Response
+
+_MOST_BODIES = 16
+_MOST_TEMPLATES = 256
+
+
+class Ready(NamedTuple):
+    """An output to be written: `data` is the wire form (BYTES), or an array of it (a tensor, if it
+    goes to a device)."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Any
+    byte_size: int
+
+
+class ResponsePacker:
+    """Packs the responses of one model."""
+
+    def __init__(self, copied: Copied) -> None:
+        self._copied = copied
+        self._templates: dict[Any, InferredTemplate | None] = {}  # None: a form seen once
+        # By `_array_form`; with what the request wanted.
+        self._inline: dict[Any, tuple[Any, InferredTemplate]] = {}
+
+    def known(self, request: Request, response: Response) -> bytes | None:
+        """The packed response, where one to such a request, of arrays of the same types and shapes,
+        was inline and right before; else None."""
+        if request.placed or response.parameters:
+            return None
+        known = self._inline.get(_array_form(request, response))
+        if known is None or known[0] is not request.requested:
+            return None
+        datas = [output.data.tobytes() for output in response.outputs]
+        self._copied.outputs += sum(map(len, datas))
+        return known[1].fill(datas)
+
+    def pack(
+        self, ready: list[Ready], data: list[bytes | Place], request: Request, response: Response
+    ) -> bytes:
+        """The response, packed; put together from one before where that was of the same form."""
+        form = _wire_form(ready)
+        if not response.parameters:
+            inline = [where for where in data if isinstance(where, bytes)]
+            if len(inline) == len(data):
+                packed = self._filled(form, inline, ready)
+                if not request.placed:
+                    self._remember(request, response, ready)
+                return packed
+            known = request.bodies.get(form)
+            if known is not None:
+                return known
+        packed = pack_inferred(Inferred(_refs(ready, data), response.parameters))
+        wanted = request.requested
+        if (
+            not response.parameters
+            and len(request.bodies) < _MOST_BODIES
+            and all(wanted[item.name].place is not None for item in ready)
+        ):
+            # All is where the request says: shapes and sizes are all that can be new next time.
+            request.bodies[form] = packed
+        return packed
+
+    def _remember(self, request: Request, response: Response, ready: list[Ready]) -> None:
+        form = _array_form(request, response)
+        template = self._templates.get(_wire_form(ready))
+        if form is None or template is None or len(ready) != len(response.outputs):
+            return
+        # Not what is sent in another byte order.
+        if all(
+            item.data is output.data for item, output in zip(ready, response.outputs, strict=True)
+        ):
+            if len(self._inline) >= _MOST_TEMPLATES:
+                self._inline.clear()
+            self._inline[form] = request.requested, template
+
+    def _filled(self, form: Any, inline: list[bytes], ready: list[Ready]) -> bytes:
+        template = self._templates.get(form)
+        if template is not None:
+            return template.fill(inline)
+        response = Inferred(_refs(ready, inline))
+        if form in self._templates:  # the second time: it was worth remembering
+            self._templates[form] = InferredTemplate(response)
+        else:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            self._templates[form] = None
+        return pack_inferred(response)
+
+
+def _wire_form(ready: list[Ready]) -> Any:
+    return tuple([(*item[:3], item.byte_size) for item in ready])
+
+
+def _array_form(request: Request, response: Response) -> Any:
+    """What the checks of a response, and how it is packed, follow from; None where not all of it
+    are arrays of numbers."""
+    form: list[Any] = [request.batch_size]
+    for name, datatype, data in response.outputs:
+        if type(data) is not np.ndarray or datatype == "BYTES":
+            return None
+        form += (name, datatype, data.dtype, data.shape)
+    return tuple(form)
+
+
+def _refs(ready: list[Ready], data: Sequence[bytes | Place]) -> tuple[TensorRef, ...]:
+    return tuple([TensorRef(*item[:3], where) for item, where in zip(ready, data, strict=True)])
