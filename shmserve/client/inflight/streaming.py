@@ -22,6 +22,7 @@ from shmserve.client.request.results import Result, read_one_of_many
 from shmserve.errors import Internal, ShmserveError, from_code
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
+from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inference
 from shmserve.ipc.transport.records import MalformedMessage
 
@@ -33,7 +34,7 @@ class StreamPending(Pending):
     """A request with any number of responses. `items` are those that have come and were not read;
     `on_item` hears of each, and of the end; `over`: no more will come."""
 
-    __slots__ = ("_owed", "_owed_bytes", "_together", "items", "on_item", "over")
+    __slots__ = ("_copied_bytes", "_owed", "_owed_bytes", "_together", "items", "on_item", "over")
 
     def __init__(
         self, channel: RequestChannel, built: BuiltRequest, on_item: Callable[[], None] = nothing
@@ -44,6 +45,7 @@ class StreamPending(Pending):
         self.over = False
         self._owed = 0  # responses that were read, and are not granted again yet
         self._owed_bytes = 0
+        self._copied_bytes = 0  # of the last response, out of a worker's memory
         self._together = 1 if _is_placed(built) else _GRANTED_TOGETHER
 
     def ready(self) -> bool:
@@ -64,22 +66,21 @@ class StreamPending(Pending):
 
     def _read(self, body: bytes) -> None:
         item: Result | ShmserveError
-        copied: list[int] = [len(body)]
-
-        def copy(place: Any) -> bytes:
-            copied.append(place.byte_size)
-            return self.channel.server.copied(place)
-
+        self._copied_bytes = 0
         try:
-            item = read_one_of_many(self.built, body, copy, self.release)
+            item = read_one_of_many(self.built, body, self._copy, self.release)
         except ShmserveError as error:
             item = error
         except MalformedMessage:
             item = Internal("the response cannot be read")
-        self.items.append((item, sum(copied)))
+        self.items.append((item, len(body) + self._copied_bytes))
         if not isinstance(item, Result):
             self.over = True
             self.channel.cancel(self)
+
+    def _copy(self, place: Place) -> bytes:
+        self._copied_bytes += place.byte_size
+        return self.channel.server.copied(place)
 
     def done(self, outcome: Result | ShmserveError) -> None:
         if not self.abandoned and not self.over:
