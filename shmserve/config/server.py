@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.common.accelerators import cuda_devices
-from shmserve.common.auth_tokens import (
+from shmserve.common.access.auth_tokens import (
     GRPC_HEADER_PREFIX,
     Restrictions,
     Tokens,
@@ -19,8 +19,8 @@ from shmserve.common.auth_tokens import (
     parse_restrictions,
     read_tokens,
 )
+from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import is_inline
-from shmserve.common.shm_access import NO_GROUP, ShmPolicy
 from shmserve.config import grpc
 from shmserve.config.grpc import GrpcConfig
 from shmserve.config.metrics import MetricsConfig, parse_metrics_config
