@@ -68,13 +68,10 @@ class OpenRequest:
         Raises the error that it is.
         """
         try:
-            if isinstance(message, m.Failed):
-                raise failure(message)
-            if message.code:
-                raise from_code(message.code, message.message)
-            if not message.body:
-                return None
-            return unpack(message.body)
+            if (error := error_of(message)) is not None:
+                raise error
+            body = b"" if isinstance(message, m.Failed) else message.body
+            return unpack(body) if body else None
         except ShmserveError as error:
             log_failure(self.model, self.wire.id, error)
             raise
@@ -103,6 +100,13 @@ class OpenRequest:
         if not self.over:
             self.over = True
             self._dispatcher.cancel(self._pending)
+
+
+def error_of(message: Message) -> ShmserveError | None:
+    """The error that a response is, None for one that is none."""
+    if isinstance(message, m.Failed):
+        return failure(message)
+    return from_code(message.code, message.message) if message.code else None
 
 
 def is_last(message: Message) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import orjson
@@ -33,6 +34,7 @@ def error_json(message: str) -> bytes:
     return orjson.dumps({"error": message})
 
 
+@lru_cache(maxsize=64)
 def accepted(header: str) -> Framing | None:
     """The first stream of JSON that an Accept header names, if it names one."""
     for entry in header.lower().split(","):

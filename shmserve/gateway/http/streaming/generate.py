@@ -17,6 +17,7 @@ from shmserve.gateway.http.request import CONTENT_ENCODING, Request
 from shmserve.gateway.http.response import JSON, Reply
 from shmserve.gateway.http.streaming.responses import Responses, StreamReply
 from shmserve.gateway.inference.builder import build
+from shmserve.gateway.inference.open_request import error_of
 from shmserve.gateway.inference.response import check_size
 from shmserve.gateway.model_table import Model
 from shmserve.ipc.tensors.inference import Inferred
@@ -95,16 +96,13 @@ class _Generation:
         responses = self.responses
         try:
             await responses.wait()
-            responses.request.outputs(responses.first)
-        except QueueFull:
-            responses.close()
-            raise
-        except ShmserveError:
-            return 400  # Triton's for any error of a model here
+            error = error_of(responses.first)
+            if isinstance(error, QueueFull):
+                raise error
         except BaseException:
             responses.close()
             raise
-        return 200
+        return 200 if error is None else 400  # Triton's for any error of a model here
 
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
         """The next response, an error that it is too, and what it was made of; None for nothing but

@@ -16,7 +16,8 @@ from shmserve.gateway.http.request import ACCEPT, Request
 from shmserve.gateway.http.response import Reply
 from shmserve.gateway.http.streaming.responses import Responses, StreamReply
 from shmserve.gateway.inference.classification import as_asked
-from shmserve.gateway.inference.open_request import Message, is_last
+from shmserve.gateway.inference.open_request import Message, error_of, is_last
+from shmserve.gateway.inference.pipeline import log_failure
 from shmserve.gateway.inference.request import WireRequest
 from shmserve.gateway.model_table import Model
 from shmserve.ipc import messages as m
@@ -49,13 +50,13 @@ async def infer_stream(
 
 
 def _status(responses: Responses) -> int:
-    try:
-        responses.request.outputs(responses.first)
-    except ShmserveError as error:
-        if is_last(responses.first):
-            raise
-        return error.status
-    return 200
+    error = error_of(responses.first)
+    if error is None:
+        return 200
+    if is_last(responses.first):
+        log_failure(responses.request.model, responses.request.wire.id, error)
+        raise error
+    return error.status
 
 
 class _Events:
