@@ -135,7 +135,7 @@ def _read(
     for ref, data in zip(response.outputs, datas, strict=True):
         array = _inline(built, ref, data)
         arrays[ref.name] = to_torch(array, ref.datatype) if built.as_torch else array
-    return Result(arrays, response.parameters and dict(response.parameters), None), False
+    return Result(arrays, dict(response.parameters), None), False
 
 
 def _inline(built: BuiltRequest, ref: TensorRef, data: bytes) -> Array:

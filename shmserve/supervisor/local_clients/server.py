@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import itertools
 import logging
-import mmap
 import os
 import socket
 from collections import deque
@@ -32,26 +30,23 @@ from typing import Any
 from shmserve.common import fd_limits
 from shmserve.common.group_access import admit_group
 from shmserve.common.peer_credentials import credentials
-from shmserve.common.shm_access import NO_GROUP, Peer
+from shmserve.common.shm_access import NO_GROUP
 from shmserve.common.tasks import in_background
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities
-from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
-from shmserve.ipc.memory.posix_shm import SharedObject, described
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.ipc.tensors.ranges import fits, whole
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.listener import Listener, listening, no_room
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.local_clients import fd_passing
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
 from shmserve.supervisor.regions.lent import LentRegions
 
 logger = logging.getLogger(__name__)
 
-_MOST_GUESTS = 1024
+_MOST_CLIENTS = 1024
 _MOST_STRANGERS = 256  # who have not said hello; who has not for longest makes room
 _BACKLOG = 128
 _AT_ONCE = 64  # so many come in before those who did are listened to
@@ -92,16 +87,15 @@ class LocalClientServer:
         Raises Unavailable when the run directory has no room for it.
         """
         self._capabilities = capabilities
-        self._lent = lent
+        self._memory = LocalMemory(capabilities, lent)
         self._snapshot = snapshot
         self._on_left = on_left
         self._local_clients: dict[int, _LocalClient] = {}
         self._numbers = itertools.count(FIRST)
-        self._serials = itertools.count(1)
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = Acknowledgements()
         self._loop = asyncio.get_running_loop()
-        self._most = min(_MOST_GUESTS, fd_limits.for_local_clients())
+        self._most = min(_MOST_CLIENTS, fd_limits.for_local_clients())
         path = endpoints.listener(run_dir)
         try:
             path.parent.mkdir(mode=0o700)
@@ -271,7 +265,12 @@ class LocalClientServer:
                 answer: Any
                 try:
                     answer = m.Answered(
-                        number, {"memory": self._share(local_client, size, pin, fds)}
+                        number,
+                        {
+                            "memory": self._memory.share(
+                                local_client.number, local_client.uid, size, pin, fds
+                            )
+                        },
                     )
                 except ShmserveError as error:
                     answer = m.Refused(number, error.code, error.message)
@@ -279,78 +278,21 @@ class LocalClientServer:
             case m.ShareDeviceMemory() if local_client.welcomed:
                 in_background(self._answer_device(local_client, message), self._checks)
             case m.WithdrawMemory(memory_id=memory_id) if local_client.welcomed and memory_id:
-                self._lent.give_back(local_client.number, memory_id)
+                self._memory.give_back(local_client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
-
-    def _share(
-        self, local_client: _LocalClient, byte_size: int, pin: bool, fds: list[int]
-    ) -> list[Any]:
-        if len(fds) != 1:
-            raise InvalidArgument("one descriptor must come with the memory to share")
-        (fd,) = fds
-        shared = check_memory(fd, byte_size, trusted=local_client.uid in (0, os.geteuid()))
-        rest = (os.getpid(), fd, shared.inode, byte_size, True)
-        memory_id = self._capabilities.memory_id(local_client.number, *rest, pin)
-        self._lent.lend(
-            memory_id, shared, byte_size, Peer(local_client.uid), local_client.number, pin
-        )
-        fds.clear()
-        return [memory_id, *rest, False, pin]
 
     async def _answer_device(self, local_client: _LocalClient, asked: m.ShareDeviceMemory) -> None:
         answer: Any
         try:
-            memory = await self._share_device(local_client, asked)
+            memory = await self._memory.share_device(local_client.number, local_client.uid, asked)
+            if local_client.number not in self._local_clients:
+                self._memory.give_back(local_client.number)
             answer = m.Answered(asked.id, {"memory": memory})
         except ShmserveError as error:
             answer = m.Refused(asked.id, error.code, error.message)
         if local_client.number in self._local_clients:
             self._send(local_client, frames.pack([answer]))
-
-    async def _share_device(
-        self, local_client: _LocalClient, asked: m.ShareDeviceMemory
-    ) -> list[Any]:
-        handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
-        if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
-            raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
-        size = whole(asked.byte_size, "byte_size")
-        if not size or handle.device < 0:
-            raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
-        memory_id = self._capabilities.device_memory_id(
-            local_client.number, next(self._serials), size, handle
-        )
-        memory = Memory.on_device(memory_id, size, handle)
-        await self._lent.lend_cuda(memory, Peer(local_client.uid), local_client.number)
-        if local_client.number not in self._local_clients:
-            self._lent.give_back(local_client.number)
-        return [memory_id, size, handle.device, handle.raw, handle.uuid]
-
-
-def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
-    """The memfd `fd`, for workers to map the first `byte_size` bytes of.
-
-    Raises InvalidArgument when they could die of touching it: when it can shrink, is smaller, has
-    no memory behind it yet, or is of huge pages and of who is not `trusted` to leave them in place:
-    the host may have no others.
-    """
-    if not fd_passing.is_memory(fd) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
-    shared = described(fd)
-    status = os.fstat(fd)
-    page = os.fstatvfs(fd).f_bsize
-    if page != mmap.PAGESIZE and (not trusted or byte_size % page):
-        raise InvalidArgument(
-            "shared memory must be of ordinary pages, or, from the server's own user, of whole "
-            "huge pages"
-        )
-    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-        raise InvalidArgument("shared memory must be open for reading and writing")
-    if not byte_size > 0 or not fits(0, byte_size, shared.size):
-        raise InvalidArgument(f"'byte_size' must be from 1 to {shared.size}, got {byte_size}")
-    if status.st_blocks * 512 < byte_size:
-        raise InvalidArgument("memory must be reserved (posix_fallocate) before it is shared")
-    return shared
 
 
 def _for_local_clients(message: Any) -> Any:

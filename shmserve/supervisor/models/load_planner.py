@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from shmserve import model_config
 from shmserve.common.model_names import is_model_name
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
-from shmserve.supervisor.models import repository
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models import overrides, repository
+from shmserve.supervisor.models.version.spec import VersionSpec
 
 if TYPE_CHECKING:
     from shmserve.common.accelerators import Accelerators
@@ -126,13 +126,13 @@ class LoadPlanner:
 
     def _remove(self, folder: Path) -> None:
         if folder.is_relative_to(self._overrides):
-            repository.discard_override(folder)
+            overrides.discard(folder)
 
     def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
         if files:
             if not override:
                 raise InvalidArgument("override files are given without a 'config' override")
-            path = repository.materialise_override(self._overrides, name, override, files)
+            path = overrides.materialise(self._overrides, name, override, files)
             return repository.scan([path.parent])[name]
         folder = self._find(name)
         if folder is None:

@@ -20,10 +20,10 @@ from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import CONFIG_FILE, IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
-from shmserve.supervisor.models.states import ModelState
 from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, Status
-from shmserve.supervisor.models.version import ModelVersion
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.states import ModelState
 from shmserve.supervisor.startup_report import StartupReport
 
 logger = logging.getLogger(__name__)

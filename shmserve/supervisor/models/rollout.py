@@ -17,9 +17,9 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.states import ModelState
 from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, Status
-from shmserve.supervisor.models.version import ModelVersion
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.states import ModelState
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 from shmserve.errors import NotFound
 from shmserve.ipc import messages as m
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
-from shmserve.supervisor.models.states import ModelState
-from shmserve.supervisor.models.version import ModelVersion
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.states import ModelState
 from shmserve.supervisor.processes.table import Child
 
 UNLOADED = "unloaded"

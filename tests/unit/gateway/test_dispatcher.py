@@ -175,3 +175,41 @@ def test_what_is_read_when_its_scheduler_is_lost_is_given_back_by_way_of_the_suc
     old, new = asyncio.run(lose())
     assert old == []
     assert new == ([] if known == "never" else [m.Release(4321, [4096])])
+
+
+def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told, and the end; what comes after who waited has left is given back."""
+    monkeypatch.setattr("shmserve.gateway.links.scheduler.Link", Link)
+    body = answer().body
+
+    async def stream() -> tuple[list[Any], list[Any], list[str]]:
+        dispatcher = Dispatcher()
+        scheduler = dispatcher.scheduler("ipc://nowhere")
+        scheduler.use()
+        heard: list[Any] = []
+        released: list[str] = []
+        link: Any = scheduler.link
+        for number in (1, 2):
+            submit = m.Submit(number, 1, b"", 0, 0, 0, 0, b"", "")
+            pending = dispatcher.open(
+                scheduler, submit, partial(released.append, f"of {number}"), heard.append
+            )
+            scheduler._take(m.Responded(number, "", "", body, False))
+            dispatcher.grant(pending, 4)
+            if number == 2:
+                dispatcher.cancel(pending)
+            scheduler._take(m.Responded(number, "", "", body, False))
+            scheduler._take(m.Responded(number, "", "", b"", True))
+            dispatcher.grant(pending, 5)  # too late: it has ended
+        return heard, link.posted, released
+
+    heard, posted, released = asyncio.run(stream())
+    assert [(message.id, message.final) for message in heard] == [
+        *((1, False), (1, False), (1, True)),
+        (2, False),
+    ]
+    assert [message for message in posted if not isinstance(message, m.Submit)] == [
+        *(m.Grant(1, 4), m.Grant(2, 4), m.Cancel(2)),
+        m.Release(4321, [4096]),
+    ]
+    assert released == ["of 1", "of 2"]

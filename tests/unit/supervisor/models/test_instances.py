@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.supervisor.models.instances import expand_instances
+from shmserve.supervisor.models.version.instances import expand_instances
 
 
 def group(name: str, kind: str, count: int, *gpus: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.status import ModelRegistry
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.spec import VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
 
 

@@ -16,14 +16,13 @@ from shmserve.config.options import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import UNWRITTEN, to_dict
+from shmserve.supervisor.models import overrides
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import (
     ModelFolder,
-    discard_override,
     find,
     fingerprint,
     inline_model,
-    materialise_override,
     missing_versions,
     read_config,
     scan,
@@ -349,7 +348,7 @@ def test_the_fingerprint_follows_links(tmp_path: Path) -> None:
 
 def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
     base = tmp_path / "run" / "overrides"
-    path = materialise_override(
+    path = overrides.materialise(
         base,
         "m",
         '{"backend": "python", "parameters": {"P": {"string_value": "é\\n\\"x"}}}',
@@ -361,9 +360,9 @@ def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
     assert folder is not None
     assert folder.versions == (1,)
     assert read_config(folder)[0].parameters["P"].string_value == 'é\n"x'
-    other = materialise_override(base, "m", "{}", {})
+    other = overrides.materialise(base, "m", "{}", {})
     assert other != path
-    discard_override(path)
+    overrides.discard(path)
     assert not path.exists()
     assert other.exists()
 
@@ -389,7 +388,7 @@ def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
 )
 def test_an_override_cannot_leave_its_folder(tmp_path: Path, path: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        materialise_override(tmp_path, "m", "{}", {"1/model.py": b"x", path: b"y"})
+        overrides.materialise(tmp_path, "m", "{}", {"1/model.py": b"x", path: b"y"})
     assert str(tmp_path) not in caught.value.message
     assert list(tmp_path.iterdir()) == []
 
@@ -401,7 +400,7 @@ def test_whatever_the_path_nothing_is_written_outside(
     root = tmp_path_factory.mktemp("root")
     base = root / "base"
     try:
-        made = materialise_override(base, "m", "{}", {path: b"y"})
+        made = overrides.materialise(base, "m", "{}", {path: b"y"})
     except InvalidArgument:
         made = None
     assert list(root.iterdir()) == [base]
@@ -414,7 +413,7 @@ def test_whatever_the_path_nothing_is_written_outside(
 def test_a_bad_override_leaves_nothing(tmp_path: Path) -> None:
     for name, config in (("..", "{}"), ("m", "{"), ("m", '{"input": [[]]}')):
         with pytest.raises(InvalidArgument):
-            materialise_override(tmp_path, name, config, {})
+            overrides.materialise(tmp_path, name, config, {})
     assert list(tmp_path.iterdir()) == []
 
 

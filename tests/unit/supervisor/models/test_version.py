@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from shmserve.ipc import messages as m
-from shmserve.supervisor.models.states import InstanceState
-from shmserve.supervisor.models.version import ModelVersion
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.states import InstanceState
 from tests.rigs.process_rig import Made, Processes, plan, turns
 
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.supervisor.models.states import InstanceState, instance_after
+from shmserve.supervisor.models.version.states import InstanceState, instance_after
 from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 from shmserve.supervisor.processes.table import Child
 

@@ -16,9 +16,9 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import SchedulerStart, SchedulingLimits, encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.counters import counted
-from shmserve.supervisor.models.carry_over import CarryOver
-from shmserve.supervisor.models.states import Lifetime
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.carry_over import CarryOver
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
 
 _ENTRY = "shmserve.scheduler.main:run"

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from shmserve.errors import ShmserveError
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.instances import Instance, expand_instances
-from shmserve.supervisor.models.load_protocol import LoadProtocol
-from shmserve.supervisor.models.scheduler_process import SchedulerProcess
-from shmserve.supervisor.models.states import InstanceState, Lifetime
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.instances import Instance, expand_instances
+from shmserve.supervisor.models.version.load_protocol import LoadProtocol
+from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.states import InstanceState, Lifetime
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)

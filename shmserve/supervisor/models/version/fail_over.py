@@ -12,9 +12,9 @@ from collections.abc import Callable
 from shmserve.errors import ShmserveError
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.instance_processes import InstanceProcesses
-from shmserve.supervisor.models.scheduler_process import SchedulerProcess
-from shmserve.supervisor.models.states import Lifetime
+from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_co
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.instances import Instance, inbox
-from shmserve.supervisor.models.scheduler_process import SchedulerProcess
-from shmserve.supervisor.models.states import Lifetime
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.instances import Instance, inbox
+from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
 
 _ENTRY = "shmserve.workers.main:run"

@@ -20,12 +20,12 @@ from typing import Any
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.fail_over import FailOver
-from shmserve.supervisor.models.instance_processes import InstanceProcesses
-from shmserve.supervisor.models.load_protocol import LoadProtocol
-from shmserve.supervisor.models.scheduler_process import SchedulerProcess
-from shmserve.supervisor.models.states import Lifetime
-from shmserve.supervisor.models.version_spec import VersionSpec
+from shmserve.supervisor.models.version.fail_over import FailOver
+from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.load_protocol import LoadProtocol
+from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)

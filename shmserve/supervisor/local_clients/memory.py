@@ -1,0 +1,87 @@
+"""The memory that local clients share for their requests: checked, named by a MAC, lent."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+from typing import Any
+
+from shmserve.common.shm_access import Peer
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
+from shmserve.ipc.memory.posix_shm import SharedObject, described
+from shmserve.ipc.messages import ShareDeviceMemory
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
+from shmserve.ipc.tensors.ranges import fits, whole
+from shmserve.supervisor.local_clients import fd_passing
+from shmserve.supervisor.regions.lent import LentRegions
+
+
+class LocalMemory:
+    """What a local client may share. Its methods return the memory as clients and workers name it,
+    and raise ShmserveError, with nothing kept, for what cannot be."""
+
+    def __init__(self, capabilities: Capabilities, lent: LentRegions) -> None:
+        self._capabilities = capabilities
+        self._lent = lent
+        self._serials = itertools.count(1)
+
+    def share(self, number: int, uid: int, byte_size: int, pin: bool, fds: list[int]) -> list[Any]:
+        """A memfd of the local client `number`, of user `uid`; its descriptor is taken out of
+        `fds`."""
+        if len(fds) != 1:
+            raise InvalidArgument("one descriptor must come with the memory to share")
+        (fd,) = fds
+        shared = check_memory(fd, byte_size, trusted=uid in (0, os.geteuid()))
+        rest = (os.getpid(), fd, shared.inode, byte_size, True)
+        memory_id = self._capabilities.memory_id(number, *rest, pin)
+        self._lent.lend(memory_id, shared, byte_size, Peer(uid), number, pin)
+        fds.clear()
+        return [memory_id, *rest, False, pin]
+
+    async def share_device(self, number: int, uid: int, asked: ShareDeviceMemory) -> list[Any]:
+        """Memory on a device, by its handle, which a worker looks at. A local client that leaves
+        meanwhile is the caller's to look after."""
+        handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
+        if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
+            raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
+        size = whole(asked.byte_size, "byte_size")
+        if not size or handle.device < 0:
+            raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
+        memory_id = self._capabilities.device_memory_id(number, next(self._serials), size, handle)
+        memory = Memory.on_device(memory_id, size, handle)
+        await self._lent.lend_cuda(memory, Peer(uid), number)
+        return [memory_id, size, handle.device, handle.raw, handle.uuid]
+
+    def give_back(self, number: int, memory_id: int = 0) -> None:
+        """A local client needs a memory no more, or (without `memory_id`) is gone."""
+        self._lent.give_back(number, memory_id)
+
+
+def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
+    """The memfd `fd`, for workers to map the first `byte_size` bytes of.
+
+    Raises InvalidArgument when they could die of touching it: when it can shrink, is smaller, has
+    no memory behind it yet, or is of huge pages and of who is not `trusted` to leave them in place:
+    the host may have no others.
+    """
+    if not fd_passing.is_memory(fd) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
+    shared = described(fd)
+    status = os.fstat(fd)
+    page = os.fstatvfs(fd).f_bsize
+    if page != mmap.PAGESIZE and (not trusted or byte_size % page):
+        raise InvalidArgument(
+            "shared memory must be of ordinary pages, or, from the server's own user, of whole "
+            "huge pages"
+        )
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise InvalidArgument("shared memory must be open for reading and writing")
+    if not byte_size > 0 or not fits(0, byte_size, shared.size):
+        raise InvalidArgument(f"'byte_size' must be from 1 to {shared.size}, got {byte_size}")
+    if status.st_blocks * 512 < byte_size:
+        raise InvalidArgument("memory must be reserved (posix_fallocate) before it is shared")
+    return shared

@@ -1,0 +1,1 @@
+"""One model version: its scheduler and its instances, and what becomes of them."""

@@ -1,0 +1,211 @@
+"""Streams of responses at the client's end: credit, losses, leaving; the test is the scheduler."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.client.errors import Disconnected
+from shmserve.client.inflight import streaming
+from shmserve.client.inflight.streaming import ResponseStream
+from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel
+from shmserve.client.models import Model
+from shmserve.client.request.options import PLAIN
+from shmserve.client.request.prepare import BuiltRequest
+from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.ipc import messages as m
+from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
+from shmserve.ipc.transport.router import Router
+from tests.rigs.called_models import Peer
+from tests.unit.client.test_inflight import connection as _connection
+
+connection = _connection
+TOGETHER = FIRST_CREDIT // 2
+WORK = pack_inference(Inference("", ()))
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[Peer]:
+    router = Router(f"ipc://{tmp_path}/scheduler")
+    yield Peer(router)
+    router.close()
+
+
+@pytest.fixture
+def channel(connection: Any) -> Iterator[ThreadChannel]:
+    made = ThreadChannel(connection)
+    yield made
+    made.close()
+
+
+def opened(way: Any, tmp_path: Path, ended: list[str]) -> ResponseStream:
+    """A stream of a model whose scheduler is the test's; `ended` hears when its memory is free."""
+    config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
+    endpoint = f"ipc://{tmp_path}/scheduler"
+    published = m.ModelPublished("m", "1", config, {}, endpoint, True, True, 0.0, 0)
+    model = Model(published, way.connection.models)
+    built = BuiltRequest(model, WORK, 0, b"", PLAIN, end=lambda: ended.append("free"))
+    return ResponseStream(way, way.open(built), None)
+
+
+def body(n: int, size: int = 1) -> bytes:
+    data = np.full(size, n, np.int32).tobytes()
+    return pack_inferred(Inferred((TensorRef("y", "INT32", (size,), data),)))
+
+
+def responded(number: int, n: int, *, size: int = 1, final: bool = False) -> m.Responded:
+    return m.Responded(number, "", "", body(n, size), final)
+
+
+def values(responses: Any) -> list[int]:
+    return [int(response["y"][0]) for response in responses]
+
+
+def test_what_was_read_is_granted_together(
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path
+) -> None:
+    ended: list[str] = []
+    stream = opened(channel, tmp_path, ended)
+    number = scheduler.next(m.Submit).id
+    scheduler.say(*(responded(number, n) for n in range(FIRST_CREDIT)))
+    for n in range(TOGETHER):
+        assert values([next(stream)]) == [n]
+    assert scheduler.silent()  # the last is its reader's until the next is asked for
+    assert values([next(stream)]) == [TOGETHER]
+    assert scheduler.next(m.Grant) == m.Grant(number, TOGETHER)  # type: ignore[type-var]
+    assert not ended
+    scheduler.say(m.Responded(number, "", "", b"", True))
+    assert values(stream) == [*range(TOGETHER + 1, FIRST_CREDIT)]
+    assert ended == ["free"] and list(stream) == []
+
+
+def test_what_is_large_is_granted_sooner(
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert streaming._BYTES_TOGETHER < MOST_UNREAD_BYTES
+    monkeypatch.setattr(streaming, "_BYTES_TOGETHER", 1000)
+    stream = opened(channel, tmp_path, [])
+    number = scheduler.next(m.Submit).id
+    for n in range(3):
+        scheduler.say(responded(number, n, size=250))
+        assert values([next(stream)]) == [n]
+        if n:
+            assert scheduler.next(m.Grant) == m.Grant(number, 1)  # type: ignore[type-var]
+    scheduler.say(responded(number, 3, final=True))
+    assert values(stream) == [3]
+
+
+@pytest.mark.parametrize("how", ["close", "collected"])
+def test_who_leaves_cancels_and_reads_no_more(
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path, how: str
+) -> None:
+    ended: list[str] = []
+    stream: ResponseStream | None = opened(channel, tmp_path, ended)
+    number = scheduler.next(m.Submit).id
+    scheduler.say(responded(number, 0), responded(number, 1))
+    assert stream is not None and values([next(stream)]) == [0]
+    if how == "close":
+        stream.close()
+        assert list(stream) == []
+        stream.close()
+    stream = None
+    gc.collect()
+    assert scheduler.next(m.Cancel) == m.Cancel(number)
+    scheduler.say(responded(number, 2), m.Failed(number, "CANCELLED", "", 0, False))
+    other = opened(channel, tmp_path, [])
+    scheduler.say(responded(scheduler.next(m.Submit).id, 7, final=True))
+    assert values(other) == [7] and ended == ["free"]
+
+
+def test_an_error_may_be_followed_by_responses(
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path
+) -> None:
+    stream = opened(channel, tmp_path, [])
+    number = scheduler.next(m.Submit).id
+    scheduler.say(m.Responded(number, "INTERNAL", "no", b"", False), responded(number, 1))
+    with pytest.raises(Internal, match="no"):
+        next(stream)
+    assert values([next(stream)]) == [1]
+    scheduler.say(m.Responded(number, "INTERNAL", "the last", b"", True))
+    with pytest.raises(Internal, match="the last"):
+        next(stream)
+    assert list(stream) == []
+
+
+def test_a_response_that_cannot_be_read_ends_them(
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path
+) -> None:
+    stream = opened(channel, tmp_path, [])
+    number = scheduler.next(m.Submit).id
+    scheduler.say(m.Responded(number, "", "", b"garbage", False))
+    with pytest.raises(Internal, match="cannot be read"):
+        next(stream)
+    assert list(stream) == []
+    channel.channel.flush()
+    assert scheduler.next(m.Cancel) == m.Cancel(number)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_lost_scheduler_s_streams_run_again_unless_they_have_begun(
+    connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path, begun: bool
+) -> None:
+    successor_router = Router(f"ipc://{tmp_path}/successor")
+    successor, ended = Peer(successor_router), list[str]()
+    stream = opened(channel, tmp_path, ended)
+    submit = scheduler.next(m.Submit)
+    if begun:
+        scheduler.say(responded(submit.id, 0))
+        assert values([next(stream)]) == [0]
+    connection.lose(f"ipc://{tmp_path}/scheduler", successor_router.endpoint)
+    if begun:
+        with pytest.raises(Unavailable, match="after the request's first response"):
+            next(stream)
+        assert ended == ["free"] and list(stream) == []
+    else:
+        channel.channel.take([])
+        assert successor.next(m.Submit) == submit
+        successor.say(responded(submit.id, 5, final=True))
+        assert values(stream) == [5]
+    successor_router.close()
+
+
+def test_an_ordinary_answer_is_the_only_one(
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path
+) -> None:
+    ended: list[str] = []
+    stream = opened(channel, tmp_path, ended)
+    scheduler.say(m.Finished(scheduler.next(m.Submit).id, body(3)))
+    assert values(stream) == [3] and ended == ["free"]
+
+
+def test_a_thread_without_a_channel_of_its_own_streams_too(
+    connection: Any, scheduler: Peer, tmp_path: Path
+) -> None:
+    stream = opened(SharedChannel(connection), tmp_path, [])
+    number = scheduler.next(m.Submit).id
+    scheduler.say(*(responded(number, n) for n in range(TOGETHER + 1)))
+    for n in range(TOGETHER + 1):
+        assert values([next(stream)]) == [n]
+    assert scheduler.next(m.Grant) == m.Grant(number, TOGETHER)  # type: ignore[type-var]
+    stream.close()
+    assert scheduler.next(m.Cancel) == m.Cancel(number)
+
+
+def test_the_end_of_the_connection_ends_them(
+    connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path
+) -> None:
+    streams = [opened(way, tmp_path, []) for way in (channel, SharedChannel(connection))]
+    connection.close()
+    for stream in streams:
+        with pytest.raises(Disconnected):
+            next(stream)
+        assert list(stream) == []
+        with pytest.raises(ShmserveError):
+            opened(stream._way, tmp_path, [])
