@@ -17,12 +17,12 @@ A local client's request: client/session.py finds the server and client/connecti
 in shared memory, client/inflight/ submits; scheduler/local_clients.py checks what no gateway has.
 
 A model's load: supervisor/models/manager.py takes the request; load_planner.py reads folder and
-configuration; version.py starts scheduler_process.py and instance_processes.py, which follows
-load_protocol.py with each worker; rollout.py lets it serve and publishes it to the gateways.
+configuration; version/model_version.py starts scheduler_process.py and instance_processes.py, which
+follows load_protocol.py with each worker; rollout.py lets it serve and publishes it.
 
-A worker's death: supervisor/processes/table.py notices, models/instance_processes.py starts another
-one with a backoff (restart_backoff.py); scheduler/instances/losses.py decides which of its requests
-run again, alone, and which fail. A scheduler's: models/fail_over.py.
+A worker's death: supervisor/processes/table.py notices, version/instance_processes.py starts
+another one with a backoff (restart_backoff.py); scheduler/instances/losses.py decides which of its
+requests run again, alone, and which fail. A scheduler's: version/fail_over.py.
 
 The control plane, beside it: cli and config; supervisor owns the process tree (processes/, host/),
 what is loaded (models/), whose memory is registered (regions/), programs on this host

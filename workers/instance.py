@@ -24,10 +24,10 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend, ModelContext, is_decoupled
 from shmserve.workers.batch.execute import Executor
+from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
-from shmserve.workers.failures import Failures
 from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.metrics import MetricsReports
 from shmserve.workers.scheduler_link import SchedulerLink

@@ -16,7 +16,7 @@ class MemoryDropped:
 class RegionPublished:
     """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
 
-    `uid` and `group` say whose it is; `copied`: it is not to be mapped (common/shm_access.py says
+    `uid` and `group` say whose it is; `copied`: it is not to be mapped (shm_access.py says
     when); `pinned`: workers on CUDA devices lock its pages.
     `draining`: its name is free already, and requests in flight use it still: it is listed, and
     nothing else, until `RegionDrained`.

@@ -28,14 +28,6 @@ class MetricsConfig:
         """The quantiles that schedulers keep: none where nobody sees them."""
         return self.summary_quantiles if self.summary_latencies else ()
 
-    def shown(self) -> dict[str, bool]:
-        """What gateways are told."""
-        return {
-            "counter_latencies": self.counter_latencies,
-            "histogram_latencies": self.histogram_latencies,
-            "summary_latencies": self.summary_latencies,
-        }
-
 
 def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
     """The settings of all --metrics-config, the last of a name; raises InvalidArgument."""

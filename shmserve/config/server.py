@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.accelerators import cuda_devices
-from shmserve.common.auth_tokens import (
+from shmserve.common.access.auth_tokens import (
     GRPC_HEADER_PREFIX,
     Restrictions,
     Tokens,
-    encode_restrictions,
     parse_restrictions,
     read_tokens,
 )
+from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import is_inline
-from shmserve.common.shm_access import NO_GROUP, ShmPolicy
 from shmserve.config import grpc
 from shmserve.config.grpc import GrpcConfig
 from shmserve.config.metrics import MetricsConfig, parse_metrics_config
@@ -86,26 +84,6 @@ class ServerConfig:
     def worker_threads(self, instances: int) -> int:
         """Compute threads of one of `instances` workers of a model: the cores, shared out."""
         return max(1, len(os.sched_getaffinity(0)) // max(1, instances))
-
-    def gateway_settings(self) -> dict[str, Any]:
-        """What a gateway is told."""
-        return {
-            "id": self.server_id,
-            "max_input_size": self.http_max_input_size,
-            "request_timeout_us": self.request_timeout_us,
-            "arena_byte_size": self.arena_byte_size,
-            "body_timeout_s": self.http_body_timeout_s,
-            "http_address": self.http_address,
-            "tokens": dict(self.tokens),
-            "http_restricted": encode_restrictions(self.http_restricted),
-            "grpc_restricted": encode_restrictions(self.grpc_restricted),
-            "allow_client_shm": self.shm.allow,
-            "shm_overlap": self.shm.overlap,
-            "cuda_devices": cuda_devices(self.visible_devices),
-            "http_header_forward_pattern": self.http_header_forward_pattern,
-            "grpc_header_forward_pattern": self.grpc_header_forward_pattern,
-            **self.metrics.shown(),
-        }
 
     @property
     def guarded(self) -> bool:

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from shmserve import logs
-from shmserve.common.group_access import admit_group
-from shmserve.common.shm_access import NO_GROUP
+from shmserve.common.access.group_access import admit_group
+from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import SchedulerReady

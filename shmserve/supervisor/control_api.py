@@ -7,7 +7,7 @@ import typing
 from collections.abc import Coroutine
 from typing import Any
 
-from shmserve.common.shm_access import Peer
+from shmserve.common.access.shm_access import Peer
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import CudaHandle

@@ -10,6 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from shmserve.common.accelerators import cuda_devices
+from shmserve.common.access.auth_tokens import encode_restrictions
+from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.grpc.settings import GrpcSettings
 from shmserve.gateway.settings import GatewayStart, Settings
@@ -66,7 +69,7 @@ class Gateways:
         start = GatewayStart(
             name=name,
             run_dir=self._context.run_dir,
-            settings=Settings(**self._context.config.gateway_settings()),
+            settings=_settings(self._context.config),
             http_sockets=0 if name == _GRPC else len(self._listeners.http),
             grpc=self._grpc_settings() if name == _GRPC else None,
             log=self._context.log,
@@ -157,3 +160,25 @@ class Gateways:
             else:
                 child.kill()  # it does not hear yet
         await asyncio.gather(*(self._context.end(child, 2.0) for child in self._children.values()))
+
+
+def _settings(config: ServerConfig) -> Settings:
+    return Settings(
+        id=config.server_id,
+        max_input_size=config.http_max_input_size,
+        request_timeout_us=config.request_timeout_us,
+        arena_byte_size=config.arena_byte_size,
+        body_timeout_s=config.http_body_timeout_s,
+        http_address=config.http_address,
+        tokens=dict(config.tokens),
+        http_restricted=encode_restrictions(config.http_restricted),
+        grpc_restricted=encode_restrictions(config.grpc_restricted),
+        allow_client_shm=config.shm.allow,
+        shm_overlap=config.shm.overlap,
+        cuda_devices=cuda_devices(config.visible_devices),
+        http_header_forward_pattern=config.http_header_forward_pattern,
+        grpc_header_forward_pattern=config.grpc_header_forward_pattern,
+        counter_latencies=config.metrics.counter_latencies,
+        histogram_latencies=config.metrics.histogram_latencies,
+        summary_latencies=config.metrics.summary_latencies,
+    )

@@ -52,9 +52,9 @@ from shmserve.supervisor.supervisor import ENDING, Supervisor
 logger = logging.getLogger(__name__)
 
 _FRONT_PRELOADS = ("shmserve.gateway.http.main", "shmserve.scheduler.main")
-_WORKER_PRELOADS = ("torch", "shmserve.workers.main", "shmserve.workers.preload_operations")
-_SCRIPTED = "shmserve.workers.preload_scripted"
-_EXPORTED = "shmserve.workers.preload_exported"
+_WORKER_PRELOADS = ("torch", "shmserve.workers.main", "shmserve.workers.preloads.operations")
+_SCRIPTED = "shmserve.workers.preloads.scripted"
+_EXPORTED = "shmserve.workers.preloads.exported"
 
 
 def serve(config: ServerConfig) -> int:

@@ -11,11 +11,11 @@ from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages import BatchFinished, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
+from shmserve.workers.batch.failures import WrongCount
 from shmserve.workers.batch.input_policy import InputPolicy
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
-from shmserve.workers.failures import WrongCount
 from shmserve.workers.scheduler_link import Batch, OpenRequest
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages import ExecutionResponded, Reply
+from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Copied, Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.control import Control
-from shmserve.workers.failures import Failures
 from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.metrics import MetricsReports
 from shmserve.workers.scheduler_link import OpenRequest, SchedulerLink

@@ -10,8 +10,8 @@ import base64
 import binascii
 import re
 
+from shmserve.common.access.shm_access import Peer
 from shmserve.common.cuda_errors import INVALID, not_supported
-from shmserve.common.shm_access import Peer
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE

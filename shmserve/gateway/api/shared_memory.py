@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
-from shmserve.common.shm_access import NOBODY, Peer
+from shmserve.common.access.shm_access import NOBODY, Peer
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common.peer_credentials import Address, loopback_peer
-from shmserve.common.shm_access import Peer
+from shmserve.common.access.peer_credentials import Address, loopback_peer
+from shmserve.common.access.shm_access import Peer
 from shmserve.gateway.client_identity import ClientIdentity, Listener
 from shmserve.gateway.grpc.core import sockets as core_sockets
 

@@ -16,8 +16,8 @@ import grpc
 import grpc.aio
 
 from shmserve.common import fd_limits
-from shmserve.common.auth_tokens import Authorisation, decode_restrictions
-from shmserve.common.peer_credentials import is_loopback
+from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
+from shmserve.common.access.peer_credentials import is_loopback
 from shmserve.common.tls import Tls
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, ListenerKind

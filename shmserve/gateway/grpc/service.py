@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """One RPC: the API it belongs to (`scope`, as common/auth_tokens.py has them), and
+    """One RPC: the API it belongs to (`scope`, as common/access/auth_tokens.py has them), and
     `handler(gateway, client, request) -> response` for plain ones.
 
     Those without a handler are the `Service`'s own.

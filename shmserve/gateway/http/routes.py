@@ -110,7 +110,7 @@ def authorise(route: Route, request: Request) -> None:
     """Decide whether this request may use this API; every route passes here.
 
     Another site's page in the user's browser may not: it could send such a POST unasked. What else
-    is refused says common/auth_tokens.py.
+    is refused says common/access/auth_tokens.py.
     """
     headers = request.headers
     if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST":

@@ -27,7 +27,7 @@ def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[
     matches = _compiled(pattern).search
     found = {name: value for name, value in headers if matches(name)}
     for name in found:
-        if name in _RESERVED or name.startswith("triton_"):
+        if name.lower() in _RESERVED or name.lower().startswith("triton_"):
             raise InvalidArgument(
                 f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
             )

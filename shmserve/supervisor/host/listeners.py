@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.peer_credentials import is_loopback
-from shmserve.common.shm_access import NO_GROUP
+from shmserve.common.access.peer_credentials import is_loopback
+from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.transport.untrusted_router import refuse_descriptors
 

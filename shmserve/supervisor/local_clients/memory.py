@@ -8,7 +8,7 @@ import mmap
 import os
 from typing import Any
 
-from shmserve.common.shm_access import Peer
+from shmserve.common.access.shm_access import Peer
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE

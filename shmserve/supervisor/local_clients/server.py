@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.common import fd_limits
-from shmserve.common.group_access import admit_group
-from shmserve.common.peer_credentials import credentials
-from shmserve.common.shm_access import NO_GROUP
+from shmserve.common.access.group_access import admit_group
+from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.common.tasks import in_background
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints

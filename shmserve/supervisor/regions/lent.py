@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.common.shm_access import Peer
+from shmserve.common.access.shm_access import Peer
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import MemoryDropped
 from shmserve.ipc.tensors.descriptors import Memory

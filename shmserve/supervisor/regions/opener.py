@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable
 
-from shmserve.common.shm_access import (
+from shmserve.common.access.shm_access import (
     NO_GROUP,
     SHM_DISABLED,
     Ownership,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from shmserve.common.shm_access import ShmPolicy
+from shmserve.common.access.shm_access import ShmPolicy
 from shmserve.errors import InvalidArgument
 
 _FOLDER = "/dev/shm"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 
-from shmserve.common.shm_access import Ownership
+from shmserve.common.access.shm_access import Ownership
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import RegionPublished, RegionRegistered
 from shmserve.ipc.tensors.descriptors import CudaHandle

@@ -10,7 +10,7 @@ A region is a numbered generation of a name:
 The object is opened once, here; workers map that very object through the supervisor's descriptor,
 so a key that is unlinked and made again is never confused with what was registered. Gateways count
 the requests that use a generation. Who may register and unregister what is decided by
-shmserve.common.shm_access, how much by shmserve.supervisor.regions.quota.
+shmserve.common.access.shm_access, how much by shmserve.supervisor.regions.quota.
 
 CUDA memory is registered by a handle that workers alone open. Where the process is known that
 exported it, its death unregisters the region.
@@ -26,11 +26,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from shmserve.common.cuda_errors import not_supported
-from shmserve.common.shm_access import (
+from shmserve.common.access.shm_access import (
     EVERYONE,
     Peer,
 )
+from shmserve.common.cuda_errors import not_supported
 from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm

@@ -32,6 +32,10 @@ ROW = np.array([1], np.int32)
 ASKED = {"inputs": [json_input("INPUT0", ROW)]}
 
 
+# What the models of this server are told.
+FORWARDED = "^(x-|sequence_|priority|timeout|binary_|triton_)"
+
+
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """Short, for there is a socket in it."""
@@ -52,9 +56,9 @@ def server(folder: Path) -> Iterator[Server]:
         "--load-model=echo_request",
         "--load-model=constant",
         f"--http-unix-socket={folder / 'socket'}",
-        "--http-header-forward-pattern=.*",
+        f"--http-header-forward-pattern={FORWARDED}",
         "--grpc-header-forward-pattern",
-        ".*",
+        FORWARDED,
         "--log-verbose=2",
     ]
     with running(repository, *flags, grpc=True) as started:
@@ -131,18 +135,28 @@ HEADERS = {
 }
 
 
-def test_headers_do_not_become_parameters(http: Http, call: Any) -> None:
-    """R16: none is forwarded, whatever a pattern says (it is named as a flag without effect)."""
-    reply = http.infer("echo_request", {**ASKED, "parameters": {"mine": 1}}, HEADERS).ok()
-    over_http = json.loads(reply.tensors()["OUTPUT0"][0])
+def test_headers_are_parameters_and_nothing_else(http: Http, call: Any) -> None:
+    """R16: one that matches the pattern and is named like what has a meaning is refused; what does
+    not match is nothing."""
     request = request_of("echo_request", ROW, "INT32")
     request.parameters["mine"].int64_param = 1
-    metadata = [(key, value) for key, value in HEADERS.items() if key != "timeout"]
-    response = call.ModelInfer(request, metadata=metadata, timeout=20)
+    body = {**ASKED, "parameters": {"mine": 1}}
+    plain = {"x-other": "y", "headers": "x", "shared_memory_region": "r"}
+    reply = http.infer("echo_request", body, plain).ok()
+    over_http = json.loads(reply.tensors()["OUTPUT0"][0])
+    response = call.ModelInfer(request, metadata=[*plain.items()], timeout=20)
     over_grpc = json.loads(response.raw_output_contents[0][4:])
     for told in (over_http, over_grpc):
-        assert told["parameters"] == {"mine": 1}
+        assert told["parameters"] == {"mine": 1, "x-other": "y"}
         assert (told["correlation_id"], told["flags"], told["timeout"]) == (0, 0, 0)
+    for name in HEADERS.keys() - plain.keys():
+        text = f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
+        refused = http.infer("echo_request", body, {name: HEADERS[name]})
+        assert (refused.status, refused.error.lower()) == (400, text.lower())
+        if name != "timeout":  # gRPC's own
+            metadata = [(name, HEADERS[name])]
+            code, said = refusal(lambda: call.ModelInfer(request, metadata=metadata, timeout=20))  # noqa: B023
+            assert (code, said) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 RESERVED = ["triton_enable_empty_final_response", "triton_final_response", "triton_x", "triton_"]

@@ -11,9 +11,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
@@ -171,6 +173,32 @@ def test_lines_in_the_log_that_operators_look_for(tmp_path: Path) -> None:
         server.wait_log("failed to load 'constant'")
         http.post("/v2/repository/models/identity/unload").ok()
         server.wait_log("successfully unloaded 'identity' version 1")
+
+
+def test_names_that_no_model_can_have(tmp_path: Path) -> None:
+    """In Triton's words, over both doors; HTTP has no path for the empty one."""
+    traversal = "model name must not contain path traversal characters"
+    empty = "Model name cannot be empty. Please enter a valid name to deploy."
+    texts = {
+        "": empty,
+        "..": f"invalid model name '..', {traversal}",
+        "../x": f"invalid model name '../x', {traversal}",
+        "a/b": f"invalid model name 'a/b', {traversal}",
+    }
+    explicit = "--model-control-mode=explicit"
+    with running(tmp_path, explicit, grpc=True) as server, server.http() as http:
+        client = triton_grpc.InferenceServerClient(server.grpc_url)
+        for name, text in texts.items():
+            for call in (client.load_model, client.unload_model):
+                with pytest.raises(InferenceServerException) as caught:
+                    call(name)
+                assert caught.value.message() == text
+                assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+            for verb in ("load", "unload"):
+                reply = http.post(f"/v2/repository/models/{quote(name, safe='')}/{verb}")
+                expected = (400, text) if name else (404, "Not Found")
+                assert (reply.status, reply.json()["error"]) == expected
+        client.close()
 
 
 def test_a_named_configuration(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from shmserve.common import peer_credentials, sock_diag
-from shmserve.common.auth_tokens import Authorisation
-from shmserve.common.peer_credentials import groups_of, loopback_peer, unix_peer
-from shmserve.common.shm_access import REMOTE, SHM_DISABLED, Peer
+from shmserve.common.access import peer_credentials, sock_diag
+from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.access.peer_credentials import groups_of, loopback_peer, unix_peer
+from shmserve.common.access.shm_access import REMOTE, SHM_DISABLED, Peer
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind, listener_kind
 from tests.support.users import ALICE, FRIENDS, as_user, needs_users

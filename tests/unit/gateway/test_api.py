@@ -14,7 +14,7 @@ import pytest
 import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 
-from shmserve.common import auth_tokens
+from shmserve.common.access import auth_tokens
 from shmserve.gateway.http import routes
 from shmserve.gateway.http.routes import ROUTES, find_route
 from shmserve.ipc import messages as m

@@ -26,7 +26,7 @@ def test_a_name_matches_in_part_and_in_any_case(pattern: str, names: list[str]) 
     assert found.get("X-My-Key", "Value Two") == "Value Two"
 
 
-@pytest.mark.parametrize("name", ["sequence_id", "priority", "timeout", "triton_x"])
+@pytest.mark.parametrize("name", ["sequence_id", "Priority", "timeout", "triton_x"])
 def test_what_has_a_meaning_is_refused(name: str) -> None:
     assert forwarded_headers("other", [(name, "1")]) == {}
     with pytest.raises(InvalidArgument) as caught:

@@ -13,7 +13,7 @@ from typing import Any
 import posix_ipc
 import pytest
 
-from shmserve.common.shm_access import NO_GROUP, Peer, ShmPolicy
+from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.supervisor.regions.cuda_handles import HandleCheck

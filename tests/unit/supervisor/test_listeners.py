@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.shm_access import NO_GROUP
+from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument
 from shmserve.supervisor.host.listeners import close, hold, listen, listen_unix
 

@@ -17,7 +17,7 @@ import torch
 
 from shmserve.errors import ShmserveError
 from shmserve.workers.backends import Request, Response, ResponseStream
-from shmserve.workers.event_loop import EventLoopThread
+from shmserve.workers.backends.event_loop import EventLoopThread
 
 Respond = Callable[[Request, Any], Response]
 

@@ -20,8 +20,7 @@ from shmserve.workers.backends import (
 )
 from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.config import ModelConfig
-from shmserve.workers.backends.python.decoupled import DecoupledExecution
-from shmserve.workers.backends.python.execution import Execution
+from shmserve.workers.backends.python.execution import DecoupledExecution, Execution
 from shmserve.workers.backends.python.loading import file_name, model_class
 
 # What models import, and what a few import although it is Triton's own affair.

@@ -1,4 +1,5 @@
-"""One execution of a Python model: from its requests to the response of each."""
+"""One execution of a Python model: from its requests to the response of each, or, of a decoupled
+one, to what it sends by itself, also after its batch."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from shmserve.errors import Internal
-from shmserve.workers.backends import ModelContext, Request, Response
+from shmserve.workers.backends import ModelContext, Request, Response, ResponseStream
+from shmserve.workers.backends.event_loop import EventLoopThread
 from shmserve.workers.backends.python.inputs import Lender
-from shmserve.workers.backends.python.request import ReceivedRequest
+from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedRequest
 from shmserve.workers.backends.python.response import InferenceResponse, to_response
 from shmserve.workers.backends.python.sender import SingleResponse
 
 logger = logging.getLogger(__name__)
 
-NOT_ITERATIVE = (
+_NOT_ITERATIVE = (
     "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
     "configured to handle such a flag."
 )
@@ -26,7 +28,7 @@ NOT_ITERATIVE = (
 _LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
 
 
-def misbehaved(instance: str, what: str) -> Internal:
+def _misbehaved(instance: str, what: str) -> Internal:
     """What clients are told of a model that does something wrong, in Triton's words."""
     return Internal(f"Failed to process the request(s) for model '{instance}', message: {what}")
 
@@ -111,7 +113,7 @@ class Execution:
     def _not_rescheduled(self, response: Any) -> Response:
         """Why a request that its model wants to get again has failed."""
         if response is None:
-            return Response(error=Internal(NOT_ITERATIVE))
+            return Response(error=Internal(_NOT_ITERATIVE))
         what = (
             "Expected a None object in the execute function return list for reschduled request, "
             f"found type '{type(response)}'."
@@ -133,7 +135,52 @@ class Execution:
         return responses if len(responses) == len(received) else []
 
     def _misbehaved(self, what: str) -> Internal:
-        return misbehaved(self._context.instance_name, what)
+        return _misbehaved(self._context.instance_name, what)
+
+
+class DecoupledExecution:
+    """Calls `execute` of one decoupled model. Where that is a coroutine function, they run side by
+    side in an event loop that has a thread of its own."""
+
+    def __init__(self, context: ModelContext, model: Any) -> None:
+        self._context = context
+        self._model = model
+        self._loop: EventLoopThread | None = None
+
+    def execute(self, streams: list[ResponseStream]) -> None:
+        """Raises what the model raises, Internal where it returns something."""
+        for stream in streams:
+            # Nobody knows when the model's threads have done with them.
+            for item in stream.request.inputs.values():
+                self._context.copied.inputs += item.detach()
+        received = [DecoupledRequest(stream) for stream in streams]
+        returned = self._model.execute(list(received))
+        if asyncio.iscoroutine(returned):
+            self._running_loop().run(returned, streams)
+        elif returned is not None:
+            where = self._context.instance_name
+            raise _misbehaved(
+                where,
+                f"Python model '{where}' is using the decoupled mode and the execute function must "
+                "return None.",
+            )
+        for request, stream in zip(received, streams, strict=True):
+            if request.is_rescheduled:
+                stream.fail(Internal(_NOT_ITERATIVE))
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What a coroutine of the model returns or raises."""
+        return self._running_loop().wait(coroutine)
+
+    def close(self) -> None:
+        """End the event loop."""
+        if self._loop is not None:
+            self._loop.close()
+
+    def _running_loop(self) -> EventLoopThread:
+        if self._loop is None:
+            self._loop = EventLoopThread()
+        return self._loop
 
 
 def _no_list(returned: Any) -> str:

@@ -65,7 +65,7 @@ def load_script(path: Path, device: Device) -> Program:
         with _reading(path), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             # The zygote has done so where the server began with such a model.
-            importlib.import_module("shmserve.workers.preload_scripted")
+            importlib.import_module("shmserve.workers.preloads.scripted")
             module = torch.jit.load(path, map_location=device.torch)  # type: ignore[no-untyped-call]
     except InvalidArgument as error:
         if "locating file constants.pkl" not in str(error):

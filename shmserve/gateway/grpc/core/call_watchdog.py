@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 import grpc
 import grpc.aio
 
-from shmserve.common.peer_credentials import Address
+from shmserve.common.access.peer_credentials import Address
 from shmserve.gateway.grpc.core import sockets as core_sockets
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 

@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
+from shmserve.common.access.peer_credentials import network
 from shmserve.common.fd_limits import share_of
-from shmserve.common.peer_credentials import network
 from shmserve.gateway.client_identity import ListenerKind
 from shmserve.gateway.grpc.core import sockets as core_sockets
 from shmserve.gateway.grpc.core.call_watchdog import Calls

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
-from shmserve.common.peer_credentials import Address
+from shmserve.common.access.peer_credentials import Address
 
 T = TypeVar("T")
 

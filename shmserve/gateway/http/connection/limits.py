@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable, Collection
 from operator import itemgetter
 
+from shmserve.common.access.peer_credentials import network
 from shmserve.common.fd_limits import share_of
-from shmserve.common.peer_credentials import network
 from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind
 from shmserve.gateway.http.connection.protocol import Connection, Handle
 from shmserve.gateway.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from shmserve.common.auth_tokens import METRICS
+from shmserve.common.access.auth_tokens import METRICS
 from shmserve.errors import Unauthenticated
 from shmserve.gateway.api import metrics as api
 from shmserve.gateway.context import Gateway

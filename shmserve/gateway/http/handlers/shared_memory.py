@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common.peer_credentials import unix_pid
+from shmserve.common.access.peer_credentials import unix_pid
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.api import cuda_memory
 from shmserve.gateway.api import shared_memory as api

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from shmserve.common.auth_tokens import RESTRICTABLE
+from shmserve.common.access.auth_tokens import RESTRICTABLE
 from shmserve.gateway.grpc.client_identity import Users
 from shmserve.gateway.grpc.core.sockets import address_of
 from shmserve.gateway.grpc.service import HEALTH_WATCH, MODEL_INFER, MODEL_STREAM_INFER, RPCS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.peer_credentials import network
+from shmserve.common.access.peer_credentials import network
 from tests.rigs.gateway_rig import Rig, rig
 from tests.support.raw_http import read_reply
 from tests.support.users import ALICE, BOB, as_user, needs_users

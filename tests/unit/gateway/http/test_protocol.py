@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.common.auth_tokens import Authorisation
+from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.http.body import Body, BodyTimeout
 from shmserve.gateway.http.connection.limits import Server

@@ -21,8 +21,8 @@ import tritonclient.http as triton
 import uvloop
 
 from shmserve.common.accelerators import Accelerators, accelerators, cuda_devices
-from shmserve.common.peer_credentials import unix_pid
-from shmserve.common.shm_access import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy
+from shmserve.common.access.peer_credentials import unix_pid
+from shmserve.common.access.shm_access import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.api.cuda_memory import decode_uuid
 from shmserve.gateway.grpc.admin import shared_memory

@@ -19,8 +19,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from shmserve.common import sock_diag
-from shmserve.common.shm_access import Peer
+from shmserve.common.access import sock_diag
+from shmserve.common.access.shm_access import Peer
 
 _SO_PEERGROUPS = 59
 _MOST_GROUPS = 256
