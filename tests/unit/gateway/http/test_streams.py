@@ -220,8 +220,10 @@ def test_a_full_queue(ask: Any) -> None:
 def test_each_response_is_an_event_in_a_chunk(ask: Any) -> None:
     asked = ask("generate_stream", {"IN": 1, "id": "x1"})
     asked.say(response(asked.number, 7), response(asked.number, 8, 9), end(asked.number))
-    asked.connection.shutdown(socket.SHUT_WR)
-    head, _, body = asked.raw().partition(b"\r\n\r\n")
+    raw = b""
+    while not raw.endswith(b"0\r\n\r\n"):
+        raw += asked.connection.recv(65536)
+    head, _, body = raw.partition(b"\r\n\r\n")
     assert b"Transfer-Encoding: chunked" in head and b"Content-Length" not in head
     first = b'data: {"OUT":7,"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
     second = b'data: {"OUT":[8,9],"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
