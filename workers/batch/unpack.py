@@ -42,6 +42,7 @@ class _Form(NamedTuple):
     aliased: bool
     byte_size: int
     placed: bool
+    strings: list[str]  # the names of its BYTES inputs
 
 
 class Unpacker:
@@ -79,13 +80,14 @@ class Unpacker:
         """
         inputs: dict[str, Input] = {}
         form, inline = self._templates.find(work) or (self._read(work), None)
-        request_id = form.inference.request_id
         datas = iter(inline or ())
         for tensor, shape in form.tensors:
             data = tensor.data
             if inline and type(data) is bytes:
                 data = next(datas)
-            inputs[tensor.name] = self._input(tensor, shape, data, request_id)
+            inputs[tensor.name] = self._input(tensor, shape, data)
+        if form.strings:
+            _check_elements(inputs, form.strings, form.inference.request_id)
         return Request(
             key,
             client_pid,
@@ -116,7 +118,10 @@ class Unpacker:
             requested = {output.name: output for output in inference.outputs}
         in_place = aliased(inference)
         placed = any(output.place is not None for output in inference.outputs)
-        form = _Form(inference, tensors, batch_size, requested, {}, in_place, byte_size, placed)
+        strings = [tensor.name for tensor, _ in tensors if tensor.datatype == "BYTES"]
+        form = _Form(
+            inference, tensors, batch_size, requested, {}, in_place, byte_size, placed, strings
+        )
         self._templates.learn(work, inference, form)
         return form
 
@@ -137,9 +142,7 @@ class Unpacker:
             )
         return shape if spec.reshape is None else self._model_shape(shape, spec)
 
-    def _input(
-        self, tensor: TensorRef, shape: tuple[int, ...], data: bytes | Place, request_id: str
-    ) -> Input:
+    def _input(self, tensor: TensorRef, shape: tuple[int, ...], data: bytes | Place) -> Input:
         place: Place | None = None
         if isinstance(data, bytes):
             # A copy of a few bytes that the model may write into.
@@ -153,10 +156,7 @@ class Unpacker:
             raw = self._mappings.view(data)
             if data.memory.cuda is not None and not self._stays(tensor.datatype):
                 raw, place = self._fetched(raw), None
-        made = Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
-        if tensor.datatype == "BYTES":
-            _check_elements(made, request_id)
-        return made
+        return Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
 
     def _stays(self, datatype: str) -> bool:
         return self._device_inputs and datatype != "BYTES"
@@ -173,9 +173,14 @@ class Unpacker:
         return reshape(shape, spec.dims, spec.reshape)
 
 
-def _check_elements(tensor: Input, request_id: str) -> None:
-    # Now, so that wrong lengths fail this request and not its batch.
-    try:
-        tensor.numpy()
-    except InvalidArgument as error:
-        raise InvalidArgument(id_prefix(request_id) + error.message) from None
+def _check_elements(inputs: dict[str, Input], names: Sequence[str], request_id: str) -> None:
+    """Raises InvalidArgument for strings whose lengths do not add up: now, so that they fail this
+    request and not its batch, and for all inputs that have any."""
+    wrong: list[str] = []
+    for name in names:
+        try:
+            inputs[name].numpy()
+        except InvalidArgument as error:
+            wrong.append(error.message)
+    if wrong:
+        raise InvalidArgument(id_prefix(request_id) + "; ".join(wrong))
