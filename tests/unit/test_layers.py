@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.batch": ("ipc.*", "workers", "workers.memory", "workers.backends"),
     "workers.bls": ("ipc.*", "workers", "workers.batch"),
     "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.memory"),
-    "workers.preloads": ("ipc.*", "workers.*"),
+    "workers.preloads": (),
     "workers.backends.pytorch": ("ipc.*", "workers.*"),
     "workers.backends.python": ("ipc.*", "workers.*"),
     "workers.backends.native": ("ipc.*", "workers.*"),
