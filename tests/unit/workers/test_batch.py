@@ -493,6 +493,24 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
     assert not worker.finished.executed
 
 
+def test_all_inputs_are_named_whose_strings_do_not_add_up(worker: Rig) -> None:
+    names = ("A", "B", "C")
+    inputs = [tensor_config(name, "STRING", [2]) for name in names]
+    config = model_config(inputs, [tensor_config("Y", "STRING", [2])])
+    worker.serve(FunctionBackend(worker.context, echo), config)
+    one, two = b"\1\0\0\0a", b"\1\0\0\0a" * 2
+    tensors = [
+        TensorRef(name, "BYTES", (2,), data)
+        for name, data in zip(names, (one, two, b""), strict=True)
+    ]
+    (reply,) = worker.batch(inference(*tensors))
+    assert reply.code == "INVALID_ARG"
+    assert reply.message == (
+        "[request id: id-1] expected 2 string elements for inference input 'A' for model 'm', "
+        "got 1; expected 2 string elements for inference input 'C' for model 'm', got 0"
+    )
+
+
 def test_a_region_truncated_after_registration(worker: Rig, region: Region) -> None:
     worker.serve(FunctionBackend(worker.context, echo), one_tensor())
     data = np.zeros(4, F32)
