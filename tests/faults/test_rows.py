@@ -118,15 +118,18 @@ def wait_regions(stage: Stage, names: list[str]) -> None:
 
 
 def unregister_in_flight(stage: Stage) -> None:
-    """It answers at once; the request ends on the memory it began with; then the region is gone."""
+    """It answers at once; the request ends on the memory it began with, which is listed until
+    then, though nobody else may use it; then the region is gone."""
     with stage.region("r") as made:
         asked = stage.people.infer("gated", gated(5, "r"))
         visit = stage.server.gate.next()
         stage.http.unregister("r").ok()
-        assert stage.http.regions().json() == []
+        assert [region["name"] for region in stage.http.regions().json()] == ["r"]
+        assert stage.through("r") == 404
         visit.release()
         assert asked.result().status == 200
         assert (made.read(np.int32, 16) == 5).all()
+        until("it is not listed", lambda: stage.http.regions().json() == [])
         assert stage.through("r") == 404
 
 
