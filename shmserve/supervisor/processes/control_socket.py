@@ -11,14 +11,25 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-from shmserve.ipc.messages import Acknowledged
+from shmserve.ipc.messages import (
+    Acknowledged,
+    GatewayToSupervisor,
+    SchedulerToSupervisor,
+    WorkerToSupervisor,
+)
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, last_number
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
 
 logger = logging.getLogger(__name__)
 
+# What a process may say, by its role: models run foreign code, and speak as a worker at most.
+_MAY_SAY = {
+    "gateway": frozenset(get_args(GatewayToSupervisor)),
+    "scheduler": frozenset(get_args(SchedulerToSupervisor)),
+    "worker": frozenset(get_args(WorkerToSupervisor)),
+}
 _MOST_STRANGERS = 64
 _MOST_WORDS = 4  # of each
 _MOST_READS = 64  # at a time: somebody may never end
@@ -62,8 +73,8 @@ class Control:
             self._take(*item)
 
     def serve(self, kinds: Iterable[type[Any]], handler: Callable[[int, Any], None]) -> None:
-        """Give messages of these kinds, whichever of our processes sends them, to
-        `handler(pid, message)`."""
+        """Give messages of these kinds to `handler(pid, message)`, whichever of our processes
+        sends them that may."""
         self._services.update(dict.fromkeys(kinds, handler))
 
     def dismiss(self, pid: int) -> None:
@@ -109,7 +120,9 @@ class Control:
         if process is None:  # it ended meanwhile
             return
         try:
-            if isinstance(message, Acknowledged):
+            if type(message) not in _MAY_SAY[process.role]:
+                logger.warning("a %s said a %s", process.role, type(message).__name__)
+            elif isinstance(message, Acknowledged):
                 self._acknowledgements.acknowledged(pid, message.number)
             elif (service := self._services.get(type(message))) is not None:
                 service(pid, message)
