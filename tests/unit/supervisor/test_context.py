@@ -39,23 +39,49 @@ def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(tmp_pa
         heard: list[Any] = []
         asked: list[Any] = []
         control = Control(endpoints.control(tmp_path))
-        control.serve((m.FindModel,), lambda pid, message: asked.append((pid, message)))
-        worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
-        worker.send(m.WorkerStarted(os.getpid()))
-        worker.send(m.FindModel(1, "m", ""))
+        control.serve(
+            (m.IndexRepository, m.FindModel), lambda pid, message: asked.append((pid, message))
+        )
+        gateway = Dealer(endpoints.control(tmp_path), f"gateway.1.{os.getpid()}")
+        gateway.send(m.GatewayReady(os.getpid()))
+        gateway.send(m.IndexRepository(1, False))
         control.hear()
         assert not (heard or asked), "nobody has started it"
-        control.enrol(os.getpid(), "worker", heard.append)
-        known = asyncio.ensure_future(control.publish(m.Acknowledged, "worker"))
+        control.enrol(os.getpid(), "gateway", heard.append)
+        known = asyncio.ensure_future(control.publish(m.Acknowledged, "gateway"))
         await asyncio.sleep(0)
         assert not known.done()
-        worker.send(m.Acknowledged(1))
+        gateway.send(m.Acknowledged(1))
         control.hear()
         await known
-        worker.close()
+        gateway.close()
         control.close()
         return heard, asked
 
     heard, asked = asyncio.run(listen())
-    assert heard == [m.WorkerStarted(os.getpid())]
-    assert asked == [(os.getpid(), m.FindModel(1, "m", ""))]
+    assert heard == [m.GatewayReady(os.getpid())]
+    assert asked == [(os.getpid(), m.IndexRepository(1, False))]
+
+
+def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
+    """Models run foreign code in workers: that changes no log settings, and registers no region."""
+
+    async def listen() -> list[Any]:
+        heard: list[Any] = []
+        control = Control(endpoints.control(tmp_path))
+        control.serve((m.ChangeLogging, m.FindModel), lambda pid, message: heard.append(message))
+        control.enrol(os.getpid(), "worker", heard.append)
+        worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
+        for message in (
+            m.ChangeLogging(1, {"log_verbose_level": 7}),
+            m.GatewayReady(1),
+            m.Acknowledged(1),
+            m.FindModel(1, "m", ""),
+        ):
+            worker.send(message)
+        control.hear()
+        worker.close()
+        control.close()
+        return heard
+
+    assert asyncio.run(listen()) == [m.FindModel(1, "m", "")]
