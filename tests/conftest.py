@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -26,6 +27,10 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
+
+# A run that is cut off (by timeout(1), say) ends as one that Ctrl-C ends: objects, servers and
+# folders are removed. To the default action they would be left.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 _LOG_END = 12_000
 _LONGEST_SHOWN = 24
