@@ -105,18 +105,15 @@ class InflightRequest:
     @abstractmethod
     def awaited(self) -> bool:
         """Whether somebody still waits for its responses."""
-        raise NotImplementedError
 
     @abstractmethod
     def respond(self, message: Response) -> None:
         """A response, the last if it is a `Finished`, a `Failed` or final. Outputs that nobody
         reads are to be given back. Whoever adds it to the table again, keeps its memory."""
-        raise NotImplementedError
 
     @abstractmethod
     def free(self) -> None:
         """No worker has its memory any more."""
-        raise NotImplementedError
 
     def goes_elsewhere(self, message: Failed) -> bool:
         """Its scheduler refused it as unavailable, and it has no response: whether its owner takes

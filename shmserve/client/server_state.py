@@ -41,7 +41,6 @@ class ServerState:
     @abstractmethod
     def is_over(self) -> bool:
         """Whether the connection has ended, though nobody may have seen that yet."""
-        raise NotImplementedError
 
     def lose(self, endpoint: str, successor: str) -> None:
         """The scheduler at `endpoint` is gone."""
