@@ -144,9 +144,12 @@ class Backend(ABC):
         them, are sent by its stream, from any thread, also after this has returned.
 
         Every stream needs an end: the last `send`, `fail`, or `abandon`. What is raised ends those
-        that have none yet; nothing is run again.
+        that have none yet; nothing is run again. Without one of its own a backend gives one
+        response to each request.
         """
-        raise NotImplementedError
+        responses = self.execute([stream.request for stream in streams])
+        for stream, response in zip(streams, responses, strict=True):
+            stream.send(response, final=True)
 
     def metrics(self) -> list[list[Any]] | None:
         """All families of the model's own metrics if they changed since the last call, else None.
