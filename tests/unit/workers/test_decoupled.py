@@ -17,10 +17,11 @@ from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.workers import scheduler_link
+from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.batch import response_stream
 from tests.rigs.stream_rig import Streams
-from tests.rigs.worker_rig import Region, Rig, model_config, rig, tensor_config
+from tests.rigs.worker_rig import FunctionBackend, Region, Rig, model_config, rig, tensor_config
 from tests.support.waiting import until
 
 FAILED = "Failed to process the request(s) for model 'm_0_0', message: "
@@ -116,6 +117,23 @@ def test_responses_in_order(model: Model, sends: str, expected: list[Any]) -> No
     model.begin(0)
     assert model.responses(1) == expected
     assert model.rig.finished.replies == [] and model.rig.finished.executed
+
+
+def test_a_backend_without_streams_gives_one_response_each(model: Model) -> None:
+    """As a `pytorch` model does whose configuration says that it is decoupled."""
+
+    def doubled(requests: list[Request]) -> list[Response]:
+        arrays = [request.inputs["X"].numpy() * 2 for request in requests]
+        return [Response([Output("Y", "FP32", array)]) for array in arrays]
+
+    config = model_config(
+        [tensor_config("X", "FP32", [-1])],
+        [tensor_config("Y", "FP32", [-1])],
+        model_transaction_policy={"decoupled": True},
+    )
+    model.rig.serve(FunctionBackend(model.rig.context, doubled), config)
+    model.begin(1, 2)
+    assert model.responses(1) == [[2], "end"] and model.responses(2) == [[4], "end"]
 
 
 def test_from_a_thread_after_execute_has_returned(model: Model) -> None:
