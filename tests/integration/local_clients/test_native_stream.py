@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -343,10 +342,7 @@ def test_who_leaves_in_asyncio_cancels(served: Server, tmp_path: Path, how: str)
             if how == "collected":
                 del stream
                 gc.collect()
-            deadline = time.monotonic() + 10
-            while not (tmp_path / "seen").exists():
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.005)
+            await asyncio.to_thread(until, "the model has seen it", (tmp_path / "seen").exists)
             if how not in ("collected", "cancelled"):
                 assert [each async for each in stream] == []
 

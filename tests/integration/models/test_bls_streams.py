@@ -44,6 +44,8 @@ class TritonPythonModel:
                 while not sender.is_cancelled():
                     time.sleep(0.001)
                 open(rest, "w").close()
+            elif word == "note":
+                open(rest, "w").close()
             else:
                 out = pb_utils.Tensor("OUT", np.array([step], np.object_))
                 sender.send(pb_utils.InferenceResponse([out]), flags)
@@ -236,17 +238,19 @@ seen.extend(map(shown, iterator))
 
 
 def test_a_task_that_is_cancelled_cancels_the_call(http: Http, tmp_path: Path) -> None:
-    path = tmp_path / "left"
-    code = """
+    begun, path = tmp_path / "begun", tmp_path / "left"
+    code = f"""
+import os
 task = call().async_exec(decoupled=True)
-await asyncio.sleep(0.05)
+while not os.path.exists({str(begun)!r}):
+    await asyncio.sleep(0)
 task.cancel()
 try:
     await task
 except asyncio.CancelledError:
     seen.append("cancelled")
 """
-    assert ran(http, "async_caller", code, f"left {path}") == ["cancelled"]
+    assert ran(http, "async_caller", code, f"note {begun}", f"left {path}") == ["cancelled"]
     until("the model sees it", path.exists)
 
 
