@@ -251,6 +251,8 @@ class BlsClient:
             request_id=request.request_id,
             timeout_us=request.timeout_us,
             ends_ns=request.deadline_ns,
+            flags=request.flags,
+            correlation_id=request.correlation_id,
         )
         call.endpoint = target.endpoint
         self._table.add(call)
