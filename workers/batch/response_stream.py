@@ -18,10 +18,10 @@ from shmserve.ipc.messages import ExecutionResponded, Reply
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Copied, Request, Response
 from shmserve.workers.batch.scatter import Scatterer
-from shmserve.workers.control import Control
+from shmserve.workers.links.metrics_reports import MetricsReports
+from shmserve.workers.links.scheduler import OpenRequest, SchedulerLink
+from shmserve.workers.links.supervisor import Control
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.metrics import MetricsReports
-from shmserve.workers.scheduler_link import OpenRequest, SchedulerLink
 
 MOST_WAIT_S = 30.0
 

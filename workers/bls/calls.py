@@ -42,7 +42,7 @@ from shmserve.workers.bls.links import Links
 from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
 from shmserve.workers.bls.request import CallMemory, CallRequest, CallResponse, PlacedInputs, copied
 from shmserve.workers.bls.shared_wait import SharedWait
-from shmserve.workers.control import Control, News
+from shmserve.workers.links.supervisor import Control, News
 
 logger = logging.getLogger(__name__)
 
