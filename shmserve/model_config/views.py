@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shmserve.common import first_response
-from shmserve.model_config.json_format import message_to_dict
 from shmserve.model_config.normalise import ENSEMBLE
+from shmserve.model_config.syntax.json_format import message_to_dict
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
