@@ -59,7 +59,7 @@ class ControlApi:
     def _heard(self, pid: int, message: Any) -> None:
         match message:
             case m.RegionReleased(memory_id):
-                self._regions.released(pid, memory_id)
+                self._regions.draining.released(pid, memory_id)
             case m.RegionAbandoned(memory_id):
                 self._context.background(self._regions.abandoned(pid, memory_id))
             case m.MemoryChecked():

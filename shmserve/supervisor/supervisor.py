@@ -143,7 +143,7 @@ class Supervisor:
         context = self.context
         context.control.dismiss(child.pid)
         context.events.publish(ProcessEnded(child.pid, child.title, child.reason))
-        self.regions.gateway_exited(child.pid)
+        self.regions.draining.gateway_exited(child.pid)
         context.background(self.regions.abandoned(child.pid))
         self.gateways.process_exited(child)
         self.registry.process_exited(child)
