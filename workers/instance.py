@@ -28,9 +28,9 @@ from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.links.metrics_reports import MetricsReports
+from shmserve.workers.links.scheduler import SchedulerLink
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.metrics import MetricsReports
-from shmserve.workers.scheduler_link import SchedulerLink
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.health import Announcer, Health
 from shmserve.supervisor.host.listeners import Listeners
+from shmserve.supervisor.host.startup_report import StartupReport, model_table
 from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.status import ModelRegistry
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
-from shmserve.supervisor.startup_report import StartupReport, model_table
 
 logger = logging.getLogger(__name__)
 

@@ -30,10 +30,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ipc.memory": ("ipc.tensors",),
     "ipc": ("ipc.*",),
     # a worker's process
+    "workers.links": ("ipc.*",),
     "workers.memory": ("ipc.*", "workers", "workers.batch"),
-    "workers.batch": ("ipc.*", "workers", "workers.memory", "workers.backends"),
-    "workers.bls": ("ipc.*", "workers", "workers.batch"),
-    "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.memory"),
+    "workers.batch": (
+        *("ipc.*", "workers", "workers.links", "workers.memory", "workers.backends"),
+    ),
+    "workers.bls": ("ipc.*", "workers", "workers.batch", "workers.links"),
+    "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.links", "workers.memory"),
     "workers.preloads": (),
     "workers.backends.pytorch": ("ipc.*", "workers.*"),
     "workers.backends.python": ("ipc.*", "workers.*"),
@@ -43,7 +46,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "common.access": ("common",),
     "common": ("common.access",),
     "proto": (),
-    "model_config": ("common.*",),
+    "model_config.syntax": ("model_config",),
+    "model_config": ("common.*", "model_config.syntax"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler", "scheduler.statistics"),
@@ -87,7 +91,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "supervisor.models": (
         *("ipc.*", "common.*", "config", "model_config", "supervisor.models.version"),
-        *("supervisor", "supervisor.events", "supervisor.processes"),
+        *("supervisor", "supervisor.events", "supervisor.host", "supervisor.processes"),
     ),
     "supervisor": ("ipc.*", "common.*", "config", "supervisor.*"),
     # a program that uses a server, and the command

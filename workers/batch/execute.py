@@ -16,7 +16,7 @@ from shmserve.workers.batch.input_policy import InputPolicy
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
-from shmserve.workers.scheduler_link import Batch, OpenRequest
+from shmserve.workers.links.scheduler import Batch, OpenRequest
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from shmserve.common.model_names import check_model_name
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
+from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import CONFIG_FILE, IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
@@ -24,7 +25,6 @@ from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, St
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import ModelState
-from shmserve.supervisor.startup_report import StartupReport
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import pytest
 import tritonclient.grpc as grpc
 
 from tests.support import repositories
-from tests.support.raw_http import json_input
 from tests.support.servers import running
+from tests.support.wire.raw_http import json_input
 
 MODEL = """
 import pathlib

@@ -38,7 +38,7 @@ from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
-from tests.support.raw_http import in_region, json_input, shm_input
+from tests.support.wire.raw_http import in_region, json_input, shm_input
 
 HANDLE = bytes(range(64))
 OTHER = bytes(reversed(HANDLE))

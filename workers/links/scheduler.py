@@ -28,7 +28,7 @@ from shmserve.ipc.messages import (
 )
 from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.workers.control import Control
+from shmserve.workers.links.supervisor import Control
 
 logger = logging.getLogger(__name__)
 
