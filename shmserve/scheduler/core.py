@@ -130,7 +130,7 @@ class Scheduler:
                 raise Unavailable(id_prefix(message.request_id) + _STOPPING)
             if self._pool.failure:
                 raise Unavailable(self._pool.failure)
-            if self._pool.free and self._queue.full:
+            if self._pool.free and self._queue.full(message.priority):
                 self._dispatch.run(now_ns)
             self._responses.admitted(self._queue.admit(client, message, now_ns))
         except InvalidArgument as error:
