@@ -1,4 +1,4 @@
-"""An HTTP request as handlers see it."""
+"""An HTTP request as handlers see it: head, body stream, connection."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRANSFER_ENCODING = istr("Transfer-Encoding")
 
 
 class Channel(Protocol):
-    """What a request and its reply need of their connection."""
+    """What a request and its response need of their connection."""
 
     transport: asyncio.Transport | None
     client: ClientIdentity
