@@ -10,6 +10,7 @@ from multidict import CIMultiDictProxy, istr
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpVersion,
+    HttpVersion10,
     RawRequestMessage,
     StreamReader,
 )
@@ -78,3 +79,8 @@ class Request:
         self.version: HttpVersion = message.version
         self.content = content
         self.connection = connection
+
+    @property
+    def is_http10(self) -> bool:
+        """Whether the client knows neither chunks nor keep-alive by default."""
+        return self.version == HttpVersion10

@@ -10,7 +10,6 @@ from typing import Any
 
 import orjson
 
-from shmserve.gateway.http.connection.aiohttp_parts import HttpVersion10
 from shmserve.gateway.http.json.events import error_json
 from shmserve.gateway.http.request import Request
 
@@ -53,7 +52,7 @@ class Response:
         start = b"%b%d\r\n" % (_STATUS_LINES[self.status], size)
         if self.close:
             start += b"Connection: close\r\n"
-        elif request is not None and request.version == HttpVersion10:
+        elif request is not None and request.is_http10:
             start += b"Connection: keep-alive\r\n"
         return b"%b%bX-Content-Type-Options: nosniff\r\n\r\n" % (start, self.headers)
 
