@@ -200,7 +200,8 @@ def compose(
     )
     announcer = Announcer(context, health, feed)
     models = Models(context, planner, registry, announcer.health_changed, announcer.states_changed)
-    ControlApi(context, regions, handles, models, registry, ReadinessCheck(control.send))
+    readiness = ReadinessCheck(control.send)
+    ControlApi(context, regions, handles, models, registry, readiness)
     return Supervisor(
         listeners=listeners,
         signals=signals,
@@ -211,6 +212,7 @@ def compose(
         gateways=Gateways(context, listeners, snapshot.for_gateway),
         models=models,
         registry=registry,
+        readiness=readiness,
         poller=Poller(context, planner, registry, models),
         health=health,
         announcer=announcer,
