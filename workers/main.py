@@ -40,8 +40,8 @@ from shmserve.ipc.processes import name_process
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.control import Control
 from shmserve.workers.instance import Instance
+from shmserve.workers.links.supervisor import Control
 from shmserve.workers.memory.device import DeviceMemory
 from shmserve.workers.user_code import in_words
 

@@ -35,14 +35,13 @@ _OWN_THREADS = "event_engine_listener"
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, in which gRPC's core reads connections in threads of its own.
+    """`given`, in which gRPC's core has no threads of its own that read connections.
 
-    As Python has it otherwise, one thread reads them all, and goes on with one as long as more
-    comes: a client that floods the server has everybody else wait, for many seconds.
+    It reads this setting when it is loaded. Who reads instead: gateway/grpc/core/readers.py.
     """
     named = [name for name in given.get(_EXPERIMENTS, "").split(",") if name]
     if not any(name.removeprefix("-") == _OWN_THREADS for name in named):
-        named.append(_OWN_THREADS)
+        named.append(f"-{_OWN_THREADS}")
     return {**given, _EXPERIMENTS: ",".join(named)}
 
 

@@ -20,9 +20,9 @@ from shmserve.common.access.auth_tokens import (
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import is_inline
 from shmserve.config import grpc
+from shmserve.config.command_line import Parsed
 from shmserve.config.grpc import GrpcConfig
 from shmserve.config.metrics import MetricsConfig, parse_metrics_config
-from shmserve.config.options import Parsed
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
@@ -74,6 +74,7 @@ class ServerConfig:
     strict_readiness: bool
     log: LogSettings
     delay_scheduler: int
+    backlog_delay_scheduler: int
     visible_devices: str | None
     without_effect: tuple[str, ...]
 
@@ -159,6 +160,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
             log_format=value["log-format"],
         ),
         delay_scheduler=_count(environment, "TRITONSERVER_DELAY_SCHEDULER"),
+        backlog_delay_scheduler=_count(environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
     )

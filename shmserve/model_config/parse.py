@@ -8,10 +8,10 @@ from typing import Any
 from shmserve.common.duplicate_keys import members
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.diagnostics import Source, located
-from shmserve.model_config.json_format import tree_from_json
-from shmserve.model_config.message_builder import Builder
-from shmserve.model_config.syntax_tree import Block, Malformed
-from shmserve.model_config.text_format import parse
+from shmserve.model_config.syntax.json_format import tree_from_json
+from shmserve.model_config.syntax.message_builder import Builder
+from shmserve.model_config.syntax.text_format import parse
+from shmserve.model_config.syntax.tree import Block, Malformed
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 

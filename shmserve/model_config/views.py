@@ -6,15 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shmserve.common import first_response
-from shmserve.model_config.json_format import message_to_dict
 from shmserve.model_config.normalise import ENSEMBLE
+from shmserve.model_config.syntax.json_format import message_to_dict
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
     ModelInput,
     ModelOptimizationPolicy,
     ModelOutput,
-    ModelQueuePolicy,
 )
 
 _GROUP_FIELDS = ("rate_limiter", "secondary_devices", "profile", "passive", "host_policy")
@@ -68,9 +67,7 @@ def metadata(config: ModelConfig, versions: Iterable[int]) -> dict[str, Any]:
 def unsupported(config: ModelConfig) -> str | None:
     """Why a valid configuration cannot be served by this version, or None."""
     what = None
-    if config.HasField("sequence_batching"):
-        what = "sequence_batching is"
-    elif config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE:
+    if config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE:
         what = "ensemble_scheduling is"
     return f"{what} not supported, required by model '{config.name}'" if what else None
 
@@ -94,14 +91,6 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
         for name in _GROUP_FIELDS:
             if _is_set(group, name):
                 yield f"instance_group[{index}].{name}"
-    if config.HasField("dynamic_batching"):
-        batching = config.dynamic_batching
-        if batching.priority_levels > 1:
-            yield "dynamic_batching.priority_levels"
-        if batching.priority_queue_policy:
-            yield "dynamic_batching.priority_queue_policy"
-        if batching.default_queue_policy.timeout_action == ModelQueuePolicy.DELAY:
-            yield "dynamic_batching.default_queue_policy.timeout_action"
 
 
 def _ignored_optimization(optimization: ModelOptimizationPolicy) -> Iterator[str]:

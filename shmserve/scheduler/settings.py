@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.common import first_response
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 
 logger = logging.getLogger(__name__)
 
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
+_IDLE_NS = _NS_PER_S
+_MOST_SEQUENCES = 16384  # that wait for a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +37,73 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """What the queue refuses. 0: no limit. `override`: a request's own, shorter timeout counts."""
+    """What a level of the queue refuses. 0: no limit. `override`: a request's own, shorter timeout
+    counts. `delays`: a request whose timeout has passed waits on, behind the others of its level;
+    else it is rejected."""
 
     max_size: int
     timeout_ns: int = 0
     override: bool = False
+    delays: bool = False
 
     def own_timeout_ns(self, timeout_us: int) -> int:
-        """A request's own timeout where it may and does override the policy's, else 0."""
+        """A request's own timeout where it may and does override the policy's, else 0. To have no
+        timeout is the longest one, which any other is shorter than."""
         own = timeout_us * _NS_PER_US
-        return own if self.override and 0 < own < self.timeout_ns else 0
+        return own if self.override and own > 0 and not 0 < self.timeout_ns <= own else 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicies:
+    """The queue's priority levels, 1 .. `levels` (0: there is one, and no priority counts), and the
+    policy of each."""
+
+    default: QueuePolicy
+    levels: int = 0
+    default_level: int = 0
+    by_level: Mapping[int, QueuePolicy] = field(default_factory=dict)
+    limited: bool = False  # the model's configuration asks for any of it
+
+    def level(self, priority: int) -> int:
+        """The level of a request with this priority."""
+        return priority if 0 < priority <= self.levels else self.default_level
+
+    def of(self, level: int) -> QueuePolicy:
+        """The policy of a level."""
+        return self.by_level.get(level, self.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequencing:
+    """The sequence batcher's rules. `slots` an instance; no `oldest`: the direct strategy, which
+    waits for `minimum_utilization` of its slots up to `delay_ns` where both are set.
+
+    A sequence is idle after `idle_ns`, and `most` may wait for a slot. `id_datatype` is that of the
+    control input `id_name`, "" without one. `iterative`: a model may ask for a request again.
+    `hold`, `hold_backlog`: requests in slots, and in the backlog, before the first batch.
+    """
+
+    slots: int
+    idle_ns: int
+    oldest: Batching | None = None
+    delay_ns: int = 0
+    minimum_utilization: float = 0.0
+    iterative: bool = False
+    id_name: str = ""
+    id_datatype: str = ""
+    most: int = _MOST_SEQUENCES
+    hold: int = 0
+    hold_backlog: int = 0
+
+    def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
+        """Raises InvalidArgument for an id that the model's control input cannot hold."""
+        is_text = isinstance(correlation_id, str)
+        if self.id_datatype and is_text != (self.id_datatype == "BYTES"):
+            raise InvalidArgument(
+                f"{prefix}sequence batching control '{self.id_name}' data-type is "
+                f"'{'BYTES' if is_text else 'UINT64'}', but model '{model}' expects "
+                f"'{self.id_datatype}'"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +114,22 @@ class Settings:
     version: str
     max_batch_size: int
     batching: Batching | None
-    policy: QueuePolicy
+    policies: QueuePolicies
     preserve_ordering: bool
     execution_limit_ns: int
     hold_until: int
+    sequences: Sequencing | None = None
+    request_limit_ns: int = 0  # from a request's arrival to its last response; 0: none
     decoupled: bool = False  # any number of responses to a request
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
     first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
 
     @classmethod
     def read(cls, config: dict[str, Any], version: str, limits: SchedulingLimits) -> Settings:
-        """From a normalised configuration and what the server sets for all models.
-
-        Priority levels and the DELAY action are not acted on here.
-        """
+        """From a normalised configuration and what the server sets for all models."""
         dynamic = config.get("dynamic_batching")
         max_batch_size: int = config["max_batch_size"]
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
-        default_bound = limits.max_queue_size
         decoupled = bool((config.get("model_transaction_policy") or {}).get("decoupled", False))
         ordered = bool((dynamic or {}).get("preserve_ordering", False))
         return cls(
@@ -77,12 +137,14 @@ class Settings:
             version=version,
             max_batch_size=max_batch_size,
             batching=None if dynamic is None else _batching(dynamic, max_batch_size),
-            policy=_policy((dynamic or {}).get("default_queue_policy") or {}, default_bound),
+            policies=_policies(dynamic or {}, limits.max_queue_size),
             # What may never end cannot be waited for.
             preserve_ordering=ordered and not decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
             hold_until=0 if dynamic is None else limits.delay_scheduler,
+            request_limit_ns=limits.request_timeout_us * _NS_PER_US,
+            sequences=_sequencing(config, limits),
             decoupled=decoupled,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
@@ -99,6 +161,36 @@ def _batching(dynamic: dict[str, Any], max_batch_size: int) -> Batching:
     )
 
 
+def _sequencing(config: dict[str, Any], limits: SchedulingLimits) -> Sequencing | None:
+    given = config.get("sequence_batching")
+    if given is None:
+        return None
+    direct, oldest = given.get("direct") or {}, given.get("oldest")
+    rows = max(1, config["max_batch_size"])
+    candidates = int((oldest or {}).get("max_candidate_sequences") or 0)
+    name, datatype = _id_control(given)
+    return Sequencing(
+        slots=candidates or rows,
+        idle_ns=int(given.get("max_sequence_idle_microseconds") or 0) * _NS_PER_US or _IDLE_NS,
+        oldest=None if oldest is None else _batching(oldest, config["max_batch_size"]),
+        delay_ns=int(direct.get("max_queue_delay_microseconds") or 0) * _NS_PER_US,
+        minimum_utilization=float(direct.get("minimum_slot_utilization") or 0.0),
+        iterative=bool(given.get("iterative_sequence")),
+        id_name=name,
+        id_datatype=datatype,
+        hold=limits.delay_scheduler,
+        hold_backlog=limits.backlog_delay_scheduler,
+    )
+
+
+def _id_control(sequences: dict[str, Any]) -> tuple[str, str]:
+    for tensor in sequences.get("control_input") or ():
+        for control in tensor.get("control") or ():
+            if control.get("kind") == "CONTROL_SEQUENCE_CORRID":
+                return tensor["name"], FROM_CONFIG[control["data_type"]]
+    return "", ""
+
+
 def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
     for control in (config.get("model_metrics") or {}).get("metric_control") or ():
         identifier = control.get("metric_identifier") or {}
@@ -108,12 +200,31 @@ def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
     return first_response.BUCKETS_MS
 
 
+def _policies(dynamic: dict[str, Any], default_bound: int) -> QueuePolicies:
+    default = dynamic.get("default_queue_policy") or {}
+    levels = int(dynamic.get("priority_levels") or 0)
+    by_level = (dynamic.get("priority_queue_policy") or {}) if levels else {}
+    return QueuePolicies(
+        default=_policy(default, default_bound),
+        levels=levels,
+        default_level=int(dynamic.get("default_priority_level") or 0) if levels else 0,
+        by_level={int(level): _policy(each, default_bound) for level, each in by_level.items()},
+        limited=levels > 1 or any(map(_limits, (default, *by_level.values()))),
+    )
+
+
 def _policy(policy: dict[str, Any], default_bound: int) -> QueuePolicy:
     return QueuePolicy(
         max_size=int(policy.get("max_queue_size") or 0) or default_bound,
         timeout_ns=int(policy.get("default_timeout_microseconds") or 0) * _NS_PER_US,
         override=bool(policy.get("allow_timeout_override", False)),
+        delays=policy.get("timeout_action") == "DELAY",
     )
+
+
+def _limits(policy: dict[str, Any]) -> bool:
+    bounds = ("max_queue_size", "default_timeout_microseconds", "allow_timeout_override")
+    return any(policy.get(name) not in (None, 0, "0", False) for name in bounds)
 
 
 def _execution_limit_s(config: dict[str, Any], default: float) -> float:

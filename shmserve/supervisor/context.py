@@ -15,8 +15,8 @@ from shmserve.ipc.capabilities import Capabilities
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.log_control import LogControl
 from shmserve.supervisor.processes.control_socket import Control
+from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 

@@ -34,13 +34,13 @@ from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_u
 from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.log_control import LogControl
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.status import ModelRegistry
 from shmserve.supervisor.processes.control_socket import Control
+from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
@@ -200,7 +200,8 @@ def compose(
     )
     announcer = Announcer(context, health, feed)
     models = Models(context, planner, registry, announcer.health_changed, announcer.states_changed)
-    ControlApi(context, regions, handles, models, registry, ReadinessCheck(control.send))
+    readiness = ReadinessCheck(control.send)
+    ControlApi(context, regions, handles, models, registry, readiness)
     return Supervisor(
         listeners=listeners,
         signals=signals,
@@ -211,6 +212,7 @@ def compose(
         gateways=Gateways(context, listeners, snapshot.for_gateway),
         models=models,
         registry=registry,
+        readiness=readiness,
         poller=Poller(context, planner, registry, models),
         health=health,
         announcer=announcer,

@@ -16,9 +16,9 @@ import psutil
 from tests.support.crowd import ConnectionLimits, crowd
 from tests.support.leaks import resident_bytes, server_descriptors, unix_sockets
 from tests.support.load import Load
-from tests.support.raw_http import Http, Reply, json_input
 from tests.support.servers import Server, lasting
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, Reply, json_input
 
 # Whatever happened, every client has a right answer again within this time, without help.
 RECOVERY_S = 1.0

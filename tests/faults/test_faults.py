@@ -29,10 +29,10 @@ from tests.faults.scene import (
     start_processes,
     wait_replaced,
 )
-from tests.support.raw_http import Reply, in_region, raw_connection, shm_input
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, runs, wait_gone
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Reply, in_region, raw_connection, shm_input
 
 # The workers share torch's pages with the zygote they come from: not with the one that follows it.
 TORCH_BYTES = 256 << 20

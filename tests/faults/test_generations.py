@@ -20,9 +20,9 @@ from shmserve.ipc import messages as m
 from tests.rigs.local_clients import Guest
 from tests.support import repositories
 from tests.support.crowd import ConnectionLimits, crowd, values
-from tests.support.raw_http import Reply, binary_request
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Reply, binary_request
 
 
 @pytest.fixture(scope="module")

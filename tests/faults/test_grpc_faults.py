@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.grpc_calls import is_right, request_of, simple_request, stub
 from tests.support.servers import Server, running, stopped, wait_gone
 from tests.support.waiting import until
+from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
 
 WITHIN_S = 3.0
 

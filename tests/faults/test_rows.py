@@ -24,11 +24,11 @@ from tests.faults.full.small_shm import can_mount, fill_shared_memory
 from tests.support import repositories
 from tests.support.crowd import ConnectionLimits, crowd
 from tests.support.leaks import descriptors, made_since
-from tests.support.raw_http import Http, UnixHttp, in_region, json_input, shm_input
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, kill_together, running
 from tests.support.users import ALICE, as_user
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, UnixHttp, in_region, json_input, shm_input
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes
@@ -151,7 +151,7 @@ def unregister_under_load(stage: Stage) -> None:
 
 PROGRAM = """
 import os, sys
-from tests.support.raw_http import Http
+from tests.support.wire.raw_http import Http
 from tests.support.regions import SharedObject
 made = SharedObject(8192)
 made.name = "test-%s-crasher" % sys.argv[2]

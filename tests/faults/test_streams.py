@@ -11,8 +11,8 @@ import pytest
 
 from tests.support import repositories
 from tests.support.servers import Server, running
-from tests.support.streams import ask_repeat, ended, failed, stream
 from tests.support.waiting import until
+from tests.support.wire.streams import ask_repeat, ended, failed, stream
 
 LONG = [0] * 3000
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support import repositories
-from tests.support.raw_http import Http
 from tests.support.servers import Server, running
+from tests.support.wire.raw_http import Http
 
 SHARED = (
     "simple",

@@ -24,8 +24,8 @@ from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.transport.router import Router
-from tests.support.raw_http import Http
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
 
 _BOOT = (
     "import sys; from shmserve.gateway.{}.main import run; "

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
-from shmserve.config.options import parse
+from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.publisher import EventPublisher
-from shmserve.supervisor.log_control import LogControl
 from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
 
 CONFIG = {

@@ -28,8 +28,8 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
-from shmserve.workers.control import Control
 from shmserve.workers.instance import Instance
+from shmserve.workers.links.supervisor import Control
 from tests.rigs.arrivals import arrived
 
 MIB = 1024 * 1024

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.support.raw_http import Http, Reply, json_input
+from tests.support.wire.raw_http import Http, Reply, json_input
 
 if TYPE_CHECKING:
     from tests.support.servers import Server

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.support.raw_http import Http, in_region, json_input, shm_input
 from tests.support.regions import SharedObject
+from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 if TYPE_CHECKING:
     from tests.support.servers import Server

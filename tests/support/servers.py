@@ -23,8 +23,8 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.gates import Gate
-from tests.support.raw_http import Http
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
 
 ROOT = Path(__file__).resolve().parents[2]
 _READY_S = 60.0

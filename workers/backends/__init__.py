@@ -14,7 +14,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
-from shmserve.workers.control import Control
+from shmserve.workers.links.supervisor import Control
 
 if TYPE_CHECKING:
     from shmserve.workers.memory.device import DeviceMemory

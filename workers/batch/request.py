@@ -112,7 +112,7 @@ class Input:
         Writable whatever it lies in, because torch knows no read-only tensors: callers must not
         write into it.
         """
-        from shmserve.workers.torch_types import as_torch
+        from shmserve.workers.memory.torch_types import as_torch
 
         return as_torch(self.datatype, self.shape, self.raw)
 
@@ -131,11 +131,13 @@ class Output(NamedTuple):
 
 @dataclass(slots=True)
 class Response:
-    """The response to one request: outputs and parameters, or an error that is for the client."""
+    """The response to one request: outputs and parameters, or an error that is for the client.
+    `rescheduled`: none yet, the model asks for the request once more."""
 
     outputs: list[Output] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     error: ShmserveError | None = None
+    rescheduled: bool = False
 
 
 @dataclass(slots=True, eq=False)

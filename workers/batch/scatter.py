@@ -227,7 +227,7 @@ def _same(one: Array, other: Array) -> bool:
 
 def _any_tensor(output: Output) -> Any:
     """An output as a tensor, wherever it is."""
-    from shmserve.workers.torch_types import PROTOCOL, as_torch
+    from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 
     if isinstance(output.data, np.ndarray):
         array = np.ascontiguousarray(_host_array(output))
@@ -246,7 +246,7 @@ def _host_array(output: Output) -> Array:
     if datatype not in ITEM_SIZE:
         raise Internal(f"inference output '{name}' has an unknown datatype")
     if not isinstance(data, np.ndarray):
-        from shmserve.workers.torch_types import host_array
+        from shmserve.workers.memory.torch_types import host_array
 
         data = host_array(data)
     if datatype == "BYTES":

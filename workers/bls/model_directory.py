@@ -8,7 +8,7 @@ from typing import Any
 
 from shmserve.ipc.messages import FindModel
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers.control import Control
+from shmserve.workers.links.supervisor import Control
 
 Key = tuple[str, str]  # a model's name, and its version or "" for the latest
 

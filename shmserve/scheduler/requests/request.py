@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.statistics.timing import Timing
@@ -115,7 +115,9 @@ class Request:
     `deadline_ns` holds until the last response, `queue_limit_ns` only in the queue; before
     `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker` is who
     had it last. Of a decoupled model's: `responses` it has had, as many as `granted` of which its
-    client has read; since `responded_ns` the model has been at the next one.
+    client has read; since `responded_ns` the model has been at the next one. `level` is its
+    priority level, 1 the highest; it is `delayed` where its timeout put it behind the others there.
+    `sequence` is the one that it belongs to, where there are any, and `flags` say where in it.
     """
 
     __slots__ = (
@@ -123,16 +125,20 @@ class Request:
         "client",
         "deadline_ns",
         "deaths",
+        "delayed",
         "enqueued_ns",
+        "flags",
         "granted",
         "hurry_ns",
         "id",
         "key",
+        "level",
         "outcome",
         "queue_limit_ns",
         "request_id",
         "responded_ns",
         "responses",
+        "sequence",
         "shape_key",
         "state",
         "timing",
@@ -156,6 +162,7 @@ class Request:
         hurry_ns: int,
         work: bytes,
         request_id: str,
+        level: int = 0,
     ) -> None:
         self.key = key
         self.client = client
@@ -169,6 +176,8 @@ class Request:
         self.hurry_ns = hurry_ns
         self.work = work
         self.request_id = request_id
+        self.level = level
+        self.delayed = False
         self.state = State.QUEUED
         self.deaths = 0
         self.outcome: Outcome | None = None
@@ -177,6 +186,8 @@ class Request:
         self.responded_ns = 0
         self.granted = 0
         self.timing: Timing | None = None  # of the execution, once it has returned
+        self.sequence: Any = None  # a batchers.sequence.lane.Sequence
+        self.flags = 0
         self.untimed = False  # it succeeded before that
 
     def meet(self, event: Event) -> None:

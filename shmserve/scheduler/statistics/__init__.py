@@ -1,10 +1,12 @@
 """A model version's statistics, updated with a few additions a request (pure).
 
-counters.py         everything that is counted, and the report of it
+counters.py         requests, and the report of everything
+execution_stats.py  executions of batches
+response_stats.py   responses of a decoupled model, by their index
 timing.py           the phases of an execution, from what a worker says of it
 histogram.py        observations in fixed buckets
 quantiles.py        quantiles of the last minute: a sketch in a sliding window
-response_stats.py   responses of a decoupled model, by their index
+durations.py        times as they are reported
 
 `Statistics.report` gives the entry of GET /v2/models/NAME/stats, field by field as Triton shows it:
 
@@ -37,6 +39,7 @@ and one key more, for metrics:
         families        the model's own metrics, as model_metrics.plain has them
 
 A request counts when its last response is known, before that is sent: who asks after its own sees
-itself. A decoupled model's request has failed if it ends with an error; one that is sent before the
-end is in `response_stats` alone.
+itself. A decoupled model's request has failed if its model raised, or nothing was there to take its
+responses; an error that the model sends, the last one too, is a response, counted in
+`response_stats` alone.
 """

@@ -17,6 +17,7 @@ from shmserve.common.model_names import check_model_name
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
+from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import CONFIG_FILE, IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
@@ -24,7 +25,6 @@ from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, St
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import ModelState
-from shmserve.supervisor.startup_report import StartupReport
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Models:
         for root in config.model_repositories:
             if (root / CONFIG_FILE).is_file():
                 logger.warning("'%s' is a model's folder: a repository is what holds it", root)
-        found = self._planner.scan()
+        found = await asyncio.to_thread(self._planner.scan)
         wanted = list(found)
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
@@ -97,9 +97,11 @@ class Models:
         if self._context.config.model_control_mode != "explicit":
             raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
 
-    def index(self, ready: bool) -> list[dict[str, Any]]:
+    async def index(self, ready: bool) -> list[dict[str, Any]]:
         """The repository index: what the repositories hold and what is loaded."""
-        return self._registry.index(self._planner.scan(), ready)
+        # In a thread: a file system that does not respond must not hold up the process table.
+        found = await asyncio.to_thread(self._planner.scan)
+        return self._registry.index(found, ready)
 
     # --- load and unload
 

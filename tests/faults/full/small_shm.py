@@ -29,7 +29,7 @@ def can_mount() -> bool:
 _PROGRAM = """
 import json, os, sys
 import numpy as np
-from tests.support.raw_http import Http, in_region, shm_input
+from tests.support.wire.raw_http import Http, in_region, shm_input
 from tests.support.regions import SharedObject
 
 http, told = Http(int(sys.argv[1])), {}

@@ -16,11 +16,11 @@ import pytest
 from shmserve.ipc import endpoints
 from tests.faults.scene import RECOVERY_S, State, assert_recovers, scene, wait_replaced
 from tests.support import repositories
-from tests.support.grpc_calls import is_right, simple_request, stub
 from tests.support.leaks import cpu_seconds
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.grpc_calls import is_right, simple_request, stub
 
 _LIMIT = 300
 _MANY = 2 * _LIMIT

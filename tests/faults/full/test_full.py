@@ -12,8 +12,8 @@ import numpy as np
 
 from tests.faults.scene import assert_recovers, scene
 from tests.support.crowd import values
-from tests.support.raw_http import Reply
 from tests.support.servers import Server
+from tests.support.wire.raw_http import Reply
 
 
 def test_the_queue_is_full(serve: Callable[..., Server]) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from tests.faults.full.small_shm import can_mount
 from tests.faults.scene import assert_recovers, scene
-from tests.support.raw_http import json_input
 from tests.support.servers import Server
 from tests.support.waiting import until
+from tests.support.wire.raw_http import json_input
 
 _MOUNT = 'mount -t tmpfs -o mode=700,nr_inodes="$0" tmpfs "$1" && shift && exec "$@"'
 # A program of the native client, which is refused twice.

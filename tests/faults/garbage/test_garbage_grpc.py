@@ -17,10 +17,10 @@ from tritonclient.grpc import service_pb2 as pb
 
 from tests.faults.scene import Scene, State, assert_is_as_it_was, assert_recovers, scene
 from tests.support import repositories
-from tests.support.grpc_calls import is_right, request_of, simple_request, stub
-from tests.support.http2 import OPENED, PREFACE, SERVICE, flood, frame, message, post
 from tests.support.load import Load
 from tests.support.servers import Server, running
+from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
+from tests.support.wire.http2 import OPENED, PREFACE, SERVICE, flood, frame, message, post
 
 _PATIENCE_S = 20.0
 # gRPC keeps buffers and threads for what comes next.

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.faults.scene import ARENA_BYTES, Scene, assert_recovers, scene
-from tests.support.raw_http import json_input, raw_connection, read_reply
 from tests.support.servers import Server
+from tests.support.wire.raw_http import json_input, raw_connection, read_reply
 
 ROW = np.zeros((1, 16), np.int32)
 REQUEST = json.dumps({"inputs": [json_input("INPUT0", ROW), json_input("INPUT1", ROW)]}).encode()

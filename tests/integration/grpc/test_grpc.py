@@ -19,11 +19,11 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 import shmserve
 from shmserve.gateway.api.metadata import EXTENSIONS
 from tests.support import repositories
-from tests.support.grpc_calls import A, B, is_right, place, simple_request, stub
-from tests.support.raw_http import in_region, shm_input
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.grpc_calls import A, B, is_right, place, simple_request, stub
+from tests.support.wire.raw_http import in_region, shm_input
 
 MODELS = ("simple", "identity", "types", "text", "echo_request", "gated")
 

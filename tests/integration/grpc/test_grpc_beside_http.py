@@ -21,11 +21,11 @@ from tritonclient.utils import InferenceServerException
 
 from shmserve.gateway.grpc.service import RPCS
 from tests.support import repositories
-from tests.support.grpc_calls import place, request_of, stub
-from tests.support.raw_http import Http, in_region, shm_input
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running
 from tests.support.users import ALICE, BOB, needs_users, tunnel
+from tests.support.wire.grpc_calls import place, request_of, stub
+from tests.support.wire.raw_http import Http, in_region, shm_input
 
 TOKEN, PROGRAM = "0123456789abcdef-all", "0123456789abcdef-program"
 VALUES = np.arange(1024, dtype=np.float32)

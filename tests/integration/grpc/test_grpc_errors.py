@@ -11,8 +11,8 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.grpc_calls import refusal, simple_request, stub
 from tests.support.servers import Server, running
+from tests.support.wire.grpc_calls import refusal, simple_request, stub
 
 BAD = "INVALID_ARGUMENT"
 

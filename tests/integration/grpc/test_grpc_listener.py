@@ -20,8 +20,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.support import repositories
-from tests.support.grpc_calls import is_right, refusal, request_of, simple_request, stub
-from tests.support.http2 import (
+from tests.support.servers import Server, run_command, running, title
+from tests.support.wire.grpc_calls import is_right, refusal, request_of, simple_request, stub
+from tests.support.wire.http2 import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -33,7 +34,6 @@ from tests.support.http2 import (
     message,
     post,
 )
-from tests.support.servers import Server, run_command, running, title
 
 Serve = Callable[..., Server]
 

@@ -26,7 +26,9 @@ from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import encode
 from tests.rigs.gateway_rig import Puppet
-from tests.support.http2 import (
+from tests.support.servers import hold_ports, port_of
+from tests.support.waiting import until
+from tests.support.wire.http2 import (
     ACK,
     DATA,
     END_HEADERS,
@@ -39,8 +41,6 @@ from tests.support.http2 import (
     message,
     post,
 )
-from tests.support.servers import hold_ports, port_of
-from tests.support.waiting import until
 
 _BOOT = "import sys; from shmserve.gateway.grpc.main import run; run(sys.stdin.buffer.read())"
 _PATIENCE_S = 1.0

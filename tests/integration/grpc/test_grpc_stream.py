@@ -13,9 +13,9 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.grpc_calls import is_right, request_of, simple_request, stub
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
 
 STRICT = (("triton_grpc_error", "true"),)
 

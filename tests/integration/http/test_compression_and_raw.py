@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from tests.support.raw_http import Http, binary_request, json_input
 from tests.support.servers import Server
+from tests.support.wire.raw_http import Http, binary_request, json_input
 
 VALUES = np.arange(64, dtype=np.float32)
 REQUEST = {"inputs": [json_input("INPUT0", VALUES)]}

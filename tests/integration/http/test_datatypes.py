@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from tests.support.raw_http import Http, join_bytes
 from tests.support.repositories import DATATYPES
 from tests.support.servers import Server
+from tests.support.wire.raw_http import Http, join_bytes
 
 
 def whole(bits: int, signed: bool) -> np.ndarray:

@@ -15,9 +15,9 @@ import pytest
 import shmserve.client
 from tests.support import repositories
 from tests.support.crowd import crowd, values
-from tests.support.raw_http import json_input, raw_connection
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import json_input, raw_connection
 
 BATCHING = "dynamic_batching { }"
 

@@ -7,8 +7,8 @@ import http.client
 import pytest
 import tritonclient.http as triton
 
-from tests.support.raw_http import Http, raw_connection, read_reply
 from tests.support.servers import Server
+from tests.support.wire.raw_http import Http, raw_connection, read_reply
 
 EXTENSIONS = [
     "classification",

@@ -23,9 +23,9 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from tests.rigs.local_clients import Guest, answer
 from tests.support import repositories
-from tests.support.grpc_calls import refusal, simple_request, stub
-from tests.support.raw_http import json_input, raw_connection
 from tests.support.servers import Server, running
+from tests.support.wire.grpc_calls import refusal, simple_request, stub
+from tests.support.wire.raw_http import json_input, raw_connection
 
 FORGED = "E 2026-01-01T00:00:00.000Z supervisor[1] forged"
 SHORT = f"x\r\n{FORGED}\n\x1b[31mred\x1b[0m\x00\u2028{FORGED}"

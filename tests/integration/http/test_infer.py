@@ -11,7 +11,8 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from tests.support.raw_http import (
+from tests.support.servers import Server
+from tests.support.wire.raw_http import (
     Http,
     binary_request,
     join_bytes,
@@ -19,7 +20,6 @@ from tests.support.raw_http import (
     raw_connection,
     read_reply,
 )
-from tests.support.servers import Server
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
 B = np.full((1, 16), 3, np.int32)

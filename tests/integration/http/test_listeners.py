@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.raw_http import Http, Reply, UnixHttp, json_input
 from tests.support.servers import Server, run_command, running
 from tests.support.users import ALICE, FRIENDS, as_user, needs_users
+from tests.support.wire.raw_http import Http, Reply, UnixHttp, json_input
 
 TOKEN, PROGRAM, SCRAPER = "0123456789abcdef-all", "0123456789abcdef-program", "0123456789abcdef-m"
 ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}

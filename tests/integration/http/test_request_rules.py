@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.raw_http import Http, binary_request, json_input
+from tests.support.wire.raw_http import Http, binary_request, json_input
 
 NO_ID = "[request id: <id_unknown>] "
 ROW = np.zeros((1, 16), np.int32)

@@ -21,9 +21,9 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.grpc_calls import request_of, stub
-from tests.support.raw_http import Http, json_input
 from tests.support.servers import Server, running
+from tests.support.wire.grpc_calls import request_of, stub
+from tests.support.wire.raw_http import Http, json_input
 
 TOKEN, WRONG = "0123456789abcdef-all", "0123456789abcdef-wrong"
 SCRAPER = "0123456789abcdef-metrics"

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.support.crowd import crowd
-from tests.support.raw_http import Http, json_input
 from tests.support.servers import ROOT, Server, running
+from tests.support.wire.raw_http import Http, json_input
 
 SCALE = '''
 """Three models in one file."""

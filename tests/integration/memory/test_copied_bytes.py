@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.support.raw_http import in_region, shm_input
 from tests.support.regions import SharedObject
 from tests.support.servers import Server
+from tests.support.wire.raw_http import in_region, shm_input
 
 ROWS, SIDE = 4096, 1024
 SIZE = ROWS * SIDE * 4  # 16 MiB

@@ -13,10 +13,10 @@ import pytest
 
 from tests.support import repositories
 from tests.support.crowd import crowd
-from tests.support.raw_http import Http, in_region, json_input, shm_input
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,9 @@ import tritonclient.http as triton
 import tritonclient.utils.shared_memory as shm
 
 from tests.support.leaks import descriptors
-from tests.support.raw_http import (
+from tests.support.regions import SharedObject
+from tests.support.servers import Server
+from tests.support.wire.raw_http import (
     Http,
     Reply,
     in_region,
@@ -22,8 +24,6 @@ from tests.support.raw_http import (
     shm_input,
     split_bytes,
 )
-from tests.support.regions import SharedObject
-from tests.support.servers import Server
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes

@@ -23,7 +23,11 @@ import pytest
 from tests.support import repositories
 from tests.support.crowd import crowd
 from tests.support.leaks import made_since, server_descriptors
-from tests.support.raw_http import (
+from tests.support.regions import SharedObject
+from tests.support.servers import ROOT, Server, running
+from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
+from tests.support.waiting import until
+from tests.support.wire.raw_http import (
     Http,
     Reply,
     UnixHttp,
@@ -33,10 +37,6 @@ from tests.support.raw_http import (
     raw_connection,
     shm_input,
 )
-from tests.support.regions import SharedObject
-from tests.support.servers import ROOT, Server, running
-from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
-from tests.support.waiting import until
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import repositories
-from tests.support.raw_http import Http
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
 
 STEPS = """
 backend: "python"

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.raw_http import Http, json_input
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, json_input
 
 ROW = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
 

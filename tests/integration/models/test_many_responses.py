@@ -14,9 +14,9 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from tests.support import repositories
-from tests.support.raw_http import Http
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
 
 PATTERN = "^x-my-"
 SCORES = """

@@ -12,9 +12,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 import shmserve.client
 from shmserve.errors import ShmserveError
-from tests.support.grpc_calls import stub
 from tests.support.servers import ROOT, Server, running
 from tests.support.waiting import until
+from tests.support.wire.grpc_calls import stub
 
 LASTING = """
 import asyncio, pathlib

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.raw_http import Http, json_input
 from tests.support.servers import Server, running, wait_gone
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, json_input
 
 UNIT = 'a "b"\\\n'
 

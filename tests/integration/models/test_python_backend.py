@@ -12,8 +12,8 @@ import pytest
 
 from tests.support import repositories
 from tests.support.crowd import crowd
-from tests.support.raw_http import Http, Reply, json_input
 from tests.support.servers import Server
+from tests.support.wire.raw_http import Http, Reply, json_input
 
 Explicit = tuple[Server, Path]
 

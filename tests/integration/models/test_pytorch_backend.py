@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.crowd import crowd
-from tests.support.raw_http import Http, json_input
 from tests.support.servers import Server, running
+from tests.support.wire.raw_http import Http, json_input
 
 CONFIG = """
 name: "{name}"

@@ -22,9 +22,9 @@ from tritonclient.utils import InferenceServerException
 from tests.support import repositories
 from tests.support.crowd import crowd
 from tests.support.load import Load
-from tests.support.raw_http import Http, Reply, json_input
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, Reply, json_input
 
 ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
 BROKEN = "raise RuntimeError('broken on purpose')\n"

@@ -18,10 +18,10 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.grpc_calls import stub
-from tests.support.raw_http import Http, UnixHttp, json_input
 from tests.support.servers import Server, running
 from tests.support.users import ALICE, FRIENDS, as_user, needs_users, tunnel
+from tests.support.wire.grpc_calls import stub
+from tests.support.wire.raw_http import Http, UnixHttp, json_input
 
 TOKEN, OTHER = "0123456789abcdef-models", "0123456789abcdef-inference"
 CODE = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()

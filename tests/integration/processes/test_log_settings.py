@@ -16,10 +16,10 @@ import tritonclient.http
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.grpc_calls import stub
-from tests.support.raw_http import Http
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.grpc_calls import stub
+from tests.support.wire.raw_http import Http
 
 TALKER = """
 import triton_python_backend_utils as pb_utils

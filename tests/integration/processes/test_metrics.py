@@ -13,9 +13,9 @@ import pytest
 from tests.support import repositories
 from tests.support.crowd import crowd
 from tests.support.load import ask_simple
-from tests.support.raw_http import Http, json_input
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, json_input
 
 COUNTERS = (
     "nv_inference_request_success",

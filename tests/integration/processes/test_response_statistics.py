@@ -9,8 +9,8 @@ import pytest
 
 from tests.support import repositories
 from tests.support.servers import Server
-from tests.support.streams import ask_repeat, ended, failed, stream
 from tests.support.waiting import until
+from tests.support.wire.streams import ask_repeat, ended, failed, stream
 
 FIRST = "nv_inference_first_response_histogram_ms"
 BUCKETS = f"""

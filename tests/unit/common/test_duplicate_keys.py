@@ -17,7 +17,7 @@ from shmserve.gateway.http.json.large_arrays import loads_large
 from shmserve.gateway.http.json.parser import loads
 from shmserve.model_config.parse import from_json
 from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, rig
-from tests.support.raw_http import Http
+from tests.support.wire.raw_http import Http
 
 Pairs = list[tuple[str, Any]]
 

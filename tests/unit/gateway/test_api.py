@@ -19,8 +19,8 @@ from shmserve.gateway.http import routes
 from shmserve.gateway.http.routes import ROUTES, find_route
 from shmserve.ipc import messages as m
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
-from tests.support.raw_http import Http, in_region, raw_connection
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, in_region, raw_connection
 
 
 @pytest.fixture(scope="module")

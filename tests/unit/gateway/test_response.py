@@ -23,7 +23,7 @@ from tests.rigs.gateway_rig import (
     rig,
     tensor_config,
 )
-from tests.support.raw_http import Http, Reply
+from tests.support.wire.raw_http import Http, Reply
 
 RECORDED = [
     json.loads(line)

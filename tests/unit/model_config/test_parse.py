@@ -29,7 +29,7 @@ from shmserve.model_config import (
     unsupported,
     validate,
 )
-from shmserve.model_config.message_builder import is_map, is_repeated
+from shmserve.model_config.syntax.message_builder import is_map, is_repeated
 from shmserve.proto import model_config_pb2
 from shmserve.proto.loader import load
 

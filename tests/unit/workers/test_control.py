@@ -12,7 +12,7 @@ from shmserve.errors import NotFound, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from shmserve.workers.control import Control, News
+from shmserve.workers.links.supervisor import Control, News
 from tests.rigs.arrivals import arrived
 
 NAME = b"worker.1.0.1"

@@ -16,10 +16,10 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
-from shmserve.workers import scheduler_link
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.batch import response_stream
+from shmserve.workers.links import scheduler as scheduler_link
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import FunctionBackend, Region, Rig, model_config, rig, tensor_config
 from tests.support.waiting import until

@@ -1,21 +1,23 @@
 """Generators as `predict`: each `yield` is a response, sent at once.
 
 A generator runs in a thread of its own, an asynchronous one in an event loop that all share, so
-requests are answered side by side, up to `most` of them; others wait in the scheduler's queue. When
+requests are served side by side, up to `most` of them; others wait in the scheduler's queue. When
 its client has gone a generator is closed at its next `yield` (GeneratorExit), an asynchronous one
-is cancelled where it waits.
+is cancelled where it waits. Until then `shmserve.model.Context.cancelled` tells it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from shmserve.errors import ShmserveError
+from shmserve.model import IS_CANCELLED
 from shmserve.workers.backends import Request, Response, ResponseStream
 from shmserve.workers.backends.event_loop import EventLoopThread
 
@@ -33,17 +35,18 @@ class GeneratorStreams:
         self._respond = respond
         self._places = threading.Semaphore(most)
         self._loop: EventLoopThread | None = None
+        # A thread for each stream that waits for credit: those of clients that do not read must not
+        # keep the others' responses waiting for a thread.
+        self._senders = ThreadPoolExecutor(most, "send")
 
     def start(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """Begin to answer a request; waits where `most` are being answered."""
+        """Begin to respond to a request; waits where `most` are being served."""
         self._places.acquire()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
-                if self._loop is None:
-                    self._loop = EventLoopThread(torch.inference_mode)
-                future = self._loop.run(self._relay_async(iterator, stream), [stream])
+                future = self._event_loop().run(self._relay_async(iterator, stream), [stream])
                 stream.on_cancel(future.cancel)
                 future.add_done_callback(lambda _: self._end(stream))
             else:
@@ -54,10 +57,20 @@ class GeneratorStreams:
             self._places.release()
             raise
 
+    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the event loop that all share, and wait for what it returns."""
+        return self._event_loop().wait(coroutine)
+
+    def _event_loop(self) -> EventLoopThread:
+        if self._loop is None:
+            self._loop = EventLoopThread(torch.inference_mode)
+        return self._loop
+
     def close(self) -> None:
         """End what runs in the event loop."""
         if self._loop is not None:
             self._loop.close()
+        self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, stream: ResponseStream) -> None:
         self._places.release()
@@ -65,10 +78,10 @@ class GeneratorStreams:
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _responding(stream):
                 self._relay(iterator, stream)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            _fail(stream, stream.explain(error))
+            stream.fail(stream.explain(error))
         finally:
             self._end(stream)
 
@@ -85,21 +98,28 @@ class GeneratorStreams:
         stream.send(final=True)
 
     async def _relay_async(self, iterator: AsyncIterator[Any], stream: ResponseStream) -> None:
-        try:
-            async for yielded in iterator:
-                response = self._respond(stream.request, yielded)
-                if stream.may_send:
-                    stream.send(response)
-                else:
-                    await asyncio.to_thread(stream.send, response)
-                if stream.is_cancelled():
-                    break
-        finally:
-            close = getattr(iterator, "aclose", None)
-            if close is not None:
-                await close()
+        loop = asyncio.get_running_loop()
+        with _responding(stream):  # in the context of the task, which is this stream's alone
+            try:
+                async for yielded in iterator:
+                    response = self._respond(stream.request, yielded)
+                    if stream.may_send:
+                        stream.send(response)
+                    else:
+                        await loop.run_in_executor(self._senders, stream.send, response)
+                    if stream.is_cancelled():
+                        break
+            finally:
+                close = getattr(iterator, "aclose", None)
+                if close is not None:
+                    await close()
         stream.send(final=True)
 
 
-def _fail(stream: ResponseStream, error: ShmserveError) -> None:
-    stream.fail(error)
+@contextlib.contextmanager
+def _responding(stream: ResponseStream) -> Iterator[None]:
+    token = IS_CANCELLED.set(stream.is_cancelled)
+    try:
+        yield
+    finally:
+        IS_CANCELLED.reset(token)

@@ -88,7 +88,7 @@ class Tensor:
         """
         from torch.utils import dlpack
 
-        from shmserve.workers.torch_types import PROTOCOL
+        from shmserve.workers.memory.torch_types import PROTOCOL
 
         name = text(name, "the name of a Tensor")
         if not name:
@@ -205,7 +205,7 @@ class Tensor:
             return data
         if isinstance(data, Input):
             return data.numpy() if self._lender is None else self._lender.lend(data)
-        from shmserve.workers.torch_types import host_array
+        from shmserve.workers.memory.torch_types import host_array
 
         return host_array(data)
 

@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.backends import has_scheduler
-from shmserve.workers.torch_types import PROTOCOL
+from shmserve.workers.memory.torch_types import PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from shmserve.workers.backends.pytorch.in_place import InPlace
 from shmserve.workers.batch.gather import Gatherer, gather_strings
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device import to_host
-from shmserve.workers.torch_types import PROTOCOL, as_torch
+from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 
 logger = logging.getLogger(__name__)
 

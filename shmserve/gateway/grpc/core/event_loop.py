@@ -17,6 +17,8 @@ from typing import Any
 
 import uvloop
 
+from shmserve.gateway.grpc.core import readers
+
 _MOST_BYTES = 4096
 
 
@@ -30,6 +32,7 @@ class Loop(uvloop.Loop):
         """Watch a descriptor, or gRPC's socket."""
         if isinstance(fd, socket.socket):
             super().add_reader(fd, _once, fd, callback, *args)
+            readers.start(callback)
         else:
             super().add_reader(fd, callback, *args)
 

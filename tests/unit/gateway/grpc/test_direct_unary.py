@@ -16,7 +16,7 @@ import pytest
 from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
 from shmserve.gateway.grpc.core.direct_unary import Call, Waiter, acceptors
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
-from tests.support.http2 import (
+from tests.support.wire.http2 import (
     ACK,
     DATA,
     END_HEADERS,

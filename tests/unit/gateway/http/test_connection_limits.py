@@ -14,8 +14,8 @@ import pytest
 
 from shmserve.common.access.peer_credentials import network
 from tests.rigs.gateway_rig import Rig, rig
-from tests.support.raw_http import read_reply
 from tests.support.users import ALICE, BOB, as_user, needs_users
+from tests.support.wire.raw_http import read_reply
 
 MOST, SHARE = 40, 30
 HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"

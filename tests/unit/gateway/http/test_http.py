@@ -33,8 +33,8 @@ from tests.rigs.gateway_rig import (
     rig,
     tensor_config,
 )
-from tests.support.raw_http import Http, Reply, binary_request, raw_connection, read_reply
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, Reply, binary_request, raw_connection, read_reply
 
 MIB = 1024 * 1024
 HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -34,8 +34,15 @@ from tests.rigs.gateway_rig import (
     rig,
     tensor_config,
 )
-from tests.support.raw_http import Http, Reply, in_region, raw_connection, read_reply, shm_input
 from tests.support.waiting import until
+from tests.support.wire.raw_http import (
+    Http,
+    Reply,
+    in_region,
+    raw_connection,
+    read_reply,
+    shm_input,
+)
 
 MIB = 1024 * 1024
 ARENA = 32 * MIB

@@ -18,8 +18,8 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, model_config, rig
 from tests.rigs.gateway_rig import tensor_config as tensor
-from tests.support.raw_http import Http, Reply, join_bytes, read_reply
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, Reply, join_bytes, read_reply
 
 REPEAT = {
     **model_config(

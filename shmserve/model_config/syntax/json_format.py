@@ -12,8 +12,8 @@ from typing import Any, cast
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from shmserve.model_config.message_builder import is_map, is_repeated
-from shmserve.model_config.syntax_tree import MAX_DEPTH, Block, Entry, Lines, Malformed, Scalar
+from shmserve.model_config.syntax.message_builder import is_map, is_repeated
+from shmserve.model_config.syntax.tree import MAX_DEPTH, Block, Entry, Lines, Malformed, Scalar
 
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.ipc.messages import MetricsReported
-from shmserve.workers.scheduler_link import SchedulerLink
+from shmserve.workers.links.scheduler import SchedulerLink
 
 _PAUSE_S = 0.1
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shmserve.errors import clip
-from shmserve.model_config.syntax_tree import MAX_DEPTH, Block, Entry, Lines, Malformed, Scalar
+from shmserve.model_config.syntax.tree import MAX_DEPTH, Block, Entry, Lines, Malformed, Scalar
 
 _TOKEN = re.compile(
     r"""

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from shmserve.errors import clip
 from shmserve.model_config.diagnostics import Key, Problem, member
-from shmserve.model_config.syntax_tree import Block, Entry, Scalar
+from shmserve.model_config.syntax.tree import Block, Entry, Scalar
 
 _INT_RANGES: dict[int, tuple[int, int]] = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
