@@ -7,9 +7,8 @@ import http
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from aiohttp.http import HttpVersion10
-
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.connection.aiohttp_parts import HttpVersion10
 from shmserve.gateway.http.request import Request
 from shmserve.gateway.http.response import Reply, drain
 from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
