@@ -83,4 +83,4 @@ class Request:
     @property
     def is_http10(self) -> bool:
         """Whether the client knows neither chunks nor keep-alive by default."""
-        return self.version == HttpVersion10
+        return self.version <= HttpVersion10
