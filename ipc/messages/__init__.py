@@ -45,10 +45,12 @@ from shmserve.ipc.messages.inference import (
     ReleaseOutputs,
     Reply,
     ReportStatistics,
+    ReportTimes,
     Responded,
     Settled,
     StatisticsReported,
     Submit,
+    Timed,
     Work,
 )
 from shmserve.ipc.messages.local_clients import (
@@ -129,6 +131,7 @@ __all__ = [
     "CountsInherited",
     "Drain",
     "Drained",
+    "EnsembleToSupervisor",
     "EventHeader",
     "Execute",
     "ExecutionResponded",
@@ -181,6 +184,7 @@ __all__ = [
     "ReleaseOutputs",
     "Reply",
     "ReportStatistics",
+    "ReportTimes",
     "Responded",
     "SchedulerLost",
     "SchedulerReady",
@@ -196,10 +200,12 @@ __all__ = [
     "StatisticsReported",
     "Stop",
     "Submit",
+    "SupervisorToEnsemble",
     "SupervisorToGateway",
     "SupervisorToLocalClient",
     "SupervisorToScheduler",
     "SupervisorToWorker",
+    "Timed",
     "UnloadModel",
     "UnregisterRegion",
     "Welcome",
@@ -210,8 +216,8 @@ __all__ = [
     "WorkerToSupervisor",
 ]
 
-ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics
-SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
+ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics | ReportTimes
+SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported | Timed
 SchedulerToWorker = Execute | CancelExecution | GrantExecution | ReleaseOutputs
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
@@ -256,6 +262,8 @@ SupervisorToScheduler = (
     | Stop
 )
 SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
+SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | ModelWithdrawn | SchedulerLost
+EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged
 SupervisorToWorker = (
     CompleteConfig
     | LoadInstance

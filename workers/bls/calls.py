@@ -38,7 +38,7 @@ from shmserve.ipc.messages import (
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.workers.bls.links import Links
+from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
 from shmserve.workers.bls.request import CallMemory, CallRequest, CallResponse, PlacedInputs, copied
 from shmserve.workers.bls.shared_wait import SharedWait
@@ -147,7 +147,7 @@ class BlsClient:
         self._ids = count(1)
         self._waiting = SharedWait(self._take)
         self._lock = self._waiting.lock
-        self._links = Links(self._waiting.add, self._waiting.remove)
+        self._links = SchedulerLinks(self._waiting.add, self._waiting.remove)
         self._table: InflightTable[Call] = InflightTable()
         self._left: deque[Call] = deque()  # to be cancelled
         self._doubtful: list[_Doubt] = []
