@@ -3,10 +3,12 @@ an ensemble."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
 
+from shmserve.errors import Unavailable
 from shmserve.ipc.messages import Cancel, Grant, Release, ReportTimes, Submit
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
@@ -35,10 +37,17 @@ class SchedulerLinks:
         return iter(self._links.values())
 
     def open(self, endpoint: str) -> Dealer:
-        """The link to a scheduler, made when it is needed."""
+        """The link to a scheduler, made when it is needed. Raises Unavailable when the process has
+        no descriptor left for it."""
         link = self._links.get(endpoint)
         if link is None:
-            link = self._links[endpoint] = Dealer(endpoint, self._identity)
+            try:
+                link = Dealer(endpoint, self._identity)
+            except OSError as error:
+                raise Unavailable(
+                    f"no link to a scheduler can be made: {error.strerror}"
+                ) from error
+            self._links[endpoint] = link
             self._watch(link.fd)
             if self._greeting is not None:
                 link.post(self._greeting)
@@ -59,15 +68,16 @@ class SchedulerLinks:
         for pid, offsets in held.items():
             self.tell(endpoint, Release(pid, offsets))
 
-    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Dealer], None]) -> None:
-        """The scheduler at `endpoint` is gone: its last words are handled by `hear_out`, and what
+    def lose(self, endpoint: str, successor: str, drain: Callable[[Dealer], None]) -> None:
+        """The scheduler at `endpoint` is gone: `drain` handles what it sent last, and what
         that tells it goes to the successor, if there is one."""
         link = self._links.pop(endpoint, None)
         if link is None:
             return
         if successor:
-            self._links[endpoint] = self.open(successor)
-        hear_out(link)
+            with contextlib.suppress(Unavailable):
+                self._links[endpoint] = self.open(successor)
+        drain(link)
         self._links.pop(endpoint, link).flush()
         self._unwatch(link.fd)
         link.close()

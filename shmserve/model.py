@@ -1,4 +1,4 @@
-"""What a model written for this server imports: tensor annotations and the context of an instance.
+"""What a native model imports: tensor annotations and the context of an instance.
 
     from shmserve.model import FP32
     from torch import Tensor
@@ -12,11 +12,31 @@
 `FP32[Tensor, 1, 8, 8]` reads: float32, arrives as a torch tensor, 1 x 8 x 8 after the batch
 dimension; -1 is a dimension of any size. With `numpy.ndarray` in the place of `Tensor` it arrives
 as a numpy array. To a type checker it is the array type.
+
+What the class may have besides `predict`:
+
+    max_batch_size = 32         of one batch, in rows; 0: no batch dimension
+    max_queue_delay_us = 0      how long a request may wait for others to share its batch
+    max_streams = 64            requests that a `predict` which yields answers side by side
+
+    def load(self, context)     before the first batch, with a `Context`
+    def is_ready(self)          whether it is, a bool: see below
+    def unload(self)            after the last batch
+
+`is_ready`, plain or `async def`, is asked whenever a client asks whether the model is ready,
+between two batches, so it should be quick: an instance that does not say within 5 s does not
+count. The model is ready while one of its instances says True, and none says False or raises (the
+log has why).
+
+A `predict` that yields hears of a client that has left at its next `yield`: a generator by
+GeneratorExit, an asynchronous one also where it awaits, by asyncio.CancelledError. One that
+computes for long between two of them looks at `Context.cancelled`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,6 +121,9 @@ else:
     BF16 = _Datatype("BF16")
     BYTES = _Datatype("BYTES")
 
+# Asks whether the request that the running code answers is cancelled; set by who runs it.
+IS_CANCELLED: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -115,3 +138,9 @@ class Context:
     device: str
     directory: Path
     parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits any more for the responses that are being yielded here: in the body
+        of a `predict` that yields, in its own thread or task; elsewhere False."""
+        return IS_CANCELLED.get()()

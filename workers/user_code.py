@@ -1,11 +1,16 @@
-"""Code that users wrote: its files as modules, and what it raises in words."""
+"""Code that users wrote: its files as modules, what it says of itself, what it raises in words."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from shmserve.errors import Internal
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -24,6 +29,19 @@ def import_file(path: Path, name: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def says_ready(model: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> bool:
+    """What a model's own `is_ready` returns, where that is a coroutine what `run` makes of it.
+
+    Raises what it raises, and Internal for what is no bool.
+    """
+    said = model.is_ready()
+    if asyncio.iscoroutine(said):
+        said = run(said)
+    if not isinstance(said, bool):
+        raise Internal(f"`is_ready` must return a bool, found type '{type(said)}'")
+    return said
 
 
 def in_words(error: BaseException) -> str:

@@ -212,7 +212,8 @@ class BatchFinished:
 @message
 class ExecutionResponded:
     """A response of a model that gives any number of them, as `Responded` has it. Times are
-    monotonic ns: when the model gave it, and when its outputs were written."""
+    monotonic ns: when the model gave it, and when its outputs were written. `failed`: the request
+    has ended by a failure, not by an error that its model chose to send."""
 
     key: int
     code: str
@@ -222,6 +223,7 @@ class ExecutionResponded:
     given_ns: int
     written_ns: int
     copied_out: int = 0
+    failed: bool = False
 
 
 @message

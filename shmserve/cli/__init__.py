@@ -7,10 +7,14 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shmserve import __version__
 from shmserve.common import fd_limits
 from shmserve.errors import InvalidArgument, ShmserveError
+
+if TYPE_CHECKING:
+    from shmserve.config.option import Flag
 
 _USAGE = """\
 usage: shmserve VERB ...
@@ -76,10 +80,10 @@ def _serve(arguments: list[str]) -> int:
     if _asks_for_help(arguments):
         print(_serve_help())
         return 0
-    from shmserve.config import options, server
+    from shmserve.config import command_line, server
     from shmserve.supervisor.main import serve
 
-    return serve(server.from_flags(options.parse(arguments), os.environ))
+    return serve(server.from_flags(command_line.parse(arguments), os.environ))
 
 
 def _check(arguments: list[str]) -> int:
@@ -87,9 +91,9 @@ def _check(arguments: list[str]) -> int:
         print(_CHECK_HELP)
         return 0
     from shmserve.cli.check import check
-    from shmserve.config import options, server
+    from shmserve.config import command_line, server
 
-    return check(server.from_flags(options.parse(arguments), os.environ))
+    return check(server.from_flags(command_line.parse(arguments), os.environ))
 
 
 def _client(arguments: list[str]) -> int:
@@ -126,26 +130,30 @@ Parses and validates the repository DIR (or a path/model.py:Class), loads each m
 batch of zeros, and prints a line a model. Exit status: 0 all is well, 2 something is not."""
 
 
+def _flag_help(flag: Flag) -> list[str]:
+    kind = "|".join(flag.choices) or {"bool": "true|false"}.get(
+        flag.kind.__name__, flag.kind.__name__.upper().replace("STR", "TEXT")
+    )
+    default = "" if flag.default is None else f" [{str(flag.default).lower()}]"
+    return [
+        f"  --{flag.name} {kind}{' (repeatable)' if flag.repeat else ''}",
+        *textwrap.wrap(
+            flag.help + default, 92, initial_indent="      ", subsequent_indent="      "
+        ),
+    ]
+
+
 def _serve_help() -> str:
-    from shmserve.config.options import ACCEPTED, ACTED_ON
+    from shmserve.config.options import ACCEPTED, GROUPS
 
     lines = [
         "usage: shmserve serve --model-repository DIR [flags]",
         "       shmserve serve path/model.py:Class [flags]",
     ]
-    group = ""
-    for flag in ACTED_ON:
-        if flag.group != group:
-            group = flag.group
-            lines += ["", f"{group}:"]
-        kind = "|".join(flag.choices) or {"bool": "true|false"}.get(
-            flag.kind.__name__, flag.kind.__name__.upper().replace("STR", "TEXT")
-        )
-        default = "" if flag.default is None else f" [{str(flag.default).lower()}]"
-        lines.append(f"  --{flag.name} {kind}{' (repeatable)' if flag.repeat else ''}")
-        lines += textwrap.wrap(
-            flag.help + default, 92, initial_indent="      ", subsequent_indent="      "
-        )
+    for group, flags in GROUPS.items():
+        lines += ["", f"{group}:"]
+        for flag in flags:
+            lines += _flag_help(flag)
     names = ", ".join(f"--{flag.name}" for flag in ACCEPTED)
     lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
     lines += textwrap.wrap(

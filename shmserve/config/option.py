@@ -31,7 +31,6 @@ class Flag:
     kind: type = str
     default: Value | None = None
     help: str = ""
-    group: str = ""
     low: float = 0
     high: float = 2**63 - 1
     choices: tuple[str, ...] = ()

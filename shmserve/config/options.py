@@ -1,388 +1,322 @@
-"""The table of flags of `shmserve serve`, and the parser that reads a command line by it.
+"""The table of flags of `shmserve serve`, in the groups that its help shows.
 
-Names and spellings are Triton's where Triton has the flag, so an existing command line starts:
-`--flag=value` and `--flag value` mean the same, a boolean may stand alone for true.
+Names are Triton's where Triton has the flag, so an existing command line starts.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from shmserve import logs
-from shmserve.config.option import Flag, Value
-from shmserve.errors import InvalidArgument
+from shmserve.config.option import Flag
 
-ACTED_ON: tuple[Flag, ...] = (
-    Flag("model-repository", help="a folder of model folders", group="Models", repeat=True),
-    Flag(
-        "model-control-mode",
-        default="none",
-        choices=("none", "poll", "explicit"),
-        help="none: load all at start; poll: follow the folder; explicit: load on request",
-        group="Models",
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "Models": (
+        Flag("model-repository", help="a folder of model folders", repeat=True),
+        Flag(
+            "model-control-mode",
+            default="none",
+            choices=("none", "poll", "explicit"),
+            help="none: load all at start; poll: follow the folder; explicit: load on request",
+        ),
+        Flag(
+            "load-model",
+            help="load this model at start in explicit mode; '*' alone loads all",
+            repeat=True,
+        ),
+        Flag(
+            "repository-poll-secs",
+            kind=int,
+            default=15,
+            low=1,
+            high=86400,
+            help="seconds between two looks at the repository in poll mode",
+        ),
+        Flag(
+            "model-config-name",
+            help="take a model's configuration from configs/TEXT.pbtxt in its folder, where it has "
+            "one, in the place of config.pbtxt",
+        ),
+        Flag(
+            "disable-auto-complete-config",
+            kind=bool,
+            default=False,
+            help="take configurations as written, ask models nothing",
+        ),
+        Flag("backend-config", help="BACKEND,SETTING=VALUE given to that backend", repeat=True),
     ),
-    Flag(
-        "load-model",
-        help="load this model at start in explicit mode; '*' alone loads all",
-        group="Models",
-        repeat=True,
+    "Defaults for models that do not set them": (
+        Flag(
+            "dynamic-batching",
+            kind=bool,
+            default=False,
+            help="batch dynamically where a model names no scheduler",
+        ),
+        Flag(
+            "max-batch-size", kind=int, high=2**31 - 1, help="largest batch where a model sets none"
+        ),
+        Flag(
+            "max-queue-delay-us",
+            kind=int,
+            help="microseconds a request may wait for others where a model sets none",
+        ),
+        Flag(
+            "max-queue-size",
+            kind=int,
+            default=4096,
+            low=1,
+            help="requests that may wait where a model sets none; more get 503 with Retry-After",
+        ),
+        Flag(
+            "request-timeout-us",
+            kind=int,
+            default=0,
+            help="microseconds from a request's arrival to its response; 0: no limit. "
+            "A request's own `timeout` counts where it is shorter",
+        ),
+        Flag(
+            "execution-timeout-secs",
+            kind=float,
+            default=300.0,
+            high=1_000_000,
+            help="seconds one execution may take before its process is killed; 0: no limit. "
+            "A model's parameter execution_timeout_seconds overrides it",
+        ),
     ),
-    Flag(
-        "repository-poll-secs",
-        kind=int,
-        default=15,
-        low=1,
-        high=86400,
-        help="seconds between two looks at the repository in poll mode",
-        group="Models",
+    "HTTP and metrics": (
+        Flag("allow-http", kind=bool, default=True, help="serve HTTP on a port"),
+        Flag(
+            "http-address",
+            default="127.0.0.1",
+            help="where HTTP listens; an address that other hosts reach needs --auth-token-file or "
+            "--insecure",
+        ),
+        Flag("http-port", kind=int, default=8000, high=65535, help="0 picks a free port"),
+        Flag(
+            "http-unix-socket",
+            help="serve HTTP on this unix socket too; for the server's user, and for --shm-group",
+        ),
+        Flag(
+            "http-max-input-size",
+            kind=int,
+            default=64 * 1024 * 1024,
+            low=1,
+            help="largest JSON, raw or decompressed input, bytes",
+        ),
+        Flag(
+            "http-body-timeout-secs",
+            kind=float,
+            default=30.0,
+            low=0.1,
+            high=86400,
+            help="seconds a client may stall while it sends a body or reads a response",
+        ),
+        Flag(
+            "gateways",
+            kind=int,
+            default=1,
+            low=1,
+            high=64,
+            help="HTTP processes that share the port",
+        ),
+        Flag("allow-metrics", kind=bool, default=True, help="serve GET /metrics"),
+        Flag("metrics-address", help="where metrics listen (as --http-address)"),
+        Flag("metrics-port", kind=int, default=8002, high=65535, help="0 picks a free port"),
+        Flag(
+            "metrics-config",
+            help="SETTING=VALUE: counter_latencies (true), histogram_latencies or "
+            "summary_latencies (false), summary_quantiles (QUANTILE:ERROR,...)",
+            repeat=True,
+        ),
     ),
-    Flag(
-        "model-config-name",
-        help="take a model's configuration from configs/TEXT.pbtxt in its folder, where it has "
-        "one, in the place of config.pbtxt",
-        group="Models",
+    "gRPC": (
+        Flag(
+            "allow-grpc",
+            kind=bool,
+            default=True,
+            help="serve gRPC, where the extra `grpc` is installed",
+        ),
+        Flag("grpc-address", help="where gRPC listens (as --http-address)"),
+        Flag("grpc-port", kind=int, default=8001, high=65535, help="0 picks a free port"),
+        Flag("grpc-use-ssl", kind=bool, default=False, help="TLS"),
+        Flag(
+            "grpc-use-ssl-mutual",
+            kind=bool,
+            default=False,
+            help="TLS, and clients must show a certificate that --grpc-root-cert has signed",
+        ),
+        Flag("grpc-server-cert", help="file of the server's certificates, PEM"),
+        Flag("grpc-server-key", help="file of the server's private key, PEM"),
+        Flag("grpc-root-cert", help="file of the root certificates for clients, PEM"),
+        Flag(
+            "grpc-infer-response-compression-level",
+            default="none",
+            choices=("none", "low", "medium", "high"),
+            help="none: as is; others: gzip or deflate, where the client takes it",
+        ),
+        *(
+            Flag(f"grpc-{name}", kind=int, default=default, high=2**31 - 1, help=text)
+            for name, default, text in (
+                ("keepalive-time", 7_200_000, "milliseconds of silence before the server pings"),
+                ("keepalive-timeout", 20_000, "milliseconds until a ping must be acknowledged"),
+                ("http2-max-pings-without-data", 2, "pings in a row without data; 0: any number"),
+                (
+                    "http2-min-recv-ping-interval-without-data",
+                    300_000,
+                    "milliseconds between pings of a client that sends no data",
+                ),
+                # Not Triton's 2: past it, gRPC's core takes ever longer for each further ping, and
+                # a client that goes on has it busy for minutes. An acknowledgement costs next to
+                # nothing.
+                ("http2-max-ping-strikes", 0, "pings too many before a client is cut off; 0: any"),
+                ("max-connection-age", 0, "milliseconds that a connection may last; 0: any"),
+                ("max-connection-age-grace", 0, "milliseconds for its calls after that; 0: any"),
+            )
+        ),
+        Flag(
+            "grpc-keepalive-permit-without-calls",
+            kind=bool,
+            default=False,
+            help="ping connections without calls too",
+        ),
     ),
-    Flag(
-        "disable-auto-complete-config",
-        kind=bool,
-        default=False,
-        help="take configurations as written, ask models nothing",
-        group="Models",
+    "Access": (
+        Flag(
+            "auth-token-file",
+            help="clients must send one of its tokens (Authorization: Bearer); a line is TOKEN or "
+            "TOKEN SCOPE,SCOPE",
+        ),
+        Flag("insecure", kind=bool, default=False, help="listen for other hosts without tokens"),
+        Flag(
+            "http-restricted-api",
+            help="API,API:HEADER=VALUE: these also need that header",
+            repeat=True,
+        ),
+        Flag(
+            "grpc-restricted-protocol",
+            help="the same for gRPC, with triton-grpc-protocol- before the header's name",
+            repeat=True,
+        ),
     ),
-    Flag(
-        "backend-config",
-        help="BACKEND,SETTING=VALUE given to that backend",
-        group="Models",
-        repeat=True,
+    "Headers as request parameters": (
+        Flag(
+            "http-header-forward-pattern",
+            help="headers of inferences whose names this regular expression matches become "
+            "parameters of the request",
+        ),
+        Flag("grpc-header-forward-pattern", help="the same for the metadata of gRPC calls"),
     ),
-    Flag(
-        "dynamic-batching",
-        kind=bool,
-        default=False,
-        help="batch dynamically where a model names no scheduler",
-        group="Defaults for models that do not set them",
+    "Clients' shared memory": (
+        Flag(
+            "allow-client-shm",
+            kind=bool,
+            help="clients' shared memory over every listener, or over none "
+            "(default: over those that only this host reaches)",
+        ),
+        Flag(
+            "shm-group",
+            help="a group whose members may use shmserve.client and the unix socket, and share "
+            "regions: objects that it may read and write",
+        ),
+        Flag(
+            "shm-overlap",
+            default="warn",
+            choices=("error", "warn", "ignore"),
+            help="when outputs of two requests in flight go to the same bytes",
+        ),
+        Flag(
+            "shm-max-regions",
+            kind=int,
+            default=4096,
+            low=1,
+            high=1 << 20,
+            help="regions that may be registered",
+        ),
+        Flag(
+            "shm-max-regions-per-uid",
+            kind=int,
+            default=2048,
+            low=1,
+            high=1 << 20,
+            help="the same, of one user",
+        ),
+        Flag(
+            "shm-max-byte-size",
+            kind=int,
+            help="bytes that may be registered (default: the host's memory)",
+        ),
+        Flag(
+            "shm-max-byte-size-per-uid", kind=int, help="the same, of one user (default: as much)"
+        ),
+        Flag(
+            "shm-sparse-byte-size",
+            kind=int,
+            default=1 << 30,
+            help="bytes that the server allocates in objects that clients registered without "
+            "allocating them",
+        ),
     ),
-    Flag(
-        "max-batch-size",
-        kind=int,
-        high=2**31 - 1,
-        help="largest batch where a model sets none",
-        group="Defaults for models that do not set them",
+    "Server": (
+        Flag("id", default="triton", help="the name that GET /v2 shows"),
+        Flag(
+            "run-dir",
+            help="private folder for sockets (default: where shmserve.client looks, "
+            "$XDG_RUNTIME_DIR/shmserve or /tmp/shmserve-UID; a fresh one when another server is "
+            "there)",
+        ),
+        Flag(
+            "arena-byte-size",
+            kind=int,
+            default=1 << 30,
+            low=1 << 20,
+            high=1 << 40,
+            help="bytes each process may use for tensors that lie in no client's region",
+        ),
+        Flag(
+            "exit-timeout-secs",
+            kind=int,
+            default=30,
+            high=86400,
+            help="seconds to finish what is in flight after SIGTERM",
+        ),
+        Flag(
+            "exit-on-error",
+            kind=bool,
+            default=True,
+            help="end when a model cannot be loaded at start",
+        ),
+        Flag(
+            "strict-readiness",
+            kind=bool,
+            default=True,
+            help="ready only when every model is, and has a live process",
+        ),
     ),
-    Flag(
-        "max-queue-delay-us",
-        kind=int,
-        help="microseconds a request may wait for others where a model sets none",
-        group="Defaults for models that do not set them",
+    "Log": (
+        *(
+            Flag(f"log-{name}", kind=bool, default=True, help=f"log {what}")
+            for name, what in (
+                ("info", "what is worth knowing"),
+                ("warning", "what may be wrong"),
+                ("error", "what is wrong"),
+            )
+        ),
+        Flag(
+            "log-verbose",
+            kind=int,
+            default=0,
+            high=logs.MOST_VERBOSE,
+            help="1 and more (or true): log for who looks closely, too",
+            words=True,
+        ),
+        Flag(
+            "log-format",
+            default=logs.DEFAULT,
+            choices=logs.FORMATS,
+            help="how a line starts: level, time, process; ISO8601: time, level, pid, process",
+        ),
+        Flag("log-file", help="append the log to this file, not to stderr"),
     ),
-    Flag(
-        "max-queue-size",
-        kind=int,
-        default=4096,
-        low=1,
-        help="requests that may wait where a model sets none; more get 503 with Retry-After",
-        group="Defaults for models that do not set them",
-    ),
-    Flag(
-        "request-timeout-us",
-        kind=int,
-        default=0,
-        help="microseconds from a request's arrival to its answer; 0: no limit. "
-        "A request's own `timeout` counts where it is shorter",
-        group="Defaults for models that do not set them",
-    ),
-    Flag(
-        "execution-timeout-secs",
-        kind=float,
-        default=300.0,
-        high=1_000_000,
-        help="seconds one execution may take before its process is killed; 0: no limit. "
-        "A model's parameter execution_timeout_seconds overrides it",
-        group="Defaults for models that do not set them",
-    ),
-    Flag("allow-http", kind=bool, default=True, help="serve HTTP on a port", group="Doors"),
-    Flag(
-        "http-address",
-        default="127.0.0.1",
-        help="where HTTP listens; an address that other hosts reach needs --auth-token-file or "
-        "--insecure",
-        group="Doors",
-    ),
-    Flag(
-        "http-port",
-        kind=int,
-        default=8000,
-        high=65535,
-        help="0 picks a free port",
-        group="Doors",
-    ),
-    Flag(
-        "http-unix-socket",
-        help="serve HTTP on this unix socket too; for the server's user, and for --shm-group",
-        group="Doors",
-    ),
-    Flag(
-        "http-max-input-size",
-        kind=int,
-        default=64 * 1024 * 1024,
-        low=1,
-        help="largest JSON, raw or decompressed input, bytes",
-        group="Doors",
-    ),
-    Flag(
-        "http-body-timeout-secs",
-        kind=float,
-        default=30.0,
-        low=0.1,
-        high=86400,
-        help="seconds a client may stall while it sends a body or reads an answer",
-        group="Doors",
-    ),
-    Flag(
-        "gateways",
-        kind=int,
-        default=1,
-        low=1,
-        high=64,
-        help="HTTP processes that share the port",
-        group="Doors",
-    ),
-    Flag("allow-metrics", kind=bool, default=True, help="serve GET /metrics", group="Doors"),
-    Flag("metrics-address", help="where metrics listen (as --http-address)", group="Doors"),
-    Flag(
-        "metrics-port",
-        kind=int,
-        default=8002,
-        high=65535,
-        help="0 picks a free port",
-        group="Doors",
-    ),
-    Flag(
-        "metrics-config",
-        help="SETTING=VALUE: counter_latencies (true), histogram_latencies or summary_latencies "
-        "(false), summary_quantiles (QUANTILE:ERROR,...)",
-        group="Doors",
-        repeat=True,
-    ),
-    Flag(
-        "allow-grpc",
-        kind=bool,
-        default=True,
-        help="serve gRPC, where the extra `grpc` is installed",
-        group="gRPC",
-    ),
-    Flag("grpc-address", help="where gRPC listens (as --http-address)", group="gRPC"),
-    Flag(
-        "grpc-port",
-        kind=int,
-        default=8001,
-        high=65535,
-        help="0 picks a free port",
-        group="gRPC",
-    ),
-    Flag("grpc-use-ssl", kind=bool, default=False, help="TLS", group="gRPC"),
-    Flag(
-        "grpc-use-ssl-mutual",
-        kind=bool,
-        default=False,
-        help="TLS, and clients must show a certificate that --grpc-root-cert has signed",
-        group="gRPC",
-    ),
-    Flag("grpc-server-cert", help="file of the server's certificates, PEM", group="gRPC"),
-    Flag("grpc-server-key", help="file of the server's private key, PEM", group="gRPC"),
-    Flag("grpc-root-cert", help="file of the root certificates for clients, PEM", group="gRPC"),
-    Flag(
-        "grpc-infer-response-compression-level",
-        default="none",
-        choices=("none", "low", "medium", "high"),
-        help="none: as is; others: gzip or deflate, where the client takes it",
-        group="gRPC",
-    ),
-    *(
-        Flag(f"grpc-{name}", kind=int, default=default, high=2**31 - 1, help=text, group="gRPC")
-        for name, default, text in (
-            ("keepalive-time", 7_200_000, "milliseconds of silence before the server pings"),
-            ("keepalive-timeout", 20_000, "milliseconds that a ping's answer may take"),
-            ("http2-max-pings-without-data", 2, "pings in a row without data; 0: any number"),
-            (
-                "http2-min-recv-ping-interval-without-data",
-                300_000,
-                "milliseconds between pings of a client that sends no data",
-            ),
-            # Not Triton's 2: past it, gRPC's core takes ever longer for each further ping, and a
-            # client that goes on has it busy for minutes. An answer costs next to nothing.
-            ("http2-max-ping-strikes", 0, "pings too many before a client is cut off; 0: any"),
-            ("max-connection-age", 0, "milliseconds that a connection may last; 0: any"),
-            ("max-connection-age-grace", 0, "milliseconds for its calls after that; 0: any"),
-        )
-    ),
-    Flag(
-        "grpc-keepalive-permit-without-calls",
-        kind=bool,
-        default=False,
-        help="ping connections without calls too",
-        group="gRPC",
-    ),
-    Flag(
-        "auth-token-file",
-        help="clients must send one of its tokens (Authorization: Bearer); a line is TOKEN or "
-        "TOKEN SCOPE,SCOPE",
-        group="Who may do what",
-    ),
-    Flag(
-        "insecure",
-        kind=bool,
-        default=False,
-        help="listen for other hosts without tokens",
-        group="Who may do what",
-    ),
-    Flag(
-        "http-restricted-api",
-        help="API,API:HEADER=VALUE: these also need that header",
-        group="Who may do what",
-        repeat=True,
-    ),
-    Flag(
-        "grpc-restricted-protocol",
-        help="the same for gRPC, with triton-grpc-protocol- before the header's name",
-        group="Who may do what",
-        repeat=True,
-    ),
-    Flag(
-        "http-header-forward-pattern",
-        help="headers of inferences whose names this regular expression matches become parameters "
-        "of the request",
-        group="What models are told",
-    ),
-    Flag(
-        "grpc-header-forward-pattern",
-        help="the same for the metadata of gRPC calls",
-        group="What models are told",
-    ),
-    Flag(
-        "allow-client-shm",
-        kind=bool,
-        help="clients' shared memory over every door, or over none "
-        "(default: over those that only this host reaches)",
-        group="Clients' shared memory",
-    ),
-    Flag(
-        "shm-group",
-        help="a group whose members may use shmserve.client and the unix socket, and share "
-        "regions: objects that it may read and write",
-        group="Clients' shared memory",
-    ),
-    Flag(
-        "shm-overlap",
-        default="warn",
-        choices=("error", "warn", "ignore"),
-        help="when outputs of two requests in flight go to the same bytes",
-        group="Clients' shared memory",
-    ),
-    Flag(
-        "shm-max-regions",
-        kind=int,
-        default=4096,
-        low=1,
-        high=1 << 20,
-        help="regions that may be registered",
-        group="Clients' shared memory",
-    ),
-    Flag(
-        "shm-max-regions-per-uid",
-        kind=int,
-        default=2048,
-        low=1,
-        high=1 << 20,
-        help="the same, of one user",
-        group="Clients' shared memory",
-    ),
-    Flag(
-        "shm-max-byte-size",
-        kind=int,
-        help="bytes that may be registered (default: the host's memory)",
-        group="Clients' shared memory",
-    ),
-    Flag(
-        "shm-max-byte-size-per-uid",
-        kind=int,
-        help="the same, of one user (default: as much)",
-        group="Clients' shared memory",
-    ),
-    Flag(
-        "shm-sparse-byte-size",
-        kind=int,
-        default=1 << 30,
-        help="bytes that the server allocates in objects that clients registered without "
-        "allocating them",
-        group="Clients' shared memory",
-    ),
-    Flag("id", default="triton", help="the name that GET /v2 shows", group="Server"),
-    Flag(
-        "run-dir",
-        help="private folder for sockets (default: where shmserve.client looks, "
-        "$XDG_RUNTIME_DIR/shmserve or /tmp/shmserve-UID; a fresh one when another server is there)",
-        group="Server",
-    ),
-    Flag(
-        "arena-byte-size",
-        kind=int,
-        default=1 << 30,
-        low=1 << 20,
-        high=1 << 40,
-        help="bytes each process may use for tensors that lie in no client's region",
-        group="Server",
-    ),
-    Flag(
-        "exit-timeout-secs",
-        kind=int,
-        default=30,
-        high=86400,
-        help="seconds to finish what is in flight after SIGTERM",
-        group="Server",
-    ),
-    Flag(
-        "exit-on-error",
-        kind=bool,
-        default=True,
-        help="end when a model cannot be loaded at start",
-        group="Server",
-    ),
-    Flag(
-        "strict-readiness",
-        kind=bool,
-        default=True,
-        help="ready only when every model is, and has a live process",
-        group="Server",
-    ),
-    *(
-        Flag(f"log-{name}", kind=bool, default=True, help=f"log {what}", group="Log")
-        for name, what in (
-            ("info", "what is worth knowing"),
-            ("warning", "what may be wrong"),
-            ("error", "what is wrong"),
-        )
-    ),
-    Flag(
-        "log-verbose",
-        kind=int,
-        default=0,
-        high=logs.MOST_VERBOSE,
-        help="1 and more (or true): log for who looks closely, too",
-        group="Log",
-        words=True,
-    ),
-    Flag(
-        "log-format",
-        default=logs.DEFAULT,
-        choices=logs.FORMATS,
-        help="how a line starts: level, time, process; ISO8601: time, level, pid, process",
-        group="Log",
-    ),
-    Flag("log-file", help="append the log to this file, not to stderr", group="Log"),
-)
+}
+ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
 # Flags of tritonserver that have no counterpart here.
 _WITHOUT_EFFECT = """
@@ -405,57 +339,3 @@ ACCEPTED: tuple[Flag, ...] = tuple(
 )
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}
 FLAGS["model-store"] = FLAGS["model-repository"]  # Triton's older name of it
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """A command line: values by flag (lists where it repeats), the rest, and what has no effect."""
-
-    values: dict[str, Value | None]
-    repeated: dict[str, list[str]]
-    positional: list[str]
-    without_effect: list[str]
-
-
-def parse(arguments: Sequence[str]) -> Parsed:
-    """Read `arguments` by the table.
-
-    Raises InvalidArgument with one line that names the flag, what was found and what is allowed.
-    """
-    values: dict[str, Value | None] = {f.name: f.default for f in ACTED_ON if not f.repeat}
-    repeated: dict[str, list[str]] = {f.name: [] for f in ACTED_ON if f.repeat}
-    parsed = Parsed(values, repeated, [], [])
-    rest = list(arguments)
-    for word in rest:
-        _check_text(word)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-") or word == "-":
-            parsed.positional.append(word)
-            continue
-        name, equals, text = word.removeprefix("--").partition("=")
-        flag = FLAGS.get(name) if word.startswith("--") else None
-        if flag is None:
-            raise InvalidArgument(_unknown(word.partition("=")[0]))
-        value = flag.parse(text if equals else flag.following(rest))
-        if not flag.effect:
-            parsed.without_effect.append(f"--{name}")
-        elif flag.repeat:
-            repeated[flag.name].append(str(value))
-        else:
-            values[flag.name] = value
-    return parsed
-
-
-def _check_text(word: str) -> None:
-    # What is no text cannot be logged, shown to clients or sent to the server's other processes.
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        raise InvalidArgument(f"{word.partition('=')[0]}: '{word}' is not UTF-8 text") from None
-
-
-def _unknown(word: str) -> str:
-    near = difflib.get_close_matches(word.lstrip("-"), FLAGS, n=1)
-    hint = f", did you mean --{near[0]}?" if near else "; see shmserve serve --help"
-    return f"unknown flag {word[:80]}{hint}"

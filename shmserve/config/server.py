@@ -20,9 +20,9 @@ from shmserve.common.access.auth_tokens import (
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import is_inline
 from shmserve.config import grpc
+from shmserve.config.command_line import Parsed
 from shmserve.config.grpc import GrpcConfig
 from shmserve.config.metrics import MetricsConfig, parse_metrics_config
-from shmserve.config.options import Parsed
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults

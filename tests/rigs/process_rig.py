@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
-from shmserve.config.options import parse
+from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities

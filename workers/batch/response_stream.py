@@ -92,7 +92,7 @@ class ResponseStream:
                     response = None
                 if response is None or opened.may_respond:
                     if response is not None or final:
-                        self._post(response, final, given_ns)
+                        self._post(response, final, given_ns, failed=False)
                     return
             if not link.wait_for_credit(opened, MOST_WAIT_S):
                 self._overrun()
@@ -111,10 +111,10 @@ class ResponseStream:
                 listener()
 
     def fail(self, error: ShmserveError) -> None:
-        """End it with an error, unless it has ended."""
+        """The request has failed with this error, unless it has ended."""
         with self._writer.link.lock:
             if not self._closed:
-                self._post(Response(error=error), True, time.monotonic_ns())
+                self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
 
     def refuse(self, error: ShmserveError) -> Reply | None:
         """`fail`, as a reply of its batch where no response was sent before."""
@@ -138,11 +138,11 @@ class ResponseStream:
                 error = Unavailable(
                     f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
                 )
-                self._post(Response(error=error), True, time.monotonic_ns())
+                self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
                 self._overran = True
                 self._open.cancel()
 
-    def _post(self, response: Response | None, final: bool, given_ns: int) -> None:
+    def _post(self, response: Response | None, final: bool, given_ns: int, failed: bool) -> None:
         """Write and send, with the lock held."""
         writer = self._writer
         code = message = ""
@@ -156,6 +156,7 @@ class ResponseStream:
                 writer.scatterer.settle()
             except BaseException as raised:
                 code, message = _told(self.explain(raised))
+                failed = final
         copied = writer.copied.outputs - copied_before
         writer.copied.outputs = copied_before
         told = False
@@ -171,6 +172,7 @@ class ResponseStream:
                     given_ns,
                     time.monotonic_ns(),
                     copied,
+                    failed,
                 )
             )
         taken = writer.memory.delivered() if told else writer.memory.undelivered()

@@ -1,12 +1,11 @@
-"""A model that calls other models: this worker as a client of their schedulers.
+"""Calls of other models in flight: which scheduler has each, and where it goes when that is lost.
 
 FindModel ──> supervisor: where?  ──> Submit ──> scheduler ──> Finished | Failed ──> CallResponse
 
 A call keeps what it submitted until it has its response: when the scheduler is lost, it is sent
 again to the successor, or to whoever serves the model now. `shmserve.ipc.inflight` has the life of
 a request. Inputs that lie in memory of the caller's own request travel as they are; outputs are
-copied out, so that a model may keep them. Calls come from the model's thread, from its event loop
-(many at once), from threads it starts.
+copied out, so that a model may keep them.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
@@ -51,18 +49,18 @@ class Call(InflightRequest):
     """An inference that was begun. `outcome`: None until it has ended; `future` has it too, where a
     coroutine began it. `takes_many`: its model may give any number of responses."""
 
-    __slots__ = ("arrived_ns", "client", "future", "inputs", "number", "outcome", "request")
+    __slots__ = ("arrived_ns", "future", "inputs", "number", "outcome", "request", "router")
 
     takes_many = False
 
     def __init__(
         self,
-        client: BlsClient,
+        router: CallRouter,
         request: CallRequest,
         future: asyncio.Future[CallResponse] | None = None,
     ) -> None:
-        self.client = client
-        self.number = client.next_number()
+        self.router = router
+        self.number = router.next_number()
         self.request = request
         self.future = future
         self.arrived_ns = time.monotonic_ns()
@@ -81,28 +79,28 @@ class Call(InflightRequest):
 
     def respond(self, message: Response) -> None:
         if isinstance(message, Finished):
-            self.end(self.client.read(self, message.body))
+            self.end(self.router.read(self, message.body))
         elif isinstance(message, Failed):
             self.end(from_code(message.code, message.message))
         else:  # its model was loaded again, and is another one
-            self.client.discard(self.endpoint, message.body)
+            self.router.discard(self.endpoint, message.body)
             if message.final:
                 self.end(_decoupled(self.request.model))
 
     def goes_elsewhere(self, message: Failed) -> bool:
         # Perhaps it was the old scheduler of a model that has been loaded again.
-        self.client.doubt(self, from_code(message.code, message.message))
+        self.router.doubt(self, from_code(message.code, message.message))
         return True
 
     def free(self) -> None:
-        self.client.memory.free(self.inputs.taken)
+        self.router.memory.free(self.inputs.taken)
 
     def end(self, outcome: CallResponse | ShmserveError) -> None:
         """That is how it ended."""
         self.outcome = outcome
         future = self.future
         if future is None:
-            self.client.wake()
+            self.router.wake()
             return
         # The loop is gone when the model did not wait for the call.
         with contextlib.suppress(RuntimeError):
@@ -126,9 +124,6 @@ def _decoupled(model: str) -> Internal:
     )
 
 
-C = TypeVar("C", bound=Call)
-
-
 class _Doubt(NamedTuple):
     """A call whose scheduler may not be the one that serves its model now; else it failed so."""
 
@@ -136,83 +131,37 @@ class _Doubt(NamedTuple):
     error: ShmserveError
 
 
-class BlsClient:
-    """The calls of one worker, whose arena for large inputs is of `arena_byte_size`."""
+class CallRouter:
+    """Which scheduler has which call: submits calls, takes their responses, and sends them on when
+    a scheduler is lost. `waiting` has who waits for them; its lock guards all that is here.
+
+    `arena_byte_size` bytes hold large inputs. Any thread may call it.
+    """
 
     def __init__(self, control: Control, arena_byte_size: int) -> None:
         self._control = control
         self._directory = ModelDirectory(control)
         self.memory = CallMemory(arena_byte_size)
-        self._mappings = Mappings()
+        self.mappings = Mappings()
         self._ids = count(1)
-        self._waiting = SharedWait(self._take)
-        self._lock = self._waiting.lock
-        self._links = SchedulerLinks(self._waiting.add, self._waiting.remove)
+        self.waiting = SharedWait(self._take)
+        self._lock = self.waiting.lock
+        self._links = SchedulerLinks(self.waiting.add, self.waiting.remove)
         self._table: InflightTable[Call] = InflightTable()
         self._left: deque[Call] = deque()  # to be cancelled
         self._doubtful: list[_Doubt] = []
-        self._rouser = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._roused = False
-        self._waiting.add(self._rouser)
-        self._waiting.add(control.dealer.fd)
-        control.on_models_changed = self._hear
-
-    # --- what a model asks for
-
-    def begin(self, call: C) -> C:
-        """Submit a call. Raises the ShmserveError that it cannot be submitted for."""
-        self.submit(call)
-        self._flush()
-        return call
-
-    def wait(self, call: Call) -> CallResponse:
-        """Wait for what was begun. Raises the ShmserveError that it ended with."""
-        self.wait_until(lambda: call.outcome is not None)
-        if isinstance(call.outcome, CallResponse):
-            return call.outcome
-        assert call.outcome is not None
-        raise call.outcome
-
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        """Block this thread, and take what comes, until `done()`."""
-        self._waiting.until(done)
-
-    def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
-        """`begin`; the future, of the running event loop, gets what `wait` returns or raises.
-
-        Those begun in one turn of the loop are sent as one. Cancelling the future cancels the
-        inference.
-        """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[CallResponse] = loop.create_future()
-        self.submit_soon(Call(self, request, future), future)
-        return future
-
-    def submit_soon(self, call: Call, future: asyncio.Future[Any]) -> None:
-        """Submit it at the end of this turn of the running loop, which takes what comes until the
-        future is done; where that is cancelled, so is the call."""
-        loop = asyncio.get_running_loop()
-        self.submit(call)
-        loop.call_soon(self._flush)
-        self._waiting.watch(loop)
-
-        def over(ended: asyncio.Future[Any]) -> None:
-            self._waiting.unwatch(loop)
-            if ended.cancelled():
-                self.cancel_soon(call)
-
-        future.add_done_callback(over)
-
-    def forget(self, model: str) -> None:
-        """Have the next call of `model` ask anew where it is."""
-        self._directory.forget(model)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._woken = False
+        self.waiting.add(self._wakeup)
+        self.waiting.add(control.dealer.fd)
+        control.on_models_changed = self._models_changed
 
     def close(self) -> None:
-        """Close every socket; what is open gets no response."""
+        """Close every socket; calls in flight get no response."""
         self._control.on_models_changed = lambda news: None
         with self._lock:
-            self._waiting.close()
-            os.close(self._rouser)
+            self.waiting.close()
+            os.close(self._wakeup)
             self._links.close()
 
     # --- out
@@ -221,7 +170,7 @@ class BlsClient:
         """A number for a call."""
         return next(self._ids)
 
-    def submit(self, call: C) -> C:
+    def submit(self, call: Call) -> None:
         """Have a call leave with the next flush. Raises the ShmserveError that it cannot."""
         while True:
             target = self._directory.find(call.key)
@@ -235,7 +184,7 @@ class BlsClient:
                     self._table.pending.pop(call.number, None)
                     call.free()
                     raise
-            return call
+            return
 
     def _submit(self, call: Call, target: Target) -> None:
         """Raises InvalidArgument when the request does not fit the model."""
@@ -253,10 +202,12 @@ class BlsClient:
             ends_ns=request.deadline_ns,
         )
         call.endpoint = target.endpoint
+        link = self._links.open(target.endpoint)
         self._table.add(call)
-        self._links.open(target.endpoint).post(call.submit)
+        link.post(call.submit)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what is queued: calls, credit, cancellations."""
         with self._lock:
             while self._left:
                 call = self._left.popleft()
@@ -271,7 +222,7 @@ class BlsClient:
         """So many responses of a call were taken: as many more may come."""
         with self._lock:
             self._tell(call, Grant(call.number, responses))
-        self._flush()
+        self.flush()
 
     def cancel_soon(self, call: Call) -> None:
         """Nobody waits for a call any more. At any moment, in any thread: an object may be
@@ -279,9 +230,9 @@ class BlsClient:
         self._left.append(call)
         if self._lock.acquire(blocking=False):
             self._lock.release()
-            self._flush()
+            self.flush()
         else:
-            self._rouse()
+            self._wake_up()
 
     # --- in
 
@@ -292,13 +243,13 @@ class BlsClient:
             for link in self._links:
                 self._drain(link)
             doubtful, self._doubtful = self._doubtful, []
-            if self._roused:
-                self._roused = False
+            if self._woken:
+                self._woken = False
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._rouser)
+                    os.eventfd_read(self._wakeup)
         for doubt in doubtful:
             self._look_again(doubt)
-        self._flush()
+        self.flush()
 
     def _drain(self, link: Dealer) -> None:
         for message in link.receive():
@@ -320,22 +271,26 @@ class BlsClient:
         except MalformedMessage as error:
             logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")
-        outcome = copied(response, self._mappings, call.request.model)
+        outcome = copied(response, self.mappings, call.request.model)
         self._links.release_outputs(call.endpoint, response)
         return outcome
 
+    def forget(self, model: str) -> None:
+        """Have the next call of `model` ask anew where it is."""
+        self._directory.forget(model)
+
     def wake(self) -> None:
         """Have every thread that waits look whether its call has ended; with the lock."""
-        self._waiting.wake()
+        self.waiting.wake()
 
     # --- losses
 
-    def _hear(self, news: News) -> None:
+    def _models_changed(self, news: News) -> None:
         # Called by whoever reads the supervisor's socket, with its lock held: not to be asked here.
         with self._lock:
             match news:
                 case ProcessExited(pid=pid):
-                    self._mappings.drop_process(pid)
+                    self.mappings.drop_process(pid)
                 case ModelWithdrawn(name=name):
                     self._directory.forget(name)
                 case SchedulerLost(endpoint=endpoint, successor=successor):
@@ -350,12 +305,12 @@ class BlsClient:
     def doubt(self, call: Call, error: ShmserveError) -> None:
         """Have somebody look, without the lock, who serves the model of a call that nobody has."""
         self._doubtful.append(_Doubt(call, error))
-        self._rouse()
+        self._wake_up()
 
-    def _rouse(self) -> None:
+    def _wake_up(self) -> None:
         """Have whoever waits, now or next, `_take`."""
-        os.eventfd_write(self._rouser, 1)
-        self._roused = True  # in this order: otherwise it could stay readable, and unread
+        os.eventfd_write(self._wakeup, 1)
+        self._woken = True  # in this order: otherwise it could stay readable, and unread
 
     def _look_again(self, doubt: _Doubt) -> None:
         """Submit a call to whoever serves its model now, unless that is who failed it."""

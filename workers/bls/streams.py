@@ -9,7 +9,7 @@ from collections import deque
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
-from shmserve.workers.bls.calls import BlsClient, Call
+from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallRequest, CallResponse
 
 _GRANTED_TOGETHER = FIRST_CREDIT // 2
@@ -26,9 +26,9 @@ class StreamCall(Call):
     takes_many = True
 
     def __init__(
-        self, client: BlsClient, request: CallRequest, begun: asyncio.Future[None] | None = None
+        self, router: CallRouter, request: CallRequest, begun: asyncio.Future[None] | None = None
     ) -> None:
-        super().__init__(client, request)
+        super().__init__(router, request)
         self.items: deque[Item] = deque()
         self.over = False
         self.left = False  # nobody takes what may come yet
@@ -43,11 +43,11 @@ class StreamCall(Call):
         if not isinstance(message, Responded):
             super().respond(message)
         elif self.left:
-            self.client.discard(self.endpoint, message.body)
+            self.router.discard(self.endpoint, message.body)
         elif message.code:
             self._add(from_code(message.code, message.message), message.final)
         elif message.body:
-            self._add(self.client.read(self, message.body), message.final)
+            self._add(self.router.read(self, message.body), message.final)
         elif message.final:
             # Triton's iterator ends with an empty response where the end came by itself.
             self._add(CallResponse([], {}), True)
@@ -59,7 +59,7 @@ class StreamCall(Call):
     def _add(self, item: Item, final: bool) -> None:
         self.items.append(item)
         self.over = self.over or final
-        self.client.wake()
+        self.router.wake()
         begun, self.begun = self.begun, None
         if begun is not None:
             with contextlib.suppress(RuntimeError):  # its loop has ended
@@ -72,7 +72,7 @@ class StreamCall(Call):
     def wait(self) -> None:
         """Wait until it is `ready`."""
         if not self.ready():
-            self.client.wait_until(self.ready)
+            self.router.waiting.until(self.ready)
 
     @property
     def finished(self) -> bool:
@@ -91,7 +91,7 @@ class StreamCall(Call):
             self._owed_bytes += sum(len(output.raw) for output in item.outputs)
         if self._owed >= _GRANTED_TOGETHER or self._owed_bytes >= _BYTES_TOGETHER:
             if not self.over:
-                self.client.grant(self, self._owed)
+                self.router.grant(self, self._owed)
             self._owed = self._owed_bytes = 0
         return item
 
@@ -100,7 +100,7 @@ class StreamCall(Call):
         if not self.left:
             self.left = True
             if not self.over:
-                self.client.cancel_soon(self)
+                self.router.cancel_soon(self)
 
 
 def _resolve(begun: asyncio.Future[None]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.capabilities import FIRST
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.descriptors import Place
 
@@ -11,32 +15,49 @@ class OutputMemory:
 
     A reader may take as long as it lives: its release travels through whichever scheduler there is
     by then. What no scheduler can have heard of (`undelivered`) comes back at once.
+
+    A local client, which need not release anything, may hold as much as is free then and no more
+    (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998): one
+    that keeps all has half of the arena, n of them n/(n + 1), and the rest is left to others.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._readers: dict[int, int] = {}  # offset -> pid
+        self._readers: dict[int, tuple[int, int]] = {}  # offset -> pid, byte size
         self._fresh: dict[int, int] = {}  # of what is not returned yet: offset -> byte size
+        self._held: Counter[int] = Counter()  # pid -> bytes
 
     def __len__(self) -> int:
         return len(self._readers)
 
     def allocate(self, reader_pid: int, byte_size: int) -> tuple[Place, memoryview]:
-        """A block for `reader_pid` and its bytes. Raises Unavailable when memory is full."""
+        """A block for `reader_pid` and its bytes. Raises Unavailable when memory is full, or the
+        share of a local client."""
+        if reader_pid >= FIRST:
+            self._check_share(self._held[reader_pid], byte_size)
         place = self._arena.allocate(byte_size)
-        self._readers[place.offset] = reader_pid
+        self._readers[place.offset] = reader_pid, byte_size
         self._fresh[place.offset] = byte_size
+        self._held[reader_pid] += byte_size
         return place, self._arena.view(place)
+
+    def _check_share(self, held: int, byte_size: int) -> None:
+        free = self._arena.memory.byte_size - self._arena.used
+        if held + byte_size > free - byte_size:
+            raise Unavailable(
+                f"server memory for tensors: {byte_size} bytes were needed, {free} are free, and "
+                f"this client has not released {held} yet; it may hold as much as is free then"
+            )
 
     def release(self, reader_pid: int, offsets: list[int]) -> None:
         """Take blocks back from their reader; what is not allocated to it is ignored."""
         for offset in offsets:
-            if self._readers.get(offset) == reader_pid:
+            if self._readers.get(offset, (0, 0))[0] == reader_pid:
                 self._free(offset)
 
     def drop_reader(self, reader_pid: int) -> None:
         """Take back every block of a process that has ended."""
-        for offset in [at for at, pid in self._readers.items() if pid == reader_pid]:
+        for offset in [at for at, (pid, _) in self._readers.items() if pid == reader_pid]:
             self._free(offset)
 
     def delivered(self) -> int:
@@ -53,5 +74,11 @@ class OutputMemory:
         return 0
 
     def _free(self, offset: int) -> None:
-        self._readers.pop(offset, None)
+        block = self._readers.pop(offset, None)
+        if block is None:  # its reader has ended meanwhile
+            return
+        reader_pid, byte_size = block
+        self._held[reader_pid] -= byte_size
+        if not self._held[reader_pid]:
+            del self._held[reader_pid]
         self._arena.free(offset)

@@ -79,7 +79,7 @@ class StepLinks(Protocol):
     """The links to the schedulers of steps, by endpoint."""
 
     def submit(self, endpoint: str, message: Submit) -> None:
-        """Queue a request for a scheduler."""
+        """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
 
     def tell(self, endpoint: str, message: Cancel | Grant | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
@@ -280,8 +280,8 @@ class Ensemble(Steps):
 
     def _values(self, step: StepRequest, inferred: Inferred, grants: bool) -> dict[str, Value]:
         """The outputs of a response; `grants`: once nobody uses it, the next may come."""
-        override = {key: inferred.parameters[key] for key in _OVERRIDES if key in inferred.parameters}
-        override = override or _inherited(step.firing)
+        given = inferred.parameters
+        override = {key: given[key] for key in _OVERRIDES if key in given} or _inherited(step.firing)
         endpoint, number = step.endpoint, step.submit.id
 
         def granted() -> None:
@@ -560,8 +560,12 @@ class Ensemble(Steps):
 
     def _send(self, step: StepRequest, target: Target) -> None:
         step.endpoint = target.endpoint
-        self._table.add(step)
-        self._links.submit(target.endpoint, step.submit)
+        try:
+            self._links.submit(target.endpoint, step.submit)
+        except ShmserveError as error:
+            step.fail(error.message)
+        else:
+            self._table.add(step)
 
     @property
     def live(self) -> int:
@@ -625,9 +629,9 @@ def _let_go(firing: Firing) -> None:
         value.release()
 
 
-def _inherited(firing: Firing) -> dict[str, Any] | None:
+def _inherited(firing: Firing) -> dict[str, Any]:
     """The sequence's parameters that the inputs of a step came with."""
     found: dict[str, Any] = {}
     for value in firing.inputs.values():
-        found.update(value.override or {})
-    return found or None
+        found.update(value.override)
+    return found

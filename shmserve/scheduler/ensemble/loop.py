@@ -60,7 +60,7 @@ class Steps:
                 self.ensemble.misplaced()
 
     def submit(self, endpoint: str, message: Submit) -> None:
-        """Queue a request for a scheduler."""
+        """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
         self._links.open(endpoint).post(message)
 
     def tell(self, endpoint: str, message: Cancel | Grant | Release) -> None:

@@ -149,7 +149,7 @@ class Responses:
             dims = self._signature.outputs[name].dims
             shape = fitted(tensor.shape, dims, batches, value.batched)
             tensors.append(TensorRef(name, tensor.datatype, shape, tensor.data))
-            parameters.update(value.override or {})
+            parameters.update(value.override)
             if isinstance(tensor.data, Place) and name not in given:
                 value.acquire()
                 self._lent.lend(request.client.pid, tensor.data, value)

@@ -169,7 +169,7 @@ def _sequence(inference: Inference, inputs: Iterable[Value]) -> tuple[int | str,
     depends on has others."""
     correlation_id, flags = inference.correlation_id, inference.flags
     for value in inputs:
-        override = value.override or {}
+        override = value.override
         correlation_id = override.get("sequence_id", correlation_id)
         for key, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
             if key in override:

@@ -31,7 +31,7 @@ class Value:
         self.tensor = tensor
         self.holds = holds
         self.batched = batched
-        self.override = override
+        self.override = override or {}
         self._on_free = on_free
         self._users = 1
 

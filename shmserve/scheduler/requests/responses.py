@@ -95,8 +95,9 @@ class Responses:
         )
 
     def end(self, request: Request, last: ExecutionResponded | Reply, now_ns: int) -> None:
-        """Pass on what ends a decoupled model's request; it has failed if that is an error."""
-        if last.code:
+        """Pass on what ends a decoupled model's request. An error that its model has sent is a
+        response, and its request a success, as in Triton; one that it raised is a failure."""
+        if last.code and (isinstance(last, Reply) or last.failed):
             reason = Reason.CANCELED if last.code == "CANCELLED" else Reason.BACKEND
             self._statistics.failed(request.arrived_ns, reason, now_ns)
         else:

@@ -37,6 +37,7 @@ and one key more, for metrics:
         families        the model's own metrics, as model_metrics.plain has them
 
 A request counts when its last response is known, before that is sent: who asks after its own sees
-itself. A decoupled model's request has failed if it ends with an error; one that is sent before the
-end is in `response_stats` alone.
+itself. A decoupled model's request has failed if its model raised, or nothing was there to take its
+responses; an error that the model sends, the last one too, is a response, counted in
+`response_stats` alone.
 """

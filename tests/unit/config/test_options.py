@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve import cli
-from shmserve.config import options, server
+from shmserve.config import command_line, options, server
 from shmserve.config.metrics import MetricsConfig
 from shmserve.config.option import Flag
 from shmserve.errors import InvalidArgument
@@ -24,13 +24,15 @@ ANY_FLAG = st.sampled_from(sorted(options.FLAGS))
 
 def settings(*arguments: str, **environment: str) -> server.ServerConfig:
     """The settings that a command line gives; the repository is a folder that is there."""
-    return server.from_flags(options.parse([f"--model-repository={ROOT}", *arguments]), environment)
+    return server.from_flags(
+        command_line.parse([f"--model-repository={ROOT}", *arguments]), environment
+    )
 
 
 def refusal(*arguments: str, **environment: str) -> str:
     """The error that a command line gives."""
     with pytest.raises(InvalidArgument) as caught:
-        server.from_flags(options.parse(arguments), environment)
+        server.from_flags(command_line.parse(arguments), environment)
     return caught.value.message
 
 
@@ -58,8 +60,8 @@ def test_defaults_are_tritons_or_safe() -> None:
 @pytest.mark.parametrize("name", sorted(options.FLAGS))
 def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
     value = a_value(options.FLAGS[name])
-    joined = options.parse([f"--{name}={value}", "folder"])
-    assert joined == options.parse([f"--{name}", value, "folder"])
+    joined = command_line.parse([f"--{name}={value}", "folder"])
+    assert joined == command_line.parse([f"--{name}", value, "folder"])
     assert joined.positional == ["folder"]
     assert joined.without_effect == ([] if options.FLAGS[name].effect else [f"--{name}"])
 
@@ -67,7 +69,7 @@ def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
 def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
     assert settings("--dynamic-batching").model_defaults.dynamic_batching
     assert settings("--dynamic-batching", "--gateways=2").model_defaults.dynamic_batching
-    assert options.parse(["--dynamic-batching", "folder"]).positional == ["folder"]
+    assert command_line.parse(["--dynamic-batching", "folder"]).positional == ["folder"]
     for text in ("false", "FALSE", "0", "off"):
         assert not settings("--exit-on-error", text).exit_on_error
         assert not settings(f"--exit-on-error={text}").exit_on_error
@@ -202,7 +204,7 @@ def test_what_repeats_and_what_the_last_one_decides() -> None:
 
 def test_models_are_folders_and_classes(tmp_path: Path) -> None:
     found = server.from_flags(
-        options.parse([str(tmp_path), "./model.py:Model", f"--model-store={ROOT}"]), {}
+        command_line.parse([str(tmp_path), "./model.py:Model", f"--model-store={ROOT}"]), {}
     )
     assert found.model_repositories == (ROOT, tmp_path)
     assert found.model_files == ("./model.py:Model",)
@@ -291,7 +293,7 @@ def test_any_value_is_taken_or_refused_by_name(name: str, text: str) -> None:
 @given(st.lists(st.text(max_size=30), max_size=8))
 def test_no_command_line_breaks_the_parser(arguments: list[str]) -> None:
     with contextlib.suppress(InvalidArgument):
-        options.parse(arguments)
+        command_line.parse(arguments)
 
 
 def test_help_names_every_flag_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,12 +65,19 @@ def test_an_error_may_be_in_the_middle() -> None:
     assert (stats["success"]["count"], stats["fail"]["count"]) == (1, 0)
 
 
-def test_a_request_that_ends_with_an_error_has_failed() -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_request_fails_by_what_its_model_raises_and_not_by_an_error_that_it_sends(
+    failed: bool,
+) -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key)
-    rig.respond(peer, key, b"", code="INTERNAL", message="no more", final=True)
-    assert rig.answers()[-1] == m.Responded(number, "INTERNAL", "no more", b"", True)
-    assert rig.report()["shmserve"]["failures"]["BACKEND"] == 1
+    rig.respond(peer, key, b"", code="INTERNAL", message="no", final=True, failed=failed)
+    assert rig.answers()[-1] == m.Responded(number, "INTERNAL", "no", b"", True)
+    report = rig.report()
+    assert report["shmserve"]["failures"]["BACKEND"] == failed
+    counts = report["inference_stats"]
+    assert (counts["success"]["count"], counts["fail"]["count"]) == (not failed, failed)
+    assert report["response_stats"]["1"]["fail"]["count"] == 1
 
 
 def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from shmserve.common.tasks import in_background
-from shmserve.config.options import parse
+from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.supervisor.supervisor import Supervisor
 

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.errors import Internal, InvalidArgument
+from shmserve.errors import Internal, InvalidArgument, Unavailable
+from shmserve.ipc.capabilities import FIRST
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
@@ -712,6 +713,36 @@ def test_blocks_that_nobody_was_told_of_come_back() -> None:
     assert len(memory) == 1
     memory.release(CLIENT_PID, [kept.offset])
     assert len(memory) == 0 == arena.used
+    arena.close()
+
+
+def test_local_clients_that_keep_their_outputs_leave_memory_to_others() -> None:
+    arena = Arena(MIB)
+    memory = OutputMemory(arena)
+    block = MIB // 64
+
+    def fill(reader: int) -> list[int]:
+        offsets: list[int] = []
+
+        def all_there_is() -> None:
+            while True:
+                offsets.append(memory.allocate(reader, block)[0].offset)
+
+        with pytest.raises(Unavailable, match="this client has not released"):
+            all_there_is()
+        return offsets
+
+    first = fill(FIRST)
+    assert len(first) == 32
+    assert [len(fill(FIRST + other)) for other in (1, 2)] == [16, 8]
+    memory.allocate(CLIENT_PID, 8 * block)  # a gateway may have all that is left
+    assert arena.used == MIB
+    memory.release(FIRST, first)
+    assert len(fill(FIRST)) == 16
+    for reader in (FIRST, FIRST + 1, FIRST + 2, CLIENT_PID):
+        memory.drop_reader(reader)
+    assert arena.used == 0
+    assert len(fill(FIRST)) == 32, "who has ended holds nothing"
     arena.close()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -18,7 +20,9 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.workers.bls.calls import BlsClient, Call
+from shmserve.workers.bls import links
+from shmserve.workers.bls.calls import Call
+from shmserve.workers.bls.client import BlsClient
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
 from tests.rigs.called_models import Others, finished, work
 from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
@@ -58,7 +62,7 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
 
 
 def call(calls: BlsClient, what: CallRequest) -> CallResponse:
-    return calls.wait(calls.begin(Call(calls, what)))
+    return calls.wait(calls.begin(Call(calls.router, what)))
 
 
 def values(reply: CallResponse) -> list[float]:
@@ -248,6 +252,28 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: BlsClient, others: 
     running.result(10)
 
 
+def test_no_descriptor_for_a_link_to_the_successor(
+    calls: BlsClient, others: Others, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call fails, once: nobody waits for a response that cannot come."""
+
+    def full(endpoint: str, identity: str) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    scheduler = others.scheduler("s1")
+    running = others.run(call, calls, request())
+    others.found("s1")
+    scheduler.next(m.Submit)
+    monkeypatch.setattr(links, "Dealer", full)
+    others.supervisor.say(m.SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    others.found("s2")
+    with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):
+        running.result(10)
+    with pytest.raises(Unavailable, match="no link"):
+        calls.begin(Call(calls.router, request()))
+    assert not calls.router._table
+
+
 def test_calls_too_late_for_a_retired_version(calls: BlsClient, others: Others) -> None:
     """Its scheduler refuses them, or is gone before it saw them; the model was loaded again."""
     first, second, third = (others.scheduler(name) for name in ("s1", "s2", "s3"))
@@ -293,7 +319,7 @@ def test_news_of_a_withdrawn_model(calls: BlsClient, others: Others) -> None:
     others.found("s1")
     submit = first.next(m.Submit)
     others.supervisor.say(m.ModelWithdrawn("other", "1", 0), m.ModelWithdrawn("third", "1", 0))
-    until("it is heard", lambda: not calls._directory._known)
+    until("it is heard", lambda: not calls.router._directory._known)
     first.say(doubled(submit))  # what is in flight ends where it is
     running.result(10)
     running = others.run(call, calls, request())
@@ -417,7 +443,7 @@ def test_a_process_that_exits_takes_its_memory_along(calls: BlsClient, others: O
     running = others.run(call, calls, request())
     submit = scheduler.next(m.Submit)
     others.supervisor.say(m.ProcessExited(theirs.memory.pid))
-    until("it is heard", lambda: not calls._mappings)
+    until("it is heard", lambda: not calls.router.mappings)
     scheduler.say(doubled(submit))
     running.result(10)
     assert _descriptors() == before

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.messages.inference import FIRST_CREDIT
 from shmserve.workers.backends.native import NativeBackend
 from tests.rigs.stream_rig import Streams
@@ -198,6 +198,57 @@ async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
         model.cancel(1)
         assert model.responses(1) == [[7], "end"]
         until("it is closed", lambda: model.said == ["closed"])
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_one_that_computes_for_long_can_look_whether_its_client_has_left(
+    worker: Rig, kind: str
+) -> None:
+    iterator = "AsyncIterator" if "async" in kind else "Iterator"
+    body = f"""
+def load(self, context):
+    self.context = context
+
+{kind} predict(self, x: {ARRAY}) -> {iterator}[{ARRAY}]:
+    yield x
+    while not self.context.cancelled:
+        time.sleep(0.001)
+    self.said.append("seen")
+"""
+    model = Model(worker, body)
+    with model.pumping():
+        model.begin(7)
+        assert model.responses(1, 1) == [[7]]
+        model.cancel(1)
+        assert model.responses(1) == [[7], "end"]
+        until("it is seen", lambda: model.said == ["seen"])
+    assert not model.backend._model.context.cancelled, "outside of a request"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_model_says_whether_it_is_ready(worker: Rig, kind: str, stream: bool) -> None:
+    result = "AsyncIterator" if stream else ""
+    body = f"""
+async def predict(self, x: {ARRAY}) -> {f"{result}[{ARRAY}]" if stream else ARRAY}:
+    {"yield" if stream else "return"} x
+
+{kind} is_ready(self):
+    assert torch.is_inference_mode_enabled()
+    return self.said[-1]
+"""
+    model = Model(worker, body)
+    assert model.backend.checks_ready
+    for said in (True, False):
+        model.said.append(said)
+        assert model.backend.is_ready() is said
+    model.said.append(1)
+    with pytest.raises(Internal, match="`is_ready` must return a bool, found type '<class 'int'>'"):
+        model.backend.is_ready()
+
+
+def test_a_model_without_is_ready_is_not_asked(worker: Rig) -> None:
+    assert not Model(worker, KINDS["generator"]).backend.checks_ready
 
 
 @pytest.mark.parametrize("kind", ["generator", "asynchronous generator"])

@@ -2,8 +2,9 @@
 
 The file is `default_model_filename` (model.py) in the version folder, the class the parameter
 "class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension) and
-`max_queue_delay_us` (0) as attributes, and the methods `load(self, context)` and `unload(self)`.
-One that is a `torch.nn.Module` is put on the device and into evaluation mode.
+`max_queue_delay_us` (0) as attributes, and the methods `load(self, context)`, `unload(self)` and
+`is_ready(self)`, plain or a coroutine, which is asked between two batches. One that is a
+`torch.nn.Module` is put on the device and into evaluation mode.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model a decoupled one: it gets one request, with `max_batch_size` 0 unless the class says
@@ -36,7 +37,7 @@ from shmserve.workers.backends.native import signature as predict_signature
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.device import open_device
-from shmserve.workers.user_code import import_file
+from shmserve.workers.user_code import import_file, says_ready
 
 _DEFAULT_MAX_BATCH_SIZE = 32
 _DEFAULT_MAX_STREAMS = 64
@@ -103,6 +104,7 @@ class NativeBackend(Backend):
         if predict.streams:
             most = max(1, _whole(kind, "max_streams", _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, most)
+        self.checks_ready = hasattr(self._model, "is_ready")
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One call of `predict` for the whole batch."""
@@ -122,6 +124,12 @@ class NativeBackend(Backend):
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._take(yielded))
+
+    def is_ready(self) -> bool:
+        """What the model's `is_ready` says. Raises what it raises, Internal for what is no bool."""
+        run = self._run if self._streams is None else self._streams.wait
+        with torch.inference_mode():
+            return says_ready(self._model, run)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._coroutines is None:

@@ -3,19 +3,20 @@
 A generator runs in a thread of its own, an asynchronous one in an event loop that all share, so
 requests are answered side by side, up to `most` of them; others wait in the scheduler's queue. When
 its client has gone a generator is closed at its next `yield` (GeneratorExit), an asynchronous one
-is cancelled where it waits.
+is cancelled where it waits. Until then `shmserve.model.Context.cancelled` tells it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from shmserve.errors import ShmserveError
+from shmserve.model import IS_CANCELLED
 from shmserve.workers.backends import Request, Response, ResponseStream
 from shmserve.workers.backends.event_loop import EventLoopThread
 
@@ -38,12 +39,10 @@ class GeneratorStreams:
         """Begin to answer a request; waits where `most` are being answered."""
         self._places.acquire()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _answering(stream):
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
-                if self._loop is None:
-                    self._loop = EventLoopThread(torch.inference_mode)
-                future = self._loop.run(self._relay_async(iterator, stream), [stream])
+                future = self._event_loop().run(self._relay_async(iterator, stream), [stream])
                 stream.on_cancel(future.cancel)
                 future.add_done_callback(lambda _: self._end(stream))
             else:
@@ -53,6 +52,15 @@ class GeneratorStreams:
         except BaseException:
             self._places.release()
             raise
+
+    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the event loop that all share, and wait for what it returns."""
+        return self._event_loop().wait(coroutine)
+
+    def _event_loop(self) -> EventLoopThread:
+        if self._loop is None:
+            self._loop = EventLoopThread(torch.inference_mode)
+        return self._loop
 
     def close(self) -> None:
         """End what runs in the event loop."""
@@ -65,10 +73,10 @@ class GeneratorStreams:
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _answering(stream):
                 self._relay(iterator, stream)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            _fail(stream, stream.explain(error))
+            stream.fail(stream.explain(error))
         finally:
             self._end(stream)
 
@@ -85,21 +93,27 @@ class GeneratorStreams:
         stream.send(final=True)
 
     async def _relay_async(self, iterator: AsyncIterator[Any], stream: ResponseStream) -> None:
-        try:
-            async for yielded in iterator:
-                response = self._respond(stream.request, yielded)
-                if stream.may_send:
-                    stream.send(response)
-                else:
-                    await asyncio.to_thread(stream.send, response)
-                if stream.is_cancelled():
-                    break
-        finally:
-            close = getattr(iterator, "aclose", None)
-            if close is not None:
-                await close()
+        with _answering(stream):  # in the context of the task, which is this stream's alone
+            try:
+                async for yielded in iterator:
+                    response = self._respond(stream.request, yielded)
+                    if stream.may_send:
+                        stream.send(response)
+                    else:
+                        await asyncio.to_thread(stream.send, response)
+                    if stream.is_cancelled():
+                        break
+            finally:
+                close = getattr(iterator, "aclose", None)
+                if close is not None:
+                    await close()
         stream.send(final=True)
 
 
-def _fail(stream: ResponseStream, error: ShmserveError) -> None:
-    stream.fail(error)
+@contextlib.contextmanager
+def _answering(stream: ResponseStream) -> Iterator[None]:
+    token = IS_CANCELLED.set(stream.is_cancelled)
+    try:
+        yield
+    finally:
+        IS_CANCELLED.reset(token)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from typing import Any
@@ -22,6 +21,7 @@ from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.config import ModelConfig
 from shmserve.workers.backends.python.execution import DecoupledExecution, Execution
 from shmserve.workers.backends.python.loading import file_name, model_class
+from shmserve.workers.user_code import says_ready
 
 # What models import, and what a few import although it is Triton's own affair.
 _MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
@@ -109,13 +109,8 @@ class PythonBackend(Backend):
     def is_ready(self) -> bool:
         """What the model's `is_ready` says, plain or a coroutine. Raises what it raises, Internal
         for what is no bool."""
-        said = self._model.is_ready()
-        if asyncio.iscoroutine(said):
-            assert self._execution is not None
-            said = self._execution.run(said)
-        if not isinstance(said, bool):
-            raise Internal(f"`is_ready` must return a bool, found type '{type(said)}'")
-        return said
+        assert self._execution is not None
+        return says_ready(self._model, self._execution.run)
 
     def metrics(self) -> list[list[Any]] | None:
         """What the model has made with `pb_utils.MetricFamily`."""

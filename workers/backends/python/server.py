@@ -13,7 +13,8 @@ from shmserve.ipc.messages import AskReady, FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import BlsClient, Call
+from shmserve.workers.bls.calls import Call
+from shmserve.workers.bls.client import BlsClient
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
@@ -40,7 +41,7 @@ class Server:
         """Run an inference of another model. Raises the ShmserveError that it ended with."""
         with _beginning(request):
             self._check(request)
-            begun = self.calls.begin(Call(self.calls, request))
+            begun = self.calls.begin(Call(self.calls.router, request))
         return self.calls.wait(begun)
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
@@ -53,13 +54,13 @@ class Server:
         """Begin one that may have any number of responses."""
         with _beginning(request):
             self._check(request)
-            return self.calls.begin(StreamCall(self.calls, request))
+            return self.calls.begin(StreamCall(self.calls.router, request))
 
     def open_soon(self, request: CallRequest, begun: asyncio.Future[None]) -> StreamCall:
         """Begin one from the running event loop; `begun` is done when there is a response."""
         with _beginning(request):
             self._check(request)
-            call = StreamCall(self.calls, request, begun)
+            call = StreamCall(self.calls.router, request, begun)
             self.calls.submit_soon(call, begun)
             return call
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.common.accelerators import Accelerators
-from shmserve.config.options import parse
+from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve.common.accelerators import Accelerators
 from shmserve.common.model_names import check_model_name, is_inline
-from shmserve.config.options import parse
+from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import UNWRITTEN, to_dict
