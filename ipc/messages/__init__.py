@@ -262,7 +262,7 @@ SupervisorToScheduler = (
     | Stop
 )
 SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
-SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | ModelWithdrawn | SchedulerLost
+SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged
 SupervisorToWorker = (
     CompleteConfig

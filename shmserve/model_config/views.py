@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shmserve.common import first_response
-from shmserve.model_config.normalise import ENSEMBLE
 from shmserve.model_config.syntax.json_format import message_to_dict
 from shmserve.proto.model_config_pb2 import (
     DataType,
@@ -70,8 +69,6 @@ def unsupported(config: ModelConfig) -> str | None:
     what = None
     if config.HasField("sequence_batching"):
         what = "sequence_batching is"
-    elif config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE:
-        what = "ensemble_scheduling is"
     return f"{what} not supported, required by model '{config.name}'" if what else None
 
 

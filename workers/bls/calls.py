@@ -33,10 +33,10 @@ from shmserve.ipc.messages import (
     SchedulerLost,
     Settled,
 )
+from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
 from shmserve.workers.bls.request import CallMemory, CallRequest, CallResponse, PlacedInputs, copied
 from shmserve.workers.bls.shared_wait import SharedWait

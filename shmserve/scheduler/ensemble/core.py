@@ -32,7 +32,6 @@ from shmserve.ipc.messages import (
     InstanceExpected,
     KeepStatistics,
     ModelPublished,
-    ModelWithdrawn,
     PoolFailed,
     ProcessExited,
     Release,
@@ -195,7 +194,7 @@ class Ensemble(Steps):
         request = EnsembleRequest(client, message, inference, self._plan(outputs), self._now_ns)
         self._responses.check_places(request, self._graph)
         batched = self._signature.max_batch_size > 0
-        inputs = {name: ABSENT for name in self._graph.inputs}
+        inputs = dict.fromkeys(self._graph.inputs, ABSENT)
         for tensor in inference.inputs:
             holds = tensor.name not in self._graph.conditions or self._memory.any_true(tensor)
             inputs[tensor.name] = Value(tensor, holds=holds, batched=batched)
@@ -281,7 +280,8 @@ class Ensemble(Steps):
     def _values(self, step: StepRequest, inferred: Inferred, grants: bool) -> dict[str, Value]:
         """The outputs of a response; `grants`: once nobody uses it, the next may come."""
         given = inferred.parameters
-        override = {key: given[key] for key in _OVERRIDES if key in given} or _inherited(step.firing)
+        override = {key: given[key] for key in _OVERRIDES if key in given}
+        override = override or _inherited(step.firing)
         endpoint, number = step.endpoint, step.submit.id
 
         def granted() -> None:
@@ -377,10 +377,8 @@ class Ensemble(Steps):
         match message:
             case ModelPublished():
                 self._targets.publish(message)
-                self._acknowledge(message.acknowledge)
-            case ModelWithdrawn():
-                self._targets.withdraw(message)
-                self._acknowledge(message.acknowledge)
+                if message.acknowledge:
+                    self._control.post(Acknowledged(message.acknowledge))
             case SchedulerLost():
                 self._lost(message.endpoint, message.successor)
             case ProcessExited():
@@ -402,13 +400,8 @@ class Ensemble(Steps):
             case _:
                 assert_never(message)
 
-    def _acknowledge(self, number: int) -> None:
-        if number:
-            self._control.post(Acknowledged(number))
-
     def _lost(self, endpoint: str, successor: str) -> None:
-        if successor:
-            self._targets.move(endpoint, successor)
+        self._targets.move(endpoint, successor)
 
         def last_words(message: Any) -> None:
             self.from_step(endpoint, message, self._now_ns)
@@ -446,9 +439,7 @@ class Ensemble(Steps):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _fail(
-        self, request: EnsembleRequest, code: str, text: str, retry_after_s: int = 0
-    ) -> None:
+    def _fail(self, request: EnsembleRequest, code: str, text: str, retry_after_s: int = 0) -> None:
         """No further step of a request runs; the first failure counts."""
         self._touched[request] = None
         if request.over:

@@ -176,4 +176,3 @@ def once_all(count: int, then: Callable[[], None]) -> Callable[[], None]:
             then()
 
     return one
-

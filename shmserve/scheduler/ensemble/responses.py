@@ -55,7 +55,8 @@ class Responses:
             writer = graph.writers[output.name]
             for tensor in request.inference.inputs:
                 readers = set(request.plan.readers.get(tensor.name, ())) - {writer}
-                if isinstance(tensor.data, Place) and output.place.overlaps(tensor.data) and readers:
+                data = tensor.data
+                if readers and isinstance(data, Place) and output.place.overlaps(data):
                     raise InvalidArgument(
                         f"output '{output.name}' is to go over input '{tensor.name}', which other "
                         "steps of the ensemble read"

@@ -47,9 +47,7 @@ def prepare(
     """What a step's scheduler is told. Raises InvalidArgument when the inputs do not fit its model,
     Unavailable when the arena is full."""
     inference, signature = request.inference, target.signature
-    inputs = tuple(
-        _input(name, value, signature, memory) for name, value in firing.inputs.items()
-    )
+    inputs = tuple(_input(name, value, signature, memory) for name, value in firing.inputs.items())
     wanted = _wanted(request, firing)
     admission = signature.admit(inference.request_id, inputs, wanted)
     known = _known_sizes(firing, target, graph, wanted, admission.batch_size)

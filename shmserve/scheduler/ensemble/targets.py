@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.messages import ModelPublished, ModelWithdrawn
+from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.graph import Graph, Step
 
@@ -42,28 +42,28 @@ class Targets:
             policy = message.config.get("model_transaction_policy") or {}
             signature = Signature(message.config, message.version)
             decoupled = bool(policy.get("decoupled", False))
-            known = Target(message.endpoint, message.config, signature, decoupled)
+            versions[message.version] = Target(
+                message.endpoint, message.config, signature, decoupled
+            )
             self.changes += 1
-        versions[message.version] = Target(
-            message.endpoint, known.config, known.signature, known.decoupled
-        )
+        else:
+            versions[message.version] = replace(known, endpoint=message.endpoint)
         if message.latest and self._latest.get(message.name) != message.version:
             self._latest[message.name] = message.version
             self.changes += 1
 
-    def withdraw(self, message: ModelWithdrawn) -> None:
-        """A version is to be called no more."""
-        if self._known.get(message.name, {}).pop(message.version, None) is not None:
-            self.changes += 1
-
     def move(self, endpoint: str, successor: str) -> None:
-        """Another scheduler serves what the one at `endpoint` did."""
+        """Another scheduler serves what the one at `endpoint` did; "": none does. Until then a
+        version that was withdrawn takes what requests have begun."""
         for versions in self._known.values():
-            for version, target in versions.items():
-                if target.endpoint == endpoint:
-                    versions[version] = Target(
-                        successor, target.config, target.signature, target.decoupled
-                    )
+            for version, target in list(versions.items()):
+                if target.endpoint != endpoint:
+                    continue
+                if successor:
+                    versions[version] = replace(target, endpoint=successor)
+                else:
+                    del versions[version]
+                    self.changes += 1
 
     def find(self, step: Step) -> Target:
         """Who runs a step now; raises Unavailable."""
