@@ -13,7 +13,6 @@ from shmserve.proto.model_config_pb2 import (
     ModelInput,
     ModelOptimizationPolicy,
     ModelOutput,
-    ModelQueuePolicy,
 )
 
 _GROUP_FIELDS = ("rate_limiter", "secondary_devices", "profile", "passive", "host_policy")
@@ -91,14 +90,6 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
         for name in _GROUP_FIELDS:
             if _is_set(group, name):
                 yield f"instance_group[{index}].{name}"
-    if config.HasField("dynamic_batching"):
-        batching = config.dynamic_batching
-        if batching.priority_levels > 1:
-            yield "dynamic_batching.priority_levels"
-        if batching.priority_queue_policy:
-            yield "dynamic_batching.priority_queue_policy"
-        if batching.default_queue_policy.timeout_action == ModelQueuePolicy.DELAY:
-            yield "dynamic_batching.default_queue_policy.timeout_action"
 
 
 def _ignored_optimization(optimization: ModelOptimizationPolicy) -> Iterator[str]:

@@ -133,7 +133,7 @@ class Scheduler:
                 raise Unavailable(id_prefix(message.request_id) + _STOPPING)
             if self._pool.failure:
                 raise Unavailable(self._pool.failure)
-            if self._pool.free and self._queue.full:
+            if self._pool.free and self._queue.full(message.priority):
                 self._dispatch.run(now_ns)
             self._responses.admitted(self._queue.admit(client, message, now_ns))
         except InvalidArgument as error:
@@ -204,7 +204,7 @@ class Scheduler:
             case CountsInherited():
                 self._reports.inherit(message, now_ns)
             case KeepStatistics():
-                self._reports.keep(now_ns)
+                self._reports.keep_brief(now_ns)
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():

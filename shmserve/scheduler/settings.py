@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.common import first_response
@@ -32,16 +33,40 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """What the queue refuses. 0: no limit. `override`: a request's own, shorter timeout counts."""
+    """What a level of the queue refuses. 0: no limit. `override`: a request's own, shorter timeout
+    counts. `delays`: a request whose timeout has passed waits on, behind the others of its level;
+    else it is rejected."""
 
     max_size: int
     timeout_ns: int = 0
     override: bool = False
+    delays: bool = False
 
     def own_timeout_ns(self, timeout_us: int) -> int:
-        """A request's own timeout where it may and does override the policy's, else 0."""
+        """A request's own timeout where it may and does override the policy's, else 0. To have no
+        timeout is the longest one, which any other is shorter than."""
         own = timeout_us * _NS_PER_US
-        return own if self.override and 0 < own < self.timeout_ns else 0
+        return own if self.override and own > 0 and not 0 < self.timeout_ns <= own else 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicies:
+    """The queue's priority levels, 1 .. `levels` (0: there is one, and no priority counts), and the
+    policy of each."""
+
+    default: QueuePolicy
+    levels: int = 0
+    default_level: int = 0
+    by_level: Mapping[int, QueuePolicy] = field(default_factory=dict)
+    limited: bool = False  # the model's configuration asks for any of it
+
+    def level(self, priority: int) -> int:
+        """The level of a request with this priority."""
+        return priority if 0 < priority <= self.levels else self.default_level
+
+    def of(self, level: int) -> QueuePolicy:
+        """The policy of a level."""
+        return self.by_level.get(level, self.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +77,21 @@ class Settings:
     version: str
     max_batch_size: int
     batching: Batching | None
-    policy: QueuePolicy
+    policies: QueuePolicies
     preserve_ordering: bool
     execution_limit_ns: int
     hold_until: int
+    request_limit_ns: int = 0  # from a request's arrival to its last response; 0: none
     decoupled: bool = False  # any number of responses to a request
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
     first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
 
     @classmethod
     def read(cls, config: dict[str, Any], version: str, limits: SchedulingLimits) -> Settings:
-        """From a normalised configuration and what the server sets for all models.
-
-        Priority levels and the DELAY action are not acted on here.
-        """
+        """From a normalised configuration and what the server sets for all models."""
         dynamic = config.get("dynamic_batching")
         max_batch_size: int = config["max_batch_size"]
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
-        default_bound = limits.max_queue_size
         decoupled = bool((config.get("model_transaction_policy") or {}).get("decoupled", False))
         ordered = bool((dynamic or {}).get("preserve_ordering", False))
         return cls(
@@ -77,12 +99,13 @@ class Settings:
             version=version,
             max_batch_size=max_batch_size,
             batching=None if dynamic is None else _batching(dynamic, max_batch_size),
-            policy=_policy((dynamic or {}).get("default_queue_policy") or {}, default_bound),
+            policies=_policies(dynamic or {}, limits.max_queue_size),
             # What may never end cannot be waited for.
             preserve_ordering=ordered and not decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
             hold_until=0 if dynamic is None else limits.delay_scheduler,
+            request_limit_ns=limits.request_timeout_us * _NS_PER_US,
             decoupled=decoupled,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
@@ -108,12 +131,31 @@ def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
     return first_response.BUCKETS_MS
 
 
+def _policies(dynamic: dict[str, Any], default_bound: int) -> QueuePolicies:
+    default = dynamic.get("default_queue_policy") or {}
+    levels = int(dynamic.get("priority_levels") or 0)
+    by_level = (dynamic.get("priority_queue_policy") or {}) if levels else {}
+    return QueuePolicies(
+        default=_policy(default, default_bound),
+        levels=levels,
+        default_level=int(dynamic.get("default_priority_level") or 0) if levels else 0,
+        by_level={int(level): _policy(each, default_bound) for level, each in by_level.items()},
+        limited=levels > 1 or any(map(_limits, (default, *by_level.values()))),
+    )
+
+
 def _policy(policy: dict[str, Any], default_bound: int) -> QueuePolicy:
     return QueuePolicy(
         max_size=int(policy.get("max_queue_size") or 0) or default_bound,
         timeout_ns=int(policy.get("default_timeout_microseconds") or 0) * _NS_PER_US,
         override=bool(policy.get("allow_timeout_override", False)),
+        delays=policy.get("timeout_action") == "DELAY",
     )
+
+
+def _limits(policy: dict[str, Any]) -> bool:
+    bounds = ("max_queue_size", "default_timeout_microseconds", "allow_timeout_override")
+    return any(policy.get(name) not in (None, 0, "0", False) for name in bounds)
 
 
 def _execution_limit_s(config: dict[str, Any], default: float) -> float:

@@ -18,7 +18,8 @@ _CANNOT_GROW = (Closed.FULL, Closed.SHAPE)
 
 class Dispatch:
     """Starts what can run. An instance that is free gets a batch at once, one that is busy only
-    what could not grow while it waits."""
+    what could not grow while it waits, and none where the queue has priorities or policies: what
+    is sent ahead can be neither overtaken nor timed out."""
 
     def __init__(
         self, settings: Settings, queue: RequestQueue, pool: Pool, executions: Executions
@@ -27,6 +28,7 @@ class Dispatch:
         self._queue = queue
         self._pool = pool
         self._executions = executions
+        self._sends_ahead = not settings.policies.limited
 
     def hurry(self) -> None:
         """Nothing more comes that would be worth waiting for."""
@@ -39,7 +41,7 @@ class Dispatch:
         pool = self._pool
         while len(queue):
             ahead = not pool.free
-            if ahead and not pool.room(executions.service_time.credit):
+            if ahead and not (self._sends_ahead and pool.room(executions.service_time.credit)):
                 break
             retry = None if ahead else queue.take_retry()
             if retry is not None:

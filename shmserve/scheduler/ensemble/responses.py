@@ -116,7 +116,7 @@ class Responses:
 
     def _succeeded(self, request: EnsembleRequest, now_ns: int) -> None:
         timing = Timing(request.started_ns, *request.times_ns)
-        self._statistics.executed(Closed.IDLE, request.units, timing, now_ns)
+        self._statistics.executions.executed(Closed.IDLE, request.units, timing, now_ns)
         body = b""
         if self._decoupled:
             self._count(request, b"", final=True, now_ns=now_ns)

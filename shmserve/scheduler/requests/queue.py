@@ -1,8 +1,11 @@
 """The queue of requests: admission, order, deadlines, cancellation (pure).
 
 retries   alone, one an execution: their worker died; always first
-queue     in order of arrival; any request can leave from the middle
+queue     by priority and in order of arrival; any request can leave from the middle
 timers    (time, key, request): deadlines and queue limits; those of done requests are skipped
+
+No operation but `all` and the rare sweep of timers, which is paid for by those that it drops, takes
+longer the more requests wait (a heap's logarithm apart).
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from collections.abc import Iterator
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages import Submit
 from shmserve.ipc.tensors.signature import id_prefix
+from shmserve.scheduler.requests.priority import PriorityQueue
 from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
 from shmserve.scheduler.settings import Settings
 
 EXPIRED = "Request timeout expired"
 
-# Stale timers are swept when they outnumber the live requests by this much.
+# Stale timers are swept when they are more than those of the live requests, which have two each at
+# most, and by this much.
 _STALE_TIMERS = 1024
 
 
@@ -29,7 +34,7 @@ class RequestQueue:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._queue: OrderedDict[int, Request] = OrderedDict()
+        self._queue = PriorityQueue()
         self._retries: OrderedDict[int, Request] = OrderedDict()
         self._timers: list[tuple[int, int, Request]] = []
         self._keys = itertools.count(1)
@@ -45,10 +50,11 @@ class RequestQueue:
 
     # --- admission --------------------------------------------------------------------------------
 
-    @property
-    def full(self) -> bool:
-        """Whether the queue has reached its bound."""
-        return 0 < self._settings.policy.max_size <= len(self)
+    def full(self, priority: int) -> bool:
+        """Whether the level of requests with this priority has reached its bound."""
+        policies = self._settings.policies
+        level = policies.level(priority)
+        return 0 < policies.of(level).max_size <= self._queue.size(level)
 
     def admit(self, client: Client, message: Submit, now_ns: int) -> Request:
         """Enqueue a request.
@@ -64,18 +70,24 @@ class RequestQueue:
         deadline = max(message.deadline_ns, 0)
         if 0 < deadline < now_ns:
             raise Unavailable(EXPIRED)
-        policy = settings.policy
-        if self.full:
+        level = settings.policies.level(message.priority)
+        policy = settings.policies.of(level)
+        if 0 < policy.max_size <= self._queue.size(level):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
+        arrived = believable(message.arrived_ns, now_ns)
         own = policy.own_timeout_ns(message.timeout_us)
         timeout = own or policy.timeout_ns
+        if own and policy.delays:
+            # Its time over, it is to wait on: what is left is the limit of the server.
+            limit = settings.request_limit_ns
+            deadline = arrived + limit if limit else 0
         request = Request(
             next(self._keys),
             client,
             message.id,
             message.batch_size or 1,
             message.shape_key,
-            believable(message.arrived_ns, now_ns),
+            arrived,
             now_ns,
             deadline,
             now_ns + timeout if timeout else 0,
@@ -83,8 +95,9 @@ class RequestQueue:
             deadline if deadline and not own else NEVER,
             message.work,
             message.request_id,
+            level,
         )
-        self._queue[request.key] = request
+        self._queue.append(request)
         if deadline:
             heapq.heappush(self._timers, (deadline, request.key, request))
         if timeout:
@@ -105,11 +118,11 @@ class RequestQueue:
 
     def waiting(self) -> Iterator[Request]:
         """The queue in order, without retries."""
-        return iter(self._queue.values())
+        return iter(self._queue)
 
     def all(self) -> list[Request]:
         """Everything that waits, retries first."""
-        return [*self._retries.values(), *self._queue.values()]
+        return [*self._retries.values(), *self._queue]
 
     def take_retry(self) -> Request | None:
         """Dispatch the first request that must run alone."""
@@ -121,8 +134,7 @@ class RequestQueue:
 
     def take(self, count: int) -> list[Request]:
         """Dispatch the first `count` requests of the queue."""
-        pop = self._queue.popitem
-        taken = [pop(last=False)[1] for _ in range(count)]
+        taken = self._queue.take(count)
         for request in taken:
             request.meet(Event.DISPATCH)
         return taken
@@ -136,14 +148,11 @@ class RequestQueue:
     def put_back(self, request: Request) -> None:
         """Take back a request that was dispatched and not begun: it comes before all others."""
         request.meet(Event.RETURN)
-        self._queue[request.key] = request
-        self._queue.move_to_end(request.key, last=False)
-        if request.queue_limit_ns:  # its timer may have run out where it did not count
-            heapq.heappush(self._timers, (request.queue_limit_ns, request.key, request))
+        self._queue.prepend(request)
 
     def remove(self, request: Request) -> None:
         """Take a queued request out; its state is the caller's to change."""
-        if self._queue.pop(request.key, None) is None:
+        if not self._queue.remove(request):
             self._retries.pop(request.key, None)
 
     # --- time -------------------------------------------------------------------------------------
@@ -157,15 +166,25 @@ class RequestQueue:
         return timers[0][0] + 1 if timers else NEVER
 
     def expired(self, now_ns: int) -> list[Request]:
-        """Requests whose time is over: a deadline anywhere, a queue limit only in the queue."""
+        """Requests whose time is over: a deadline anywhere, a queue limit only in the queue.
+
+        Where the policy of its level is to delay it, a request whose queue limit has passed goes
+        behind the others there, and has none any more.
+        """
         over: list[Request] = []
         timers = self._timers
         while timers and timers[0][0] < now_ns:
             _, _, request = heapq.heappop(timers)
             late = 0 < request.deadline_ns < now_ns
             match request.state:
-                case State.QUEUED if late or 0 < request.queue_limit_ns < now_ns:
+                case State.QUEUED if late:
                     over.append(request)
+                case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
+                    if self._settings.policies.of(request.level).delays:
+                        request.queue_limit_ns = 0
+                        self._queue.delay(request)
+                    else:
+                        over.append(request)
                 case State.EXECUTING | State.RESPONDING | State.HELD if late:
                     over.append(request)
                 case _:
@@ -174,7 +193,7 @@ class RequestQueue:
 
     def sweep(self, live: int) -> None:
         """Drop the timers of requests that are done when they are many; `live` requests are not."""
-        if len(self._timers) > 2 * live + _STALE_TIMERS:
+        if len(self._timers) > 4 * live + _STALE_TIMERS:
             self._timers = [entry for entry in self._timers if entry[2].state is not State.DONE]
             heapq.heapify(self._timers)
 

@@ -117,7 +117,8 @@ class Request:
     `deadline_ns` holds until the last response, `queue_limit_ns` only in the queue; before
     `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker` is who
     had it last. Of a decoupled model's: `responses` it has had, as many as `granted` of which its
-    client has read; since `responded_ns` the model has been at the next one.
+    client has read; since `responded_ns` the model has been at the next one. `level` is its
+    priority level, 1 the highest; it is `delayed` where its timeout put it behind the others there.
     """
 
     __slots__ = (
@@ -125,11 +126,13 @@ class Request:
         "client",
         "deadline_ns",
         "deaths",
+        "delayed",
         "enqueued_ns",
         "granted",
         "hurry_ns",
         "id",
         "key",
+        "level",
         "outcome",
         "queue_limit_ns",
         "request_id",
@@ -158,6 +161,7 @@ class Request:
         hurry_ns: int,
         work: bytes,
         request_id: str,
+        level: int = 0,
     ) -> None:
         self.key = key
         self.client = client
@@ -171,6 +175,8 @@ class Request:
         self.hurry_ns = hurry_ns
         self.work = work
         self.request_id = request_id
+        self.level = level
+        self.delayed = False
         self.state = State.QUEUED
         self.deaths = 0
         self.outcome: Outcome | None = None

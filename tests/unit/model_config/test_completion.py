@@ -228,8 +228,5 @@ def test_what_has_no_effect_is_listed() -> None:
         "optimization.input_pinned_memory",
         "instance_group[0].rate_limiter",
         "instance_group[1].host_policy",
-        "dynamic_batching.priority_levels",
-        "dynamic_batching.priority_queue_policy",
-        "dynamic_batching.default_queue_policy.timeout_action",
     ]
     assert ignored_fields(normalise(parse_pbtxt(RECORDED["simple"]["pbtxt"]), "simple", 0)) == []

@@ -121,9 +121,10 @@ def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
     assert admit(backlog(policy), timeout_us=timeout_us).queue_limit_ns == NOW + limit_us * 1000
 
 
-def test_an_override_without_a_default_timeout_is_ignored() -> None:
+def test_an_override_without_a_default_timeout_is_shorter_than_none() -> None:
     request = admit(backlog({"allow_timeout_override": True}), timeout_us=40)
-    assert request.queue_limit_ns == 0
+    assert request.queue_limit_ns == NOW + 40_000
+    assert admit(backlog({"allow_timeout_override": True})).queue_limit_ns == 0
 
 
 def test_a_batch_hurries_for_a_deadline_but_not_for_the_queue_policy() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.scheduler.settings import Batching, QueuePolicy, Settings
+from shmserve.scheduler.settings import Batching, QueuePolicies, QueuePolicy, Settings
 
 
 def read(config: dict[str, Any], **server: Any) -> Settings:
@@ -19,7 +19,7 @@ def read(config: dict[str, Any], **server: Any) -> Settings:
 
 def test_without_a_batching_block_there_is_only_the_servers_bound() -> None:
     settings = read({}, max_queue_size=100, delay_scheduler=4)
-    assert settings == Settings("m", "3", 8, None, QueuePolicy(100), False, 0, 0)
+    assert settings == Settings("m", "3", 8, None, QueuePolicies(QueuePolicy(100)), False, 0, 0)
 
 
 def test_everything_is_read() -> None:
@@ -44,13 +44,55 @@ def test_everything_is_read() -> None:
         },
         max_queue_size=100,
         execution_timeout_s=60,
+        request_timeout_us=5,
         delay_scheduler=4,
     )
     assert settings.batching == Batching(8, frozenset({4, 6}), 100_000)
-    assert settings.policy == QueuePolicy(10, 50_000, True)
+    default = QueuePolicy(10, 50_000, True, True)
+    assert settings.policies == QueuePolicies(default, 2, 1, {1: QueuePolicy(1)}, True)
+    assert settings.request_limit_ns == 5_000
     assert settings.preserve_ordering
     assert settings.execution_limit_ns == 250_000_000
     assert settings.hold_until == 4
+
+
+def test_a_priority_that_is_no_level_is_the_default_level() -> None:
+    """Rule 3.2.1."""
+    block = {
+        "priority_levels": 3,
+        "default_priority_level": 2,
+        "default_queue_policy": {"max_queue_size": 9},
+        "priority_queue_policy": {"3": {"default_timeout_microseconds": 7}},
+    }
+    policies = read({"dynamic_batching": block}, max_queue_size=100).policies
+    assert list(map(policies.level, (0, 1, 2, 3, 4, 2**64 - 1))) == [2, 1, 2, 3, 2, 2]
+    assert policies.of(1) == policies.of(2) == QueuePolicy(9)
+    assert policies.of(3) == QueuePolicy(100, 7_000)
+
+
+@pytest.mark.parametrize(
+    ("block", "limited"),
+    [
+        ({}, False),
+        ({"priority_levels": 1, "default_priority_level": 1}, False),
+        ({"priority_levels": 2, "default_priority_level": 1}, True),
+        ({"default_queue_policy": {"timeout_action": "DELAY"}}, False),
+        ({"default_queue_policy": {"default_timeout_microseconds": 1}}, True),
+        ({"default_queue_policy": {"max_queue_size": 1}}, True),
+        ({"default_queue_policy": {"allow_timeout_override": True}}, True),
+        (
+            {
+                "priority_levels": 1,
+                "default_priority_level": 1,
+                "priority_queue_policy": {"1": {"max_queue_size": 1}},
+            },
+            True,
+        ),
+    ],
+)
+def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], limited: bool) -> None:
+    """Rule 3.1.8: then batches form only when an instance waits."""
+    assert read({"dynamic_batching": block}, max_queue_size=100).policies.limited is limited
 
 
 @pytest.mark.parametrize("preferred", [None, [], [0]])

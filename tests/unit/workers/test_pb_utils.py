@@ -585,6 +585,13 @@ def test_a_histogram() -> None:
 
 
 @pytest.mark.usefixtures("no_metrics")
+def test_the_bucket_of_everything_is_there_once() -> None:
+    family = pb_utils.MetricFamily("h", "", pb_utils.MetricFamily.HISTOGRAM)
+    family.Metric(buckets=[1, float("inf")]).observe(7)
+    assert metrics.changes() == [["h", "", "HISTOGRAM", [[(), [7, 0, 1], (1,)]]]]
+
+
+@pytest.mark.usefixtures("no_metrics")
 @pytest.mark.parametrize(
     ("kind", "arguments", "text"),
     [

@@ -6,6 +6,7 @@ up over instances. Names and labels are checked here as in Triton.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -194,7 +195,8 @@ def _bounds(kind: MetricKind, buckets: Sequence[float] | None) -> tuple[float, .
         raise RuntimeError(NO_CAST) from None
     if list(bounds) != sorted(set(bounds)):
         raise TritonModelException(_FAILED + by_server("Bucket Boundaries must be strictly sorted"))
-    return bounds
+    # What is above the last bound is counted anyway, as le="+Inf": it may not be there twice.
+    return bounds[:-1] if bounds and bounds[-1] == math.inf else bounds
 
 
 def _labels(kind: MetricKind, labels: dict[str, str] | None) -> Labels:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.http.json.infer_request import parameter_value, request_id
+from shmserve.gateway.http.json.infer_request import parameter_value, request_id, tensor_bytes
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.inference.request import WireInput, WireRequest, check_number
 from shmserve.ipc.tensors.datatypes import element_count
@@ -79,7 +79,9 @@ def _tensor(name: str, value: Any, datatype: str, described: Sequence[int]) -> W
         raise InvalidArgument(
             f"The schema can not convert input '{name}' to tensor with proper shape"
         )
-    return WireInput(name, datatype, shape, len(values), values)
+    tensor = WireInput(name, datatype, shape, len(values), values)
+    tensor.data = tensor_bytes(tensor)
+    return tensor
 
 
 def _shape(count: int, described: Sequence[int]) -> tuple[int, ...] | None:

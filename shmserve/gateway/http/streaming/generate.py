@@ -9,7 +9,6 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.events import SERVER_SENT_EVENTS, error_json
 from shmserve.gateway.http.json.generate import parse_generate, response_json
-from shmserve.gateway.http.json.infer_request import decode_data
 from shmserve.gateway.http.json.infer_response import Output
 from shmserve.gateway.http.json.output_text import output_text
 from shmserve.gateway.http.json.parser import loads
@@ -75,7 +74,6 @@ async def _begin(gateway: Gateway, request: Request, name: str, version: str | N
         for tensor in model.metadata.get("inputs", ())
     }
     wire = parse_generate(loads(body), inputs)
-    decode_data(wire)
     built, _ = build(gateway, model, wire, b"", 0)
     return _Generation(gateway, model, Responses(gateway, request, model, built, arrived_ns))
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.events import JSON_LINES, SERVER_SENT_EVENTS, accepted
 from shmserve.gateway.http.json.generate import parse_generate, response_json
-from shmserve.gateway.http.json.infer_request import decode_data
 from shmserve.gateway.inference.request import WireRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
 
@@ -31,9 +30,7 @@ INPUTS = {
 
 
 def parsed(body: Any) -> WireRequest:
-    request = parse_generate(body, INPUTS)
-    decode_data(request)
-    return request
+    return parse_generate(body, INPUTS)
 
 
 def refusal(body: Any) -> tuple[int, str]:
@@ -118,6 +115,12 @@ def test_what_has_no_shape(name: str, value: Any) -> None:
             400,
             "Converting keyword: 'parameters': parameter 'x' has invalid type. "
             "It should be either 'int', 'bool', or 'string'.",
+        ),
+        (
+            {"parameters": {"I": "x"}},
+            500,
+            "Converting keyword: 'parameters': Unable to parse 'data': "
+            "attempt to access JSON non-signed-integer as signed-integer",
         ),
         (
             {"parameters": 5},

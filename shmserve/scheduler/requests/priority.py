@@ -1,0 +1,117 @@
+"""A priority queue of requests: strict levels, 1 the highest (pure).
+
+    level 1    in time: in order of arrival    delayed: in order of their timeouts
+    level 2    ...                             ...
+
+All of a level come before all of the next one, and its delayed requests, whose timeout has passed,
+behind those that are in time. There is no ageing: a low level may starve.
+
+Any request is found by its key, so that it can leave from the middle; no operation but a walk looks
+at more requests than it moves. Levels without requests take no memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
+
+from shmserve.scheduler.requests.request import Request
+
+
+class _Level:
+    """The requests of one level by key, in order."""
+
+    __slots__ = ("delayed", "in_time")
+
+    def __init__(self) -> None:
+        self.in_time: OrderedDict[int, Request] = OrderedDict()
+        self.delayed: OrderedDict[int, Request] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.in_time) + len(self.delayed)
+
+    def __iter__(self) -> Iterator[Request]:
+        if self.delayed:
+            return chain(self.in_time.values(), self.delayed.values())
+        return iter(self.in_time.values())
+
+    def part(self, request: Request) -> OrderedDict[int, Request]:
+        """Where this request is, or belongs."""
+        return self.delayed if request.delayed else self.in_time
+
+
+class PriorityQueue:
+    """Requests in the order in which they are to run, by their `level`."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+        self._order: list[int] = []  # the levels that have requests, the highest first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Request]:
+        if len(self._order) == 1:
+            return iter(self._levels[self._order[0]])
+        return chain.from_iterable(map(self._levels.__getitem__, self._order))
+
+    def size(self, level: int) -> int:
+        """How many requests a level has."""
+        found = self._levels.get(level)
+        return 0 if found is None else len(found)
+
+    def append(self, request: Request) -> None:
+        """Enqueue a request behind those of its level that are in time."""
+        self._level(request.level).in_time[request.key] = request
+        self._count += 1
+
+    def prepend(self, request: Request) -> None:
+        """Put a request before all others of its level, or of its delayed ones if it is one."""
+        part = self._level(request.level).part(request)
+        part[request.key] = request
+        part.move_to_end(request.key, last=False)
+        self._count += 1
+
+    def delay(self, request: Request) -> None:
+        """Move a request that is in time behind all others of its level."""
+        level = self._levels[request.level]
+        level.delayed[request.key] = level.in_time.pop(request.key)
+        request.delayed = True
+
+    def remove(self, request: Request) -> bool:
+        """Take a request out from anywhere; whether it was there."""
+        level = self._levels.get(request.level)
+        if level is None or level.part(request).pop(request.key, None) is None:
+            return False
+        self._count -= 1
+        if not level:
+            self._forget(request.level)
+        return True
+
+    def take(self, count: int) -> list[Request]:
+        """Take the first `count` requests out."""
+        taken: list[Request] = []
+        while len(taken) < count:
+            number = self._order[0]
+            level = self._levels[number]
+            for part in (level.in_time, level.delayed):
+                left = min(count - len(taken), len(part))
+                taken += [part.popitem(last=False)[1] for _ in range(left)]
+            if not level:
+                self._forget(number)
+        self._count -= count
+        return taken
+
+    def _level(self, number: int) -> _Level:
+        level = self._levels.get(number)
+        if level is None:
+            level = self._levels[number] = _Level()
+            insort(self._order, number)
+        return level
+
+    def _forget(self, number: int) -> None:
+        del self._levels[number]
+        del self._order[bisect_left(self._order, number)]

@@ -1,0 +1,232 @@
+"""The dynamic batcher's rules, 3.1.1 to 3.1.10, each seen at what workers and clients are sent."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc import messages as m
+from shmserve.scheduler.batchers.base import Closed
+from tests.rigs.scheduler_rig import MS, Rig
+
+DELAY = {"max_queue_delay_microseconds": 1000}
+
+
+def sizes(rig: Rig, peer: bytes, batches: int = 99) -> list[int]:
+    """The number of requests of each batch that is sent, each finished at once."""
+    sent: list[int] = []
+    while len(sent) < batches and (executes := rig.executes()):
+        for _, batch in executes:
+            sent.append(len(batch.requests))
+            rig.finish(peer, batch)
+    return sent
+
+
+def closed(rig: Rig) -> dict[str, int]:
+    """How many batches were closed for which reason."""
+    counts: dict[str, int] = rig.report()["shmserve"]["batches_closed"]
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def queue(rig: Rig, *units: int, **fields: Any) -> bytes:
+    """Queue requests of these sizes before there is an instance; the instance that comes then."""
+    for size in units:
+        rig.submit(batch_size=size, **fields)
+    return rig.start()
+
+
+@pytest.mark.parametrize(
+    ("most", "units", "expected"),
+    [
+        (8, (4, 4, 1), [2, 1]),
+        (8, (5, 4), [1, 1]),
+        (8, (0, 0, 7), [2, 1]),
+        (8, (8, 8), [1, 1]),
+        (1, (1, 1), [1, 1]),
+        (0, (0, 0), [1, 1]),
+    ],
+)
+def test_batch_sizes_are_summed_and_no_request_is_split(
+    most: int, units: tuple[int, ...], expected: list[int]
+) -> None:
+    """Rule 3.1.1: a request counts as its batch size, at least 1; a maximum of 0 is one of 1."""
+    rig = Rig({}, max_batch_size=most)
+    assert sizes(rig, queue(rig, *units)) == expected
+
+
+def test_the_walk_stops_at_the_first_that_may_not_join() -> None:
+    """Rule 3.1.2: what is behind a request that does not fit, or has other shapes, is not pulled
+    ahead of it; shapes are compared with the first request's."""
+    rig = Rig(DELAY)
+    for key in (b"a", b"a", b"b", b"a"):
+        rig.submit(shape_key=key)
+    peer = rig.start()
+    assert sizes(rig, peer) == [2, 1]
+    rig.pass_time(MS)
+    assert sizes(rig, peer) == [1]
+    assert closed(rig) == {Closed.SHAPE: 2, Closed.DELAY: 1}
+
+
+def test_past_the_largest_preferred_size_what_is_there_counts_as_preferred() -> None:
+    """Rule 3.1.3: 3 and 4 with a preferred 6 run as 3, immediately."""
+    rig = Rig({**DELAY, "preferred_batch_size": [6]})
+    assert sizes(rig, queue(rig, 3, 4)) == [1]
+    assert closed(rig) == {Closed.PREFERRED: 1}
+
+
+def test_the_largest_preferred_size_reached_is_taken() -> None:
+    """Rule 3.1.3."""
+    rig = Rig({**DELAY, "preferred_batch_size": [2, 4]})
+    assert sizes(rig, queue(rig, 1, 1, 1, 1)) == [4]
+
+
+def test_a_preferred_size_runs_exactly_and_the_rest_waits() -> None:
+    """Rule 3.1.4: 7 queued with preferred 4 and 6, without a delay, run as 6 and 1."""
+    rig = Rig({"preferred_batch_size": [4, 6]})
+    assert sizes(rig, queue(rig, *[1] * 7)) == [6, 1]
+    assert closed(rig) == {Closed.PREFERRED: 1, Closed.IDLE: 1}
+
+
+def test_when_the_delay_is_over_everything_runs_even_past_a_preferred_size() -> None:
+    """Rule 3.1.5."""
+    rig = Rig({**DELAY, "preferred_batch_size": [4]})
+    rig.submit(5)
+    rig.pass_time(MS)
+    assert sizes(rig, rig.start()) == [5]
+    assert closed(rig) == {Closed.DELAY: 1}
+
+
+def test_without_a_delay_what_is_there_runs() -> None:
+    """Rule 3.1.6."""
+    rig = Rig({"preferred_batch_size": [4]})
+    assert sizes(rig, queue(rig, 1, 1)) == [2]
+    assert closed(rig) == {Closed.IDLE: 1}
+
+
+def test_the_delay_counts_from_the_oldest_that_waits() -> None:
+    """Rule 3.1.6: which need not be the first in the batch."""
+    rig = Rig({**DELAY, "priority_levels": 2, "default_priority_level": 2})
+    rig.submit()
+    rig.pass_time(400_000)
+    rig.submit(priority=1)
+    peer = rig.start()
+    assert rig.wake_ns == rig.now + 600_000
+    rig.pass_time(600_000)
+    assert sizes(rig, peer) == [2]
+
+
+def test_a_wait_ends_with_the_closest_timeout_of_a_request() -> None:
+    """Rule 3.1.6: the wait is the rest of the delay, or until a request's timeout."""
+    policy = {"default_timeout_microseconds": 300}
+    rig = Rig({**DELAY, "default_queue_policy": policy})
+    rig.start()
+    (number,) = rig.submit()
+    assert rig.wake_ns == rig.now + 300_001
+    rig.pass_time(300_001)
+    assert rig.answers() == [m.Failed(number, "UNAVAILABLE", "Request timeout expired", 0, False)]
+
+
+@pytest.mark.parametrize("preferred", [[4], [], [2, 4]])
+def test_the_largest_preferred_size_runs_at_once(preferred: list[int]) -> None:
+    """Rule 3.1.7: by default that is the maximum."""
+    rig = Rig({**DELAY, "preferred_batch_size": preferred}, max_batch_size=4)
+    assert sizes(rig, queue(rig, 1, 1, 2)) == [3]
+
+
+def test_a_batch_is_formed_only_when_an_instance_can_take_it() -> None:
+    """Rule 3.1.8: what comes while it is busy joins the next batch."""
+    rig = Rig(DELAY)
+    peer = rig.start()
+    rig.submit()
+    rig.pass_time(MS)
+    _, batch = rig.execute()
+    rig.submit(2)
+    rig.pass_time(5 * MS)
+    rig.submit(1)
+    assert rig.executes() == []
+    rig.finish(peer, batch)
+    assert sizes(rig, peer) == [3]
+
+
+@pytest.mark.parametrize(
+    ("block", "sent"),
+    [
+        ({}, [8]),
+        ({"default_queue_policy": {"default_timeout_microseconds": 1000}}, []),
+        ({"default_queue_policy": {"max_queue_size": 100}}, []),
+        ({"priority_levels": 2, "default_priority_level": 1}, []),
+    ],
+)
+def test_with_a_policy_nothing_is_sent_before_an_instance_waits(
+    block: dict[str, Any], sent: list[int]
+) -> None:
+    """Rule 3.1.8: without one, what cannot grow may be sent ahead to an instance that is busy."""
+    rig = Rig(block)
+    rig.start()
+    rig.scheduler._executions.service_time.credit = 2
+    rig.submit()
+    rig.execute()
+    rig.submit(9)
+    assert [len(batch.requests) for _, batch in rig.executes()] == sent
+
+
+@given(st.permutations(range(4)), st.sets(st.integers(0, 3)))
+def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int]) -> None:
+    """Rule 3.1.9: whatever instance finishes first, and whatever fails."""
+    rig = Rig({"preserve_ordering": True}, max_batch_size=1)
+    for index in range(4):
+        rig.start(index, 100 + index)
+    numbers = rig.submit(4)
+    batches = rig.executes()
+    told: list[int] = []
+    for at in order:
+        peer, batch = batches[at]
+        key = batch.requests[0].key
+        code = "INTERNAL" if at in fails else ""
+        rig.finish(peer, batch, m.Reply(key, code, "bad" if code else "", b""))
+        told += [answer.id for answer in rig.answers()]
+        assert told == numbers[: len(told)]
+    assert told == numbers
+
+
+def test_shutdown_refuses_what_is_new() -> None:
+    """Rule 3.1.10."""
+    rig = Rig({})
+    rig.supervisor(m.Drain())
+    (number,) = rig.submit(request_id="r1")
+    text = (
+        "[request id: r1] Server is stopping, scheduler for model has stopped accepting new "
+        "inference requests"
+    )
+    assert rig.answers() == [m.Failed(number, "UNAVAILABLE", text, 0, False)]
+
+
+def test_the_default_scheduler_knows_no_priorities_and_no_batches() -> None:
+    """Rule 3.0: first in, first out, one request an execution, no queue policy."""
+    rig = Rig(max_batch_size=8)
+    peer = rig.start()
+    rig.submit(2, priority=0)
+    rig.submit(2, priority=1)
+    order = []
+    while executes := rig.executes():
+        ((_, batch),) = executes
+        order += [each.work for each in batch.requests]
+        assert len(batch.requests) == 1
+        rig.finish(peer, batch)
+    assert order == [b"w1", b"w2", b"w3", b"w4"]
+
+
+def test_requests_are_numbered_as_they_come() -> None:
+    """Rule 3.1.1: and leave in that order, whatever their sizes."""
+    rig = Rig({})
+    peer = queue(rig, 3, 8, 1, 1, 7)
+    works = []
+    while executes := rig.executes():
+        for _, batch in executes:
+            works += [each.work for each in batch.requests]
+            rig.finish(peer, batch)
+    assert works == [b"w%d" % number for number in itertools.islice(itertools.count(1), 5)]

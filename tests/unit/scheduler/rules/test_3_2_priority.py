@@ -1,0 +1,241 @@
+"""The rules of priorities and queue policies, 3.2.1 to 3.2.6, seen at what is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.ipc import messages as m
+from tests.rigs.scheduler_rig import MS, Rig
+
+LEVELS = {"priority_levels": 3, "default_priority_level": 2}
+EXPIRED = "Request timeout expired"
+DELAYED = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
+
+
+def refused(number: int, text: str, retry_s: int = 0) -> m.Failed:
+    """The queue's refusal."""
+    return m.Failed(number, "UNAVAILABLE", text, retry_s, False)
+
+
+def order(rig: Rig, peer: bytes) -> list[list[int]]:
+    """The numbers of the requests of each batch, each finished at once."""
+    batches: list[list[int]] = []
+    while executes := rig.executes():
+        for _, batch in executes:
+            batches.append([int(each.work[1:]) for each in batch.requests])
+            rig.finish(peer, batch)
+    return batches
+
+
+def busy(dynamic: dict[str, Any], **more: Any) -> tuple[Rig, bytes, m.Execute]:
+    """A rig whose only instance runs a request, number 1."""
+    rig = Rig(dynamic, **more)
+    peer = rig.start()
+    rig.submit()
+    return rig, peer, rig.execute()[1]
+
+
+def test_higher_levels_run_first_and_no_level_is_the_default_level() -> None:
+    """Rule 3.2.1: level 1 is the highest; 0 and what is no level is the default."""
+    rig = Rig(LEVELS, max_batch_size=1)
+    for priority in (3, 0, 1, 2**40, 2, 3, 1):
+        rig.submit(priority=priority)
+    assert order(rig, rig.start()) == [[3], [7], [2], [4], [5], [1], [6]]
+
+
+def test_a_batch_may_span_levels() -> None:
+    """Rule 3.2.1."""
+    rig = Rig(LEVELS, max_batch_size=4)
+    for priority in (3, 2, 1, 3, 2):
+        rig.submit(priority=priority)
+    assert order(rig, rig.start()) == [[3, 2, 5, 1], [4]]
+
+
+def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
+    """Rule 3.2.1."""
+    rig = Rig({**LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4)
+    peer = rig.start()
+    rig.submit(3, priority=3)
+    assert rig.executes() == []
+    rig.submit(batch_size=4, priority=1)
+    assert order(rig, peer) == [[4]]
+    rig.pass_time(MS)
+    assert order(rig, peer) == [[1, 2, 3]]
+
+
+def test_a_low_level_may_starve() -> None:
+    """Rule 3.2.1: strict priority, no ageing."""
+    rig, peer, batch = busy(LEVELS, max_batch_size=1)
+    rig.submit(priority=3)
+    for _ in range(50):
+        rig.submit(priority=1)
+        rig.pass_time(1_000 * MS)
+        rig.finish(peer, batch)
+        _, batch = rig.execute()
+        assert batch.requests[0].work != b"w2"
+
+
+def test_each_level_has_its_policy_and_its_own_bound() -> None:
+    """Rule 3.2.2: what a level has no policy for is as the default's; what runs does not count."""
+    policies = {"1": {"max_queue_size": 2}, "3": {"max_queue_size": 1}}
+    dynamic = {
+        **LEVELS,
+        "priority_queue_policy": policies,
+        "default_queue_policy": {"max_queue_size": 3},
+    }
+    rig, peer, batch = busy(dynamic)
+    for priority, room in ((3, 1), (1, 2), (2, 3)):
+        rig.submit(room, priority=priority)
+        assert rig.answers() == []
+        (number,) = rig.submit(priority=priority, request_id="r")
+        assert rig.answers() == [refused(number, "[request id: r] Exceeds maximum queue size", 1)]
+    rig.finish(peer, batch)
+    rig.answers()
+    rig.submit(priority=1)
+    assert rig.answers() == []
+
+
+def test_a_bound_of_zero_is_none_but_the_servers() -> None:
+    """Rule 3.2.2."""
+    rig, _, _ = busy({})
+    rig.submit(10_000)
+    assert rig.answers() == []
+
+
+def test_delayed_requests_count_for_their_levels_bound() -> None:
+    """Rule 3.2.2."""
+    rig, _, _ = busy({"default_queue_policy": {**DELAYED, "max_queue_size": 2}})
+    rig.submit(1)
+    rig.pass_time(MS + 1)
+    rig.submit(1)
+    (number,) = rig.submit()
+    assert rig.answers() == [
+        refused(number, "[request id: <id_unknown>] Exceeds maximum queue size", 1)
+    ]
+
+
+def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
+    """Rule 3.2.3."""
+    policies = {"1": {"default_timeout_microseconds": 1000}}
+    dynamic = {
+        **LEVELS,
+        "priority_queue_policy": policies,
+        "default_queue_policy": {"default_timeout_microseconds": 3000},
+    }
+    rig, _, _ = busy(dynamic)
+    high, low = rig.submit(priority=1) + rig.submit(priority=3)
+    rig.pass_time(MS + 1)
+    assert rig.answers() == [refused(high, EXPIRED)]
+    rig.pass_time(2 * MS)
+    assert rig.answers() == [refused(low, EXPIRED)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "own_us", "limit_us"),
+    [
+        ({"default_timeout_microseconds": 100, "allow_timeout_override": True}, 40, 40),
+        ({"default_timeout_microseconds": 100, "allow_timeout_override": True}, 100, 100),
+        ({"default_timeout_microseconds": 100, "allow_timeout_override": True}, 400, 100),
+        ({"default_timeout_microseconds": 100, "allow_timeout_override": True}, 0, 100),
+        ({"default_timeout_microseconds": 100}, 40, 100),
+        # Any timeout is shorter than none.
+        ({"allow_timeout_override": True}, 40, 40),
+        ({"allow_timeout_override": True}, 0, None),
+        ({}, 40, None),
+    ],
+)
+def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
+    policy: dict[str, Any], own_us: int, limit_us: int | None
+) -> None:
+    """Rule 3.2.3: `allow_timeout_override`."""
+    rig, _, _ = busy({"default_queue_policy": policy})
+    (number,) = rig.submit(timeout_us=own_us)
+    if limit_us is None:
+        rig.pass_time(3_600_000 * MS)
+        assert rig.answers() == []
+        return
+    rig.pass_time(limit_us * 1000)
+    assert rig.answers() == []
+    rig.pass_time(1)
+    assert rig.answers() == [refused(number, EXPIRED)]
+
+
+def test_rejected_is_unavailable_and_counts_as_rejected() -> None:
+    """Rule 3.2.4: REJECT."""
+    rig, _, _ = busy({"default_queue_policy": {"default_timeout_microseconds": 1000}})
+    (number,) = rig.submit(request_id="r")
+    rig.pass_time(MS + 1)
+    assert rig.answers() == [refused(number, EXPIRED)]
+    assert rig.report()["shmserve"]["failures"]["REJECTED"] == 1
+
+
+def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
+    """Rule 3.2.4: DELAY; and they do not time out any more."""
+    rig, peer, batch = busy({**LEVELS, "default_queue_policy": DELAYED}, max_batch_size=1)
+    rig.submit(2, priority=2)  # 2 and 3 are to be late
+    rig.pass_time(MS + 1)
+    rig.submit(priority=3)  # 4
+    rig.submit(priority=2)  # 5
+    rig.pass_time(MS // 2)
+    rig.finish(peer, batch)
+    rig.answers()
+    assert order(rig, peer) == [[5], [2], [3], [4]]
+
+
+def test_delayed_requests_may_wait_for_ever() -> None:
+    """Rule 3.2.4."""
+    rig, peer, batch = busy({"default_queue_policy": DELAYED}, max_batch_size=1)
+    (late,) = rig.submit()
+    for _ in range(20):
+        rig.pass_time(MS + 1)
+        rig.submit()
+        rig.finish(peer, batch)
+        _, batch = rig.execute()
+        assert batch.requests[0].work != b"w%d" % late
+    assert not any(isinstance(answer, m.Failed) for answer in rig.answers())
+
+
+@pytest.mark.parametrize(("server_us", "late_us"), [(0, None), (5000, 5000)])
+def test_a_requests_own_timeout_delays_it_too(server_us: int, late_us: int | None) -> None:
+    """Rule 3.2.4: with DELAY, the timeout that overrides the policy's is no deadline; the server's
+    `--request-timeout-us` still is."""
+    policy = {**DELAYED, "allow_timeout_override": True}
+    rig, _, _ = busy({"default_queue_policy": policy}, request_timeout_us=server_us)
+    (number,) = rig.submit(timeout_us=400, timeout_ns=400_000)
+    rig.pass_time(MS)
+    assert rig.answers() == []
+    rig.pass_time(3_600_000 * MS)
+    assert rig.answers() == ([refused(number, EXPIRED)] if late_us else [])
+
+
+def test_cancelling_a_delayed_request_takes_it_out() -> None:
+    """Rule 3.2.4."""
+    rig, peer, batch = busy({"default_queue_policy": DELAYED})
+    late, other = rig.submit(2)
+    rig.pass_time(MS + 1)
+    rig.client(m.Cancel(late))
+    rig.finish(peer, batch)
+    assert order(rig, peer) == [[other]]
+
+
+@pytest.mark.parametrize("policy", [{}, DELAYED])
+def test_time_is_over_by_a_timer_and_not_when_an_instance_is_free(policy: dict[str, Any]) -> None:
+    """Rule 3.2.5: who is to be refused hears of it at once, while the instance is busy."""
+    policy = {"default_timeout_microseconds": 1000, **policy}
+    rig, _, _ = busy({"default_queue_policy": policy})
+    number = rig.submit()[0]
+    assert rig.wake_ns == rig.now + MS + 1
+    rig.pass_time(MS + 1)
+    assert rig.answers() == ([] if "timeout_action" in policy else [refused(number, EXPIRED)])
+
+
+def test_a_timeout_is_over_when_more_than_its_microseconds_have_passed() -> None:
+    """Rule 3.2.6."""
+    rig, _, _ = busy({"default_queue_policy": {"default_timeout_microseconds": 7}})
+    (number,) = rig.submit()
+    rig.pass_time(7_000)
+    assert rig.answers() == []
+    rig.pass_time(1)
+    assert rig.answers() == [refused(number, EXPIRED)]

@@ -1,0 +1,96 @@
+"""The priority queue against a list that is sorted anew for each question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shmserve.scheduler.requests.priority import PriorityQueue
+from shmserve.scheduler.requests.request import NEVER, Client, Request
+
+LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
+CLIENT = Client(b"1.a")
+
+
+def request(key: int, level: int) -> Request:
+    """A queued request of this level."""
+    return Request(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, b"", "", level)
+
+
+class AgainstAList(RuleBasedStateMachine):
+    """Each request in a plain list, with the place that it is to have as a sort key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = PriorityQueue()
+        self.naive: list[tuple[tuple[int, bool, int], Request]] = []
+        self.made: list[Request] = []
+        self.places = 0
+
+    def _expected(self) -> list[Request]:
+        return [each for _, each in sorted(self.naive, key=lambda item: item[0])]
+
+    def _drop(self, requests: Iterable[Request]) -> None:
+        gone = set(map(id, requests))
+        self.naive = [item for item in self.naive if id(item[1]) not in gone]
+
+    @rule(level=LEVELS)
+    def append(self, level: int) -> None:
+        """A request comes."""
+        self.places += 1
+        made = request(self.places, level)
+        self.made.append(made)
+        self.queue.append(made)
+        self.naive.append(((level, False, self.places), made))
+
+    @precondition(lambda self: self.naive)
+    @rule(data=st.data())
+    def delay(self, data: st.DataObject) -> None:
+        """A request's timeout passes."""
+        in_time = [each for _, each in self.naive if not each.delayed]
+        if in_time:
+            self.places += 1
+            chosen = data.draw(st.sampled_from(in_time))
+            self._drop([chosen])
+            self.queue.delay(chosen)
+            self.naive.append(((chosen.level, True, self.places), chosen))
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        """A request leaves, or has left before."""
+        chosen = data.draw(st.sampled_from(self.made))
+        there = chosen in self._expected()
+        self._drop([chosen])
+        assert self.queue.remove(chosen) is there
+
+    @rule(data=st.data(), back=st.booleans())
+    def take(self, data: st.DataObject, back: bool) -> None:
+        """A batch is taken, and perhaps put back."""
+        expected = self._expected()
+        count = data.draw(st.integers(0, len(expected)))
+        taken = self.queue.take(count)
+        assert taken == expected[:count]
+        self._drop(taken)
+        if back:
+            for each in reversed(taken):
+                self.places += 1
+                self.queue.prepend(each)
+                self.naive.append(((each.level, each.delayed, -self.places), each))
+
+    @invariant()
+    def is_the_same(self) -> None:
+        """Order and counts are the list's."""
+        expected = self._expected()
+        assert list(self.queue) == expected
+        assert len(self.queue) == len(expected)
+        for level in (1, 2, 3, 4):
+            assert self.queue.size(level) == sum(each.level == level for each in expected)
+        assert len(self.queue._levels) == len({each.level for each in expected})
+
+
+AgainstAList.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgainstAList = AgainstAList.TestCase
