@@ -30,6 +30,7 @@ from shmserve.ipc.messages.events import (
 from shmserve.ipc.messages.inference import (
     FIRST_CREDIT,
     MOST_UNREAD_BYTES,
+    RESCHEDULED,
     BatchFinished,
     Cancel,
     CancelExecution,
@@ -47,6 +48,7 @@ from shmserve.ipc.messages.inference import (
     ReportStatistics,
     ReportTimes,
     Responded,
+    SequenceRow,
     Settled,
     StatisticsReported,
     Submit,
@@ -115,6 +117,7 @@ from shmserve.ipc.messages.supervision import (
 __all__ = [
     "FIRST_CREDIT",
     "MOST_UNREAD_BYTES",
+    "RESCHEDULED",
     "Acknowledged",
     "Answered",
     "AskReady",
@@ -191,6 +194,7 @@ __all__ = [
     "SchedulerToClient",
     "SchedulerToSupervisor",
     "SchedulerToWorker",
+    "SequenceRow",
     "ServerEvent",
     "SetLogging",
     "Settled",

@@ -63,14 +63,6 @@ def metadata(config: ModelConfig, versions: Iterable[int]) -> dict[str, Any]:
     }
 
 
-def unsupported(config: ModelConfig) -> str | None:
-    """Why a valid configuration cannot be served by this version, or None."""
-    what = None
-    if config.HasField("sequence_batching"):
-        what = "sequence_batching is"
-    return f"{what} not supported, required by model '{config.name}'" if what else None
-
-
 def ignored_fields(config: ModelConfig) -> list[str]:
     """The paths of what is set, accepted and without effect, for one log line a model."""
     return list(_ignored(config))

@@ -102,9 +102,6 @@ class LoadPlanner:
         if problem:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")
-        reason = model_config.unsupported(config)
-        if reason is not None:
-            raise InvalidArgument(reason)
         as_dict = model_config.to_dict(config)
         ensemble = config.HasField("ensemble_scheduling")
         complete = partial(
@@ -171,9 +168,6 @@ class LoadPlanner:
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
         self._validate(merged, folder, source, complete=True)
-        reason = model_config.unsupported(merged)
-        if reason is not None:
-            raise InvalidArgument(reason)
         ignored = model_config.ignored_fields(merged)
         if ignored:
             logger.info(
