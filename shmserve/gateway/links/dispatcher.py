@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.errors import Unavailable
 from shmserve.gateway.links.scheduler import OnResponse, Pending, Scheduler
 from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import ENDED
@@ -117,18 +116,9 @@ class Dispatcher:
                 pending.fail(ENDED)
             else:
                 new.submit(pending)
-        for number in list(old.reports):
-            report = old.reports.pop(number)
-            if not report.done():
-                report.set_exception(Unavailable("statistics are not available now"))
+        old.fail_reports()
         old.leave()
 
     def report(self, scheduler: Scheduler) -> asyncio.Future[dict[str, Any]]:
-        """Ask a scheduler for its statistics; the caller sets the limit on time."""
-        scheduler = scheduler.latest()
-        number = self.next_number()
-        future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        scheduler.reports[number] = future
-        future.add_done_callback(lambda _: scheduler.reports.pop(number, None))
-        scheduler.link.post(m.ReportStatistics(number))
-        return future
+        """Request a scheduler's statistics; the caller sets the limit on time."""
+        return scheduler.latest().report(self.next_number())
