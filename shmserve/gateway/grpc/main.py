@@ -131,12 +131,11 @@ class GrpcFront(process.Front):
             accepting.open()
 
     def health_changed(self) -> None:
-        """Those who watch hear of it."""
+        """Notify the Watch calls."""
         self._service.health_changed()
 
     def drain(self, drained: Callable[[], None]) -> None:
-        """Every request counts, in a stream or not; who is silent in a stream, or watches, does
-        not."""
+        """Every request counts, in a stream or not; a stream without any, or a Watch, does not."""
 
         def idle() -> None:
             self._inferences.on_idle = None

@@ -64,9 +64,9 @@ class Dispatcher:
         release: Callable[[], None],
         on_response: OnResponse,
     ) -> Pending:
-        """As `submit`, for a model that may give any number of responses: `on_response` hears of
-        each, in the event loop, the end included. Whoever has read some says so with `grant`:
-        `FIRST_CREDIT` of them come unasked, and no more before that."""
+        """As `submit`, for a model that may give any number of responses: `on_response` is
+        called for each, in the event loop, the last included. Flow control is by credit:
+        `FIRST_CREDIT` of them come unasked, and more as they are granted with `grant`."""
         return self._submit(scheduler, submit, release, on_response)
 
     def _submit(

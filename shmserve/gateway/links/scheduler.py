@@ -19,8 +19,8 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
-# What a client that takes any number of responses hears: each one, and what ends them, which is
-# the last that it hears: a `Failed`, or a `Responded` that is final.
+# The callback of a request for any number of responses: called for each one, the last of which is a
+# `Failed`, or a `Responded` that is final.
 OnResponse = Callable[[m.Responded | m.Failed], None]
 
 
@@ -28,7 +28,8 @@ class Pending(InflightRequest):
     """A request of this gateway. `release` gives back what keeps its memory: its block of the
     arena, its references to regions.
 
-    `future` has the last response. Of a request that takes any number of them, `on_response` hears.
+    `future` has the last response; of a request for any number of them, `on_response` is called
+    for each.
     """
 
     __slots__ = ("future", "on_response", "release", "scheduler")
