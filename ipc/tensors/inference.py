@@ -23,6 +23,7 @@ INLINE_LIMIT = 16 * 1024
 
 # Of `Inference.flags` and `Submit.flags`: the request is the first, or the last, of its sequence.
 SEQUENCE_START, SEQUENCE_END = 1, 2
+LONGEST_CORRELATION_ID = 128  # characters of one that is a text
 
 
 @record

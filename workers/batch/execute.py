@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
-from shmserve.ipc.messages import BatchFinished, Reply
+from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.failures import WrongCount
@@ -133,7 +133,8 @@ class Executor:
             self._take_times(before_ns)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
             return _fail(streams, streams[0].explain(error))
-        return []
+        again = [stream.request.key for stream in streams if stream.rescheduled]
+        return [Reply(key, RESCHEDULED, "", b"") for key in again]
 
     # --- one response for each request
 

@@ -58,7 +58,7 @@ class Gatherer:
         if not own:
             raw = inputs[0].raw if len(inputs) == 1 else self._adjacent(inputs)
             if raw is not None:
-                return raw, shape, inputs[0].place is not None
+                return raw, shape, inputs[0].place is not None or inputs[0].kept
         total = sum(len(item.raw) for item in inputs)
         rows = sum(request.batch_size for request in requests)
         self._copied.inputs += total
