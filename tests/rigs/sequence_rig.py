@@ -33,10 +33,8 @@ class SequenceRig(Rig):
 
     def ask(self, sequence: int | str, flags: int = 0, peer: bytes = GATEWAY, **fields: Any) -> int:
         """Submit a request of a sequence; its number."""
-        identity = {"correlation_id": sequence} if isinstance(sequence, int) else {}
-        if isinstance(sequence, str):
-            identity = {"correlation_text": sequence}
-        (number,) = self.submit(peer=peer, flags=flags, **identity, **fields)
+        kind = "correlation_text" if isinstance(sequence, str) else "correlation_id"
+        (number,) = self.submit(peer=peer, flags=flags, **{kind: sequence}, **fields)
         return number
 
     def batches(self) -> dict[int, list[Any]]:

@@ -21,7 +21,7 @@ def test_the_worked_example() -> None:
     rig.ask("A")
     rig.ask("D")
     rig.ask("D", END)
-    seen = []
+    seen: list[list[str]] = []
     for _ in range(6):
         rig.done()
         seen += rig.batches().values()

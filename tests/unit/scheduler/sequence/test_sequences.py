@@ -59,7 +59,10 @@ def test_3_3_the_first_needs_start(rig: SequenceRig) -> None:
 
 
 def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
-    texts = {"TYPE_UINT64": ("x", "BYTES", "UINT64"), "TYPE_STRING": (5, "UINT64", "BYTES")}
+    texts: dict[str, tuple[int | str, str, str]] = {
+        "TYPE_UINT64": ("x", "BYTES", "UINT64"),
+        "TYPE_STRING": (5, "UINT64", "BYTES"),
+    }
     for data_type, (sequence, given, wanted) in texts.items():
         control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
         rig = SequenceRig(control_input=[{"name": "C", "control": [control]}])
