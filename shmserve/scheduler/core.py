@@ -39,7 +39,7 @@ from shmserve.ipc.messages import (
 )
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.ipc.transport.peercred_router import last_number
-from shmserve.scheduler.batchers.dispatch import Dispatch
+from shmserve.scheduler.batchers.dispatch import Dispatch, make_batcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.losses import ControlLink, Losses
 from shmserve.scheduler.instances.pool import Pool
@@ -79,10 +79,14 @@ class Scheduler:
         self._losses = Losses(
             settings, self._pool, control, self._queue, self._responses, self._statistics
         )
+        self._batcher = make_batcher(settings)
         self._executions = Executions(
-            settings, self._pool, workers, self._responses, self._statistics, self._losses
+            *(settings, self._pool, workers, self._responses, self._statistics, self._losses),
+            self._batcher,
         )
-        self._dispatch = Dispatch(settings, self._queue, self._pool, self._executions)
+        self._dispatch = Dispatch(
+            settings, self._batcher, self._queue, self._pool, self._executions
+        )
         self._reports = Reports(self._statistics, clients, control, wall_clock, self._gauges)
         self._clients: dict[bytes, Client] = {}
         self._dead: deque[int] = deque(maxlen=_DEAD_REMEMBERED)
@@ -133,6 +137,7 @@ class Scheduler:
             if self._pool.free and self._queue.full(message.priority):
                 self._dispatch.run(now_ns)
             self._responses.admitted(self._queue.admit(client, message, now_ns))
+            self._batcher.arrived(now_ns, self._responses.live)
         except InvalidArgument as error:
             self._responses.refuse(client, message, error, 0)
         except ShmserveError as error:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.common import first_response
+from shmserve.common import batching_strategy, first_response
+from shmserve.common.batching_strategy import Strategy
 from shmserve.ipc.messages.start import SchedulingLimits
 
 logger = logging.getLogger(__name__)
@@ -19,11 +20,13 @@ _NS_PER_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """The dynamic batcher's rules. Sizes are sums of request batch sizes, at least 1."""
+    """The dynamic batcher's rules. Sizes are sums of request batch sizes, at least 1. `target_ns`:
+    what it adapts to, 0: it does not."""
 
     max_batch_size: int
     preferred: frozenset[int]
     delay_ns: int
+    target_ns: int = 0
 
     @property
     def largest_preferred(self) -> int:
@@ -98,7 +101,7 @@ class Settings:
             name=config["name"],
             version=version,
             max_batch_size=max_batch_size,
-            batching=None if dynamic is None else _batching(dynamic, max_batch_size),
+            batching=None if dynamic is None else _batching(config, dynamic),
             policies=_policies(dynamic or {}, limits.max_queue_size),
             # What may never end cannot be waited for.
             preserve_ordering=ordered and not decoupled,
@@ -112,14 +115,23 @@ class Settings:
         )
 
 
-def _batching(dynamic: dict[str, Any], max_batch_size: int) -> Batching:
-    largest = max(1, max_batch_size)
+def _batching(config: dict[str, Any], dynamic: dict[str, Any]) -> Batching:
+    largest = max(1, config["max_batch_size"])
     preferred = frozenset(size for size in dynamic.get("preferred_batch_size") or () if size > 0)
+    delay_ns = int(dynamic.get("max_queue_delay_microseconds") or 0) * _NS_PER_US
+    strategy = _parameter(config, batching_strategy.STRATEGY)
+    target_ms = batching_strategy.target_ms(_parameter(config, batching_strategy.TARGET))
     return Batching(
         max_batch_size=largest,
         preferred=preferred or frozenset({largest}),
-        delay_ns=int(dynamic.get("max_queue_delay_microseconds") or 0) * _NS_PER_US,
+        delay_ns=0 if strategy == Strategy.PREFER_LATENCY else delay_ns,
+        target_ns=round((target_ms or 0) * 1e6) if strategy == Strategy.ADAPTIVE else 0,
     )
+
+
+def _parameter(config: dict[str, Any], name: str) -> str:
+    parameter = (config.get("parameters") or {}).get(name) or {}
+    return str(parameter.get("string_value") or "")
 
 
 def _buckets(config: dict[str, Any]) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
 from shmserve.scheduler.batchers.default import DefaultBatcher
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
@@ -22,9 +23,14 @@ class Dispatch:
     is sent ahead can be neither overtaken nor timed out."""
 
     def __init__(
-        self, settings: Settings, queue: RequestQueue, pool: Pool, executions: Executions
+        self,
+        settings: Settings,
+        batcher: Batcher,
+        queue: RequestQueue,
+        pool: Pool,
+        executions: Executions,
     ) -> None:
-        self._batcher = _batcher(settings)
+        self._batcher = batcher
         self._queue = queue
         self._pool = pool
         self._executions = executions
@@ -69,7 +75,10 @@ class Dispatch:
         return NEVER
 
 
-def _batcher(settings: Settings) -> Batcher:
+def make_batcher(settings: Settings) -> Batcher:
+    """What decides for a model with these settings."""
     if settings.batching is None:
         return DefaultBatcher()
+    if settings.batching.target_ns:
+        return AdaptiveBatcher(settings.batching)
     return DynamicBatcher(settings.batching)

@@ -17,7 +17,7 @@ from shmserve.ipc.messages import (
     Reply,
     Work,
 )
-from shmserve.scheduler.batchers.base import Closed
+from shmserve.scheduler.batchers.base import Batcher, Closed
 from shmserve.scheduler.instances.losses import Losses
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.instances.service_time import ServiceTime
@@ -43,12 +43,14 @@ class Executions:
         responses: Responses,
         statistics: Statistics,
         losses: Losses,
+        batcher: Batcher,
     ) -> None:
         self.service_time = ServiceTime()
         self.misplaced = 0
         self._decoupled = settings.decoupled
         self._pool = pool
         self._losses = losses
+        self._batcher = batcher
         self._workers = workers
         self._responses = responses
         self._statistics = statistics
@@ -123,10 +125,7 @@ class Executions:
         self._pool.finish(slot, now_ns)
         timing = Timing.of(message, execution.sent_ns, now_ns)
         if message.executed:
-            units = sum([request.units for request in requests])
-            self._statistics.executed(execution.reason, units, timing, now_ns)
-            took_ns = max(now_ns - execution.started_ns, timing.total_ns)
-            self.service_time.observe(took_ns, timing.total_ns, len(requests))
+            self._observe(execution, timing, now_ns)
         self._statistics.copied(message.copied_in, message.copied_out)
         if self._decoupled:
             self._returned_open(slot, execution, message.replies, timing, now_ns)
@@ -145,6 +144,17 @@ class Executions:
                 if not code:
                     self._responses.drop_outputs(request, body)
                 self._responses.close(request, now_ns)
+
+    def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
+        """Learn from an execution, whose requests are about to be answered."""
+        requests = execution.requests
+        units = sum([request.units for request in requests])
+        self._statistics.executed(execution.reason, units, timing, now_ns)
+        took_ns = max(now_ns - execution.started_ns, timing.total_ns)
+        self.service_time.observe(took_ns, timing.total_ns, len(requests))
+        left = self._responses.live - len(requests)
+        latencies = [now_ns - request.arrived_ns for request in requests]
+        self._batcher.returned(now_ns, left, units, took_ns, latencies)
 
     def _returned_open(
         self,
