@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from shmserve.cli.client_tensors import WrongInput, encode, load
 from shmserve.cli.doors import Door, Failed, Request, Tensor
 from shmserve.cli.doors.http import HttpDoor
-from shmserve.client.discovery import VARIABLE
 from shmserve.client.errors import Disconnected
+from shmserve.client.server.discovery import VARIABLE
 from shmserve.errors import InvalidArgument, ShmserveError
 
 _DONE, _FAILED, _USAGE = 0, 1, 2

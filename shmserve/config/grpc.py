@@ -30,21 +30,6 @@ _AGES = {
 _COMPRESSION_LEVEL = "grpc.default_compression_level"
 _COMPRESSION_LEVELS = {"low": 1, "medium": 2, "high": 3}
 
-_EXPERIMENTS = "GRPC_EXPERIMENTS"
-_OWN_THREADS = "event_engine_listener"
-
-
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, in which gRPC's core reads connections in threads of its own.
-
-    As Python has it otherwise, one thread reads them all, and goes on with one as long as more
-    comes: a client that floods the server has everybody else wait, for many seconds.
-    """
-    named = [name for name in given.get(_EXPERIMENTS, "").split(",") if name]
-    if not any(name.removeprefix("-") == _OWN_THREADS for name in named):
-        named.append(_OWN_THREADS)
-    return {**given, _EXPERIMENTS: ",".join(named)}
-
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:

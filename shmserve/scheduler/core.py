@@ -206,7 +206,7 @@ class Scheduler:
             case CountsInherited():
                 self._reports.inherit(message, now_ns)
             case KeepStatistics():
-                self._reports.keep(now_ns)
+                self._reports.keep_brief(now_ns)
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():

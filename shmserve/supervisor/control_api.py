@@ -59,7 +59,7 @@ class ControlApi:
     def _heard(self, pid: int, message: Any) -> None:
         match message:
             case m.RegionReleased(memory_id):
-                self._regions.released(pid, memory_id)
+                self._regions.draining.released(pid, memory_id)
             case m.RegionAbandoned(memory_id):
                 self._context.background(self._regions.abandoned(pid, memory_id))
             case m.MemoryChecked():
@@ -90,7 +90,7 @@ class ControlApi:
             case m.UnloadModel(name=name):
                 await self._models.unload_on_request(name)
             case m.IndexRepository(ready=only_ready):
-                return {"models": self._models.index(only_ready)}
+                return {"models": await self._models.index(only_ready)}
             case m.ChangeLogging(changes=changes):
                 return self._context.logging.change(changes)
             case m.FindModel(name=name, version=version):

@@ -17,7 +17,6 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.common import accelerators, fd_limits
-from shmserve.config import grpc
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
@@ -200,7 +199,8 @@ def compose(
     )
     announcer = Announcer(context, health, feed)
     models = Models(context, planner, registry, announcer.health_changed, announcer.states_changed)
-    ControlApi(context, regions, handles, models, registry, ReadinessCheck(control.send))
+    readiness = ReadinessCheck(control.send)
+    ControlApi(context, regions, handles, models, registry, readiness)
     return Supervisor(
         listeners=listeners,
         signals=signals,
@@ -211,6 +211,7 @@ def compose(
         gateways=Gateways(context, listeners, snapshot.for_gateway),
         models=models,
         registry=registry,
+        readiness=readiness,
         poller=Poller(context, planner, registry, models),
         health=health,
         announcer=announcer,
@@ -220,7 +221,7 @@ def compose(
 
 def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
     # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
-    single = {**grpc.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
+    single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, single)
 
 

@@ -26,6 +26,7 @@ from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.startup_report import StartupReport, model_table
 from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.models.poller import Poller
+from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.status import ModelRegistry
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.lent import LentRegions
@@ -50,6 +51,7 @@ class Supervisor:
     gateways: Gateways
     models: Models
     registry: ModelRegistry
+    readiness: ReadinessCheck
     poller: Poller
     health: Health
     announcer: Announcer
@@ -119,7 +121,7 @@ class Supervisor:
             except BaseException:
                 await end_all(*(task for task in (loading, gateways) if not task.done()))
                 raise
-        for line in model_table(self.models.index(ready=False)):
+        for line in model_table(await self.models.index(ready=False)):
             logger.info("%s", line)
         if not loaded and self.context.config.exit_on_error:
             logger.error(
@@ -143,10 +145,11 @@ class Supervisor:
         context = self.context
         context.control.dismiss(child.pid)
         context.events.publish(ProcessEnded(child.pid, child.title, child.reason))
-        self.regions.gateway_exited(child.pid)
+        self.regions.draining.gateway_exited(child.pid)
         context.background(self.regions.abandoned(child.pid))
         self.gateways.process_exited(child)
         self.registry.process_exited(child)
+        self.readiness.exited(child.pid)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
         everybody = ("gateway", "scheduler", "worker", LOCAL_CLIENT)

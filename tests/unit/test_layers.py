@@ -95,12 +95,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "supervisor": ("ipc.*", "common.*", "config", "supervisor.*"),
     # a program that uses a server, and the command
-    "client.memory": ("ipc.*", "client", "client.request"),
-    "client.request": ("ipc.*", "client", "client.memory"),
-    "client.inflight": ("ipc.*", "client", "client.memory", "client.request"),
+    "client.memory": ("ipc.*", "client", "client.request", "client.server"),
+    "client.request": ("ipc.*", "client", "client.memory", "client.server"),
+    "client.inflight": ("ipc.*", "client", "client.memory", "client.request", "client.server"),
+    "client.server": ("ipc.*", "client", "client.request"),
     "client": ("ipc.*", "client.*"),
     "cli.doors": ("ipc.*", "proto", "client.*", "cli"),
-    "cli": ("ipc.*", "common.*", "config", "client", "supervisor", "supervisor.host", "cli.doors"),
+    "cli": (
+        *("ipc.*", "common.*", "config", "client", "client.server"),
+        *("supervisor", "supervisor.host", "cli.doors"),
+    ),
     "__main__": ("cli",),
 }
 

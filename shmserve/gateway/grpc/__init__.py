@@ -7,8 +7,9 @@
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin/                   the other RPCs
     client_identity.py       who calls
-    core/                    close to gRPC's core: event_loop.py under it; direct_unary.py, calls
-                             without a task; direct_stream.py, responses that go out together;
+    core/                    close to gRPC's core: event_loop.py under it, and readers.py, who reads
+                             connections; direct_unary.py, calls without a task;
+                             direct_stream.py, responses that go out together;
                              call_watchdog.py, calls that wait for their client; sockets.py and
                              connection_limits.py, its connections
 

@@ -126,7 +126,7 @@ class Executions:
         timing = Timing.of(message, execution.sent_ns, now_ns)
         if message.executed:
             self._observe(execution, timing, now_ns)
-        self._statistics.copied(message.copied_in, message.copied_out)
+        self._statistics.executions.copied(message.copied_in, message.copied_out)
         if self._decoupled:
             self._returned_open(slot, execution, message.replies, timing, now_ns)
             return
@@ -149,7 +149,7 @@ class Executions:
         """Learn from an execution, whose requests are about to be answered."""
         requests = execution.requests
         units = sum([request.units for request in requests])
-        self._statistics.executed(execution.reason, units, timing, now_ns)
+        self._statistics.executions.executed(execution.reason, units, timing, now_ns)
         took_ns = max(now_ns - execution.started_ns, timing.total_ns)
         self.service_time.observe(took_ns, timing.total_ns, len(requests))
         left = self._responses.live - len(requests)
@@ -193,7 +193,7 @@ class Executions:
             self.misplaced += 1
             return
         if message.copied_out:
-            self._statistics.copied(0, message.copied_out)
+            self._statistics.executions.copied(0, message.copied_out)
         if message.final:
             self._ended(slot, request, message, now_ns)
         elif request.state in AT_WORK:

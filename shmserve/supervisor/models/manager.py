@@ -61,7 +61,7 @@ class Models:
         for root in config.model_repositories:
             if (root / CONFIG_FILE).is_file():
                 logger.warning("'%s' is a model's folder: a repository is what holds it", root)
-        found = self._planner.scan()
+        found = await asyncio.to_thread(self._planner.scan)
         wanted = list(found)
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
@@ -97,9 +97,11 @@ class Models:
         if self._context.config.model_control_mode != "explicit":
             raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
 
-    def index(self, ready: bool) -> list[dict[str, Any]]:
+    async def index(self, ready: bool) -> list[dict[str, Any]]:
         """The repository index: what the repositories hold and what is loaded."""
-        return self._registry.index(self._planner.scan(), ready)
+        # In a thread: a file system that does not respond must not hold up the process table.
+        found = await asyncio.to_thread(self._planner.scan)
+        return self._registry.index(found, ready)
 
     # --- load and unload
 

@@ -8,9 +8,9 @@ A region is a numbered generation of a name:
                                         while there are some)
 
 The object is opened once, here; workers map that very object through the supervisor's descriptor,
-so a key that is unlinked and made again is never confused with what was registered. Gateways count
-the requests that use a generation. Who may register and unregister what is decided by
-shmserve.common.access.shm_access, how much by shmserve.supervisor.regions.quota.
+so a key that is unlinked and made again is never confused with what was registered. Who may
+register and unregister what is decided by shmserve.common.access.shm_access, how much by
+shmserve.supervisor.regions.quota; draining.py has those whose name is free again.
 
 CUDA memory is registered by a handle that workers alone open. Where the process is known that
 exported it, its death unregisters the region.
@@ -22,8 +22,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from shmserve.common.access.shm_access import (
@@ -35,24 +34,17 @@ from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import (
-    MemoryDropped,
     RegionBlamed,
-    RegionDrained,
     RegionPublished,
     RegionUnregistered,
-    RegionWithdrawn,
 )
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
+from shmserve.supervisor.regions.draining import DrainingRegions, Publish
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import Region
 
 logger = logging.getLogger(__name__)
-
-
-# Sends what the function makes of an acknowledgement number to every gateway; returns once it
-# holds in all of them.
-Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
 
 
 class RegionRegistry:
@@ -69,12 +61,10 @@ class RegionRegistry:
     ) -> None:
         self._publish = publish
         self._tell = tell
-        self._gateways = gateways
-        self._tell_workers = tell_workers
         self._opener = opener
+        self.draining = DrainingRegions(publish, gateways, tell_workers, opener)
         self._endings: set[asyncio.Task[None]] = set()
         self._active: dict[str, Region] = {}
-        self._draining: dict[int, Region] = {}
         # Registrations and unregistrations take effect one after the other, everywhere.
         self._turn = asyncio.Lock()
 
@@ -86,9 +76,7 @@ class RegionRegistry:
         """What a new gateway must know."""
         for region in self._active.values():
             yield region.published(0)
-        for region in self._draining.values():
-            if region.listed:
-                yield replace(region.published(0), draining=True)
+        yield from self.draining.published()
 
     async def register(
         self,
@@ -248,41 +236,14 @@ class RegionRegistry:
     async def _withdraw(self, region: Region, reason: str = "") -> None:
         self._active.pop(region.name, None)
         self._tell(RegionUnregistered(region.name, reason))
-        self._draining[region.memory_id] = region
-        region.users = set(self._gateways())
-        await self._publish(lambda number: RegionWithdrawn(region.name, region.memory_id, number))
-        self.released(0, region.memory_id)
-        if region.memory_id in self._draining:
-            region.listed = True
-            await self._publish(lambda n: replace(region.published(n), draining=True))
-
-    def released(self, pid: int, memory_id: int) -> None:
-        """Gateway `pid` uses the generation no more."""
-        region = self._draining.get(memory_id)
-        if region is None:
-            return
-        region.users.discard(pid)
-        if not region.users:
-            del self._draining[memory_id]
-            self._tell_workers(MemoryDropped(memory_id))
-            self._opener.close(region)
-            if region.listed:
-                in_background(self._unlist(memory_id), self._endings)
-
-    async def _unlist(self, memory_id: int) -> None:
-        await self._publish(lambda number: RegionDrained(memory_id, number))
-
-    def gateway_exited(self, pid: int) -> None:
-        """A gateway is gone, and so are the requests it counted."""
-        for memory_id in list(self._draining):
-            self.released(pid, memory_id)
+        await self.draining.drain(region)
 
     def close(self) -> None:
         """Close every object."""
-        for regions in (self._active, self._draining):
-            for region in regions.values():
-                self._opener.close(region)
-            regions.clear()
+        for region in self._active.values():
+            self._opener.close(region)
+        self._active.clear()
+        self.draining.close()
 
 
 def _taken(name: str) -> AlreadyExists:

@@ -76,7 +76,7 @@ def test_register_and_unregister(key: str) -> None:
         assert draining == replace(published, draining=True)
         assert office.registry.active() == []
         assert office.workers == [], "a gateway may still have requests that use it"
-        office.registry.released(7, published.memory_id)
+        office.registry.draining.released(7, published.memory_id)
         assert office.workers == [MemoryDropped(published.memory_id)]
 
     asyncio.run(steps())
@@ -107,7 +107,7 @@ def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
         assert withdrawn == RegionWithdrawn("r", before.memory_id, 1)
         assert draining == replace(before, draining=True)
         assert before.inode != now.inode
-        office.registry.gateway_exited(7)
+        office.registry.draining.gateway_exited(7)
         assert len(office.workers) == 1
         office.registry.close()
 
@@ -160,7 +160,7 @@ def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
         assert not office.told[-1].pinned
         await office.registry.unregister("r", ME)
         await office.registry.unregister("s", ME)
-        office.registry.gateway_exited(7)
+        office.registry.draining.gateway_exited(7)
         await pin("s", key, 0, 8192, ME, pin=True)
         monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
         await pin("t", key, 0, 8192, ME, pin=True)

@@ -262,6 +262,21 @@ def test_one_that_waits_for_its_client_holds_up_no_other(worker: Rig, kind: str)
         assert len(model.responses(1)) == 2 * FIRST_CREDIT + 1
 
 
+def test_many_that_wait_for_their_clients_hold_up_no_other(worker: Rig) -> None:
+    """However many: each has a thread to wait in."""
+    many = 40
+    model = Model(worker, KINDS["asynchronous generator"])
+    with model.pumping():
+        model.begin(*([2 * FIRST_CREDIT] * (many + 1)))
+        for key in range(1, many + 2):
+            assert len(model.responses(key, FIRST_CREDIT)) == FIRST_CREDIT
+        model.grant(many + 1, FIRST_CREDIT)
+        assert len(model.responses(many + 1)) == 2 * FIRST_CREDIT + 1
+        for key in range(1, many + 1):
+            model.cancel(key)
+        assert model.responses(1)[-1] == "end"
+
+
 def test_so_many_run_at_a_time(worker: Rig) -> None:
     body = f"""
 max_streams = 2

@@ -1,7 +1,7 @@
 """Generators as `predict`: each `yield` is a response, sent at once.
 
 A generator runs in a thread of its own, an asynchronous one in an event loop that all share, so
-requests are answered side by side, up to `most` of them; others wait in the scheduler's queue. When
+requests are served side by side, up to `most` of them; others wait in the scheduler's queue. When
 its client has gone a generator is closed at its next `yield` (GeneratorExit), an asynchronous one
 is cancelled where it waits. Until then `shmserve.model.Context.cancelled` tells it.
 """
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -34,12 +35,15 @@ class GeneratorStreams:
         self._respond = respond
         self._places = threading.Semaphore(most)
         self._loop: EventLoopThread | None = None
+        # A thread for each stream that waits for credit: those of clients that do not read must not
+        # keep the others' responses waiting for a thread.
+        self._senders = ThreadPoolExecutor(most, "send")
 
     def start(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """Begin to answer a request; waits where `most` are being answered."""
+        """Begin to respond to a request; waits where `most` are being served."""
         self._places.acquire()
         try:
-            with torch.inference_mode(), _answering(stream):
+            with torch.inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)
             if isinstance(iterator, AsyncIterator):
                 future = self._event_loop().run(self._relay_async(iterator, stream), [stream])
@@ -66,6 +70,7 @@ class GeneratorStreams:
         """End what runs in the event loop."""
         if self._loop is not None:
             self._loop.close()
+        self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, stream: ResponseStream) -> None:
         self._places.release()
@@ -73,7 +78,7 @@ class GeneratorStreams:
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
         try:
-            with torch.inference_mode(), _answering(stream):
+            with torch.inference_mode(), _responding(stream):
                 self._relay(iterator, stream)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
             stream.fail(stream.explain(error))
@@ -93,14 +98,15 @@ class GeneratorStreams:
         stream.send(final=True)
 
     async def _relay_async(self, iterator: AsyncIterator[Any], stream: ResponseStream) -> None:
-        with _answering(stream):  # in the context of the task, which is this stream's alone
+        loop = asyncio.get_running_loop()
+        with _responding(stream):  # in the context of the task, which is this stream's alone
             try:
                 async for yielded in iterator:
                     response = self._respond(stream.request, yielded)
                     if stream.may_send:
                         stream.send(response)
                     else:
-                        await asyncio.to_thread(stream.send, response)
+                        await loop.run_in_executor(self._senders, stream.send, response)
                     if stream.is_cancelled():
                         break
             finally:
@@ -111,7 +117,7 @@ class GeneratorStreams:
 
 
 @contextlib.contextmanager
-def _answering(stream: ResponseStream) -> Iterator[None]:
+def _responding(stream: ResponseStream) -> Iterator[None]:
     token = IS_CANCELLED.set(stream.is_cancelled)
     try:
         yield

@@ -17,6 +17,8 @@ from typing import Any
 
 import uvloop
 
+from shmserve.gateway.grpc.core import readers
+
 _MOST_BYTES = 4096
 
 
@@ -30,6 +32,7 @@ class Loop(uvloop.Loop):
         """Watch a descriptor, or gRPC's socket."""
         if isinstance(fd, socket.socket):
             super().add_reader(fd, _once, fd, callback, *args)
+            readers.start(callback)
         else:
             super().add_reader(fd, callback, *args)
 
@@ -43,6 +46,7 @@ def _once(sock: socket.socket, callback: Callable[..., Any], *args: Any) -> None
 
 
 def run(main: Any) -> None:
-    """Like `uvloop.run`."""
+    """Like `uvloop.run`, before anything of gRPC's has run."""
+    readers.prepare()
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(main)

@@ -113,7 +113,7 @@ def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
         assert repository.discarded == repository.planned == len(loads)
         processes.hanging = False
         await served.load("m")
-        assert [row["state"] for row in served.index(ready=False)] == ["READY"]
+        assert [row["state"] for row in await served.index(ready=False)] == ["READY"]
         await served.stop()
         await processes.end()
         return outcomes
@@ -155,15 +155,21 @@ def test_a_model_that_hangs_is_removed() -> None:
         processes, repository = Processes(), Repository()
         served, poller = server(processes, repository)
         object.__setattr__(processes.context.config, "repository_poll_s", 0)
+
+        async def shown(key: str, value: str) -> None:
+            async with asyncio.timeout(10):
+                while [row.get(key) for row in await served.index(False)] != [value]:
+                    pass
+
         processes.hanging = True
         polling = asyncio.ensure_future(poller.run())
         await until(lambda: len(processes.started) == 2)
         repository.present = False
         await until(lambda: not any(child.alive for child in processes.started))
-        await until(lambda: [row.get("reason") for row in served.index(False)] == ["unloaded"])
+        await shown("reason", "unloaded")
         processes.hanging = False
         repository.present = True
-        await until(lambda: [row.get("state") for row in served.index(False)] == ["READY"])
+        await shown("state", "READY")
         polling.cancel()
         await served.stop()
         await processes.end()

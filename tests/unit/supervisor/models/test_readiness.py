@@ -58,3 +58,39 @@ def test_answers_of_others_and_to_nothing_do_not_count(monkeypatch: pytest.Monke
         return await check.check([1])
 
     assert asyncio.run(ask()) is False
+
+
+def test_a_busy_worker_has_one_check_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is polled, and by however many."""
+    monkeypatch.setattr(readiness, "PATIENCE_S", 0.01)
+    sent: list[CheckReady] = []
+
+    async def ask() -> list[bool]:
+        check = ReadinessCheck(lambda pid, message: sent.append(message))
+        together = await asyncio.gather(*(check.check([1]) for _ in range(3)))
+        late = await check.check([1])
+        monkeypatch.setattr(readiness, "PATIENCE_S", 60.0)
+        joined = asyncio.ensure_future(check.check([1]))
+        await asyncio.sleep(0)
+        check.checked(1, ReadyChecked(sent[0].id, True))
+        return [*together, late, await joined]
+
+    assert asyncio.run(ask()) == [False, False, False, False, True]
+    assert len(sent) == 1
+
+
+@pytest.mark.parametrize("others", [[], [2]])
+def test_a_worker_that_ends_is_not_waited_for(others: list[int]) -> None:
+    async def ask() -> bool:
+        def send(pid: int, message: Any) -> None:
+            if pid == 2:
+                check.checked(pid, ReadyChecked(message.id, True))
+
+        check = ReadinessCheck(send)
+        asked = asyncio.ensure_future(check.check([1, *others]))
+        await asyncio.sleep(0)
+        check.exited(1)
+        check.exited(1)
+        return await asked
+
+    assert asyncio.run(ask()) is bool(others)

@@ -103,7 +103,7 @@ def test_register_and_unregister() -> None:
             replace(published, draining=True, acknowledge=0)
         ]
         assert office.workers == [], "a gateway may still have requests that use it"
-        office.registry.released(7, published.memory_id)
+        office.registry.draining.released(7, published.memory_id)
         assert office.workers == [m.MemoryDropped(published.memory_id)]
         assert list(office.registry.published()) == []
         await asyncio.sleep(0)
@@ -152,7 +152,7 @@ def test_one_name_space_for_both_kinds() -> None:
         assert [region.name for region in registry.active()] == ["host"]
         await registry.unregister("", ME)
         assert registry.active() == []
-        office.registry.gateway_exited(7)
+        office.registry.draining.gateway_exited(7)
 
     try:
         asyncio.run(steps())
@@ -190,7 +190,7 @@ def test_the_limits_of_a_user() -> None:
             await registry.register_cuda("r", handle, 0, 64, ME)
         await registry.register_cuda("r", handle, 0, 64, BOB)
         await registry.unregister("r0", ME, cuda=True)
-        registry.gateway_exited(7)
+        registry.draining.gateway_exited(7)
         with pytest.raises(InvalidArgument, match="the process that exported it is gone"):
             await registry.register_cuda("r0", handle, 0, 64, ME, 2**22 + 1)
         await registry.register_cuda("r0", handle, 0, 64, ME)
@@ -278,7 +278,7 @@ def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[bytes]
         ]
         assert [region.name for region in registry.active()] == ["r2", "of nobody known"]
         assert office.workers == [], "requests in flight finish"
-        registry.gateway_exited(7)
+        registry.draining.gateway_exited(7)
         assert len(office.workers) == 2
         assert len(os.listdir("/proc/self/fd")) == before + 1
         exporters[0].wait()

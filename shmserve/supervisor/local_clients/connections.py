@@ -1,0 +1,195 @@
+"""The connections of local clients: accepted within limits, read, written, and ended with their
+process.
+
+The connection is the process's that made it: a child that inherited it does not keep it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shmserve.common import fd_limits
+from shmserve.common.access.group_access import admit_group
+from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.ipc import endpoints
+from shmserve.ipc.capabilities import FIRST
+from shmserve.ipc.transport import frames
+from shmserve.ipc.transport.listener import Listener, listening, no_room
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.supervisor.local_clients import fd_passing
+
+logger = logging.getLogger(__name__)
+
+_MOST_CLIENTS = 1024
+_MOST_UNWELCOMED = 256  # who have not said hello; who has not for longest makes room
+_BACKLOG = 128
+_AT_ONCE = 64  # so many are accepted before those who were are read
+_MOST_UNREAD = 4096  # messages for a local client that does not read; then it is disconnected
+_OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot have
+
+
+@dataclass(slots=True, eq=False)
+class LocalClient:
+    """A program that has connected; `welcomed` once it has said hello, by which it has a number."""
+
+    number: int
+    uid: int
+    link: socket.socket
+    process: int  # a pidfd, or -1 where the process cannot be seen from here
+    welcomed: bool = False
+    unsent: deque[bytes] = field(default_factory=deque)
+
+
+class LocalClientConnections:
+    """The listener, and who has connected, by number.
+
+    on_message(client, message, fds) handles a message, with the descriptors that came beside it: it
+    takes those that it keeps out of the list. on_left(number): one that was welcomed has gone.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        group: int,
+        on_message: Callable[[LocalClient, Any, list[int]], None],
+        on_left: Callable[[int], None],
+    ) -> None:
+        """Open the listener: to programs of this user, or also of a group.
+
+        Raises Unavailable when the run directory has no room for it.
+        """
+        self._on_message = on_message
+        self._on_left = on_left
+        self._clients: dict[int, LocalClient] = {}
+        self._numbers = itertools.count(FIRST)
+        self._loop = asyncio.get_running_loop()
+        self._most = min(_MOST_CLIENTS, fd_limits.for_local_clients())
+        path = endpoints.listener(run_dir)
+        try:
+            path.parent.mkdir(mode=0o700)
+        except OSError as error:
+            raise no_room(error) from None
+        listener = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
+        if group != NO_GROUP:
+            admit_group(path.parent, group)
+            admit_group(path, group)
+        buffer = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # that of every link, too
+        self.largest_packet = buffer - _OVERHEAD
+        self._listener = Listener(listener)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._clients
+
+    def welcomed(self) -> list[LocalClient]:
+        """Those who have said hello."""
+        return [client for client in self._clients.values() if client.welcomed]
+
+    # --- coming and going
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            link = self._listener.accept()
+            if link is None:
+                return
+            pid, uid, _ = credentials(link)
+            unwelcomed = [each for each in self._clients.values() if not each.welcomed]
+            if len(unwelcomed) >= _MOST_UNWELCOMED:
+                self.leave(unwelcomed[0])
+            if not self._has_room(uid):
+                fd_passing.part(link)
+                continue
+            try:
+                process = os.pidfd_open(pid) if pid else -1
+            except OSError:  # gone already, or no descriptor left
+                fd_passing.part(link)
+                continue
+            client = LocalClient(next(self._numbers), uid, link, process)
+            self._clients[client.number] = client
+            self._loop.add_reader(link.fileno(), self._read, client)
+            if process >= 0:
+                self._loop.add_reader(process, self.leave, client)
+
+    def _has_room(self, uid: int) -> bool:
+        """One user's programs do not take all the places."""
+        of_one = sum(client.uid == uid for client in self._clients.values())
+        return len(self._clients) < self._most and of_one < fd_limits.share_of(self._most)
+
+    def leave(self, client: LocalClient) -> None:
+        """End a connection; again does nothing."""
+        if self._clients.pop(client.number, None) is None:
+            return
+        self._loop.remove_reader(client.link.fileno())
+        self._loop.remove_writer(client.link.fileno())
+        if client.process >= 0:
+            self._loop.remove_reader(client.process)
+            os.close(client.process)
+        # Before the schedulers cut it off: so it sees why they do.
+        fd_passing.part(client.link)
+        if client.welcomed:
+            self._on_left(client.number)
+
+    def close(self) -> None:
+        """Disconnect everybody and close the listener."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for client in list(self._clients.values()):
+            self.leave(client)
+
+    # --- out
+
+    def send(self, client: LocalClient, data: bytes) -> None:
+        """Send a packet, now or when it is taken; who leaves too many unread is disconnected."""
+        client.unsent.append(data)
+        if len(client.unsent) > _MOST_UNREAD:
+            logger.warning("a client program does not read what it is told: disconnected")
+            self.leave(client)
+        elif len(client.unsent) == 1:
+            self._flush(client)
+
+    def _flush(self, client: LocalClient) -> None:
+        while client.unsent:
+            try:
+                client.link.send(client.unsent[0], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._loop.add_writer(client.link.fileno(), self._flush, client)
+                return
+            except OSError:
+                self.leave(client)
+                return
+            client.unsent.popleft()
+        self._loop.remove_writer(client.link.fileno())
+
+    # --- in
+
+    def _read(self, client: LocalClient) -> None:
+        try:
+            data, fds = fd_passing.receive(client.link)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.leave(client)
+            return
+        try:
+            if not data:
+                self.leave(client)
+                return
+            for message in frames.unpack(data):
+                if client.number not in self._clients:
+                    return  # it left before its response: what it shares now, nobody gives back
+                self._on_message(client, message, fds)
+        except MalformedMessage as error:
+            logger.warning("a client program sent what is no message: %s", error)
+            self.leave(client)
+        finally:
+            fd_passing.let_go(fds)
