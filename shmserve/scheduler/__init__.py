@@ -6,10 +6,15 @@ core.py                 what each message changes, and what runs next (no clock,
 settings.py             what was configured
 requests/               request.py      the state machine of a request, as a table
                         queue.py        admission, order, timers
+                        priority.py     the order: by level, and delayed requests behind
                         responses.py    what clients are told; ordering
-batchers/               base.py, default.py, dynamic.py
+batchers/               base.py, default.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
-                        dispatch.py     from the queue to the instances
+                        batch_time.py, arrivals.py
+                                        what the adaptive one learns
+                        dispatcher.py, dispatch.py
+                                        from the queue to the instances
+                        sequence/       the sequence batcher: slots, strategies, its dispatch.py
 instances/              pool.py         slots: who is there, who is free, what each one runs
                         executions.py   batches and responses between here and workers
                         losses.py       workers that died, overran or talked nonsense: retries

@@ -38,6 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.bls": ("ipc.*", "workers", "workers.batch", "workers.links"),
     "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.links", "workers.memory"),
     "workers.preloads": (),
+    "workers.sequences": ("ipc.*", "workers", "workers.backends", "workers.batch", "workers.links"),
     "workers.backends.pytorch": ("ipc.*", "workers.*"),
     "workers.backends.python": ("ipc.*", "workers.*"),
     "workers.backends.native": ("ipc.*", "workers.*"),
@@ -52,6 +53,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler", "scheduler.statistics"),
     "scheduler.batchers": ("ipc.*", "scheduler", "scheduler.requests", "scheduler.instances"),
+    "scheduler.batchers.sequence": (
+        "ipc.*",
+        "scheduler",
+        "scheduler.batchers",
+        "scheduler.instances",
+        "scheduler.requests",
+        "scheduler.statistics",
+    ),
     "scheduler.statistics": ("ipc.*", "common.*", "scheduler.*"),
     "scheduler.instances": ("ipc.*", "scheduler.*"),
     "scheduler": ("ipc.*", "common.*", "scheduler.*"),

@@ -35,6 +35,7 @@ class AdaptiveBatcher(Batcher):
     """A `Batcher` by these rules."""
 
     grows = True
+    learns = True
 
     def __init__(self, rules: Batching) -> None:
         self._rules = rules

@@ -50,9 +50,10 @@ class WaitUntil:
 
 
 class Batcher(Protocol):
-    """Asked only while an instance can take a batch. What learns is told what happens."""
+    """Asked only while an instance can take a batch. One that `learns` is told what happens."""
 
     grows: bool  # whether more requests in the queue may make a larger batch
+    learns: bool = False
 
     def decide(
         self, now_ns: int, pending: Iterable[Pending], reserve_ns: int

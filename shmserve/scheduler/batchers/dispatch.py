@@ -7,17 +7,19 @@ from typing import assert_never
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
 from shmserve.scheduler.batchers.default import DefaultBatcher
+from shmserve.scheduler.batchers.dispatcher import Dispatcher, Identity
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.request import NEVER, Request
+from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 
 _CANNOT_GROW = (Closed.FULL, Closed.SHAPE)
 
 
-class Dispatch:
+class Dispatch(Dispatcher):
     """Starts what can run. An instance that is free gets a batch at once, one that is busy only
     what could not grow while it waits, and none where the queue has priorities or policies: what
     is sent ahead can be neither overtaken nor timed out."""
@@ -25,24 +27,31 @@ class Dispatch:
     def __init__(
         self,
         settings: Settings,
-        batcher: Batcher,
         queue: RequestQueue,
         pool: Pool,
         executions: Executions,
+        responses: Responses,
     ) -> None:
-        self._batcher = batcher
+        self._batcher = _batcher(settings)
         self._queue = queue
         self._pool = pool
         self._executions = executions
+        self._responses = responses
+        executions.on_executed = self._batcher.returned if self._batcher.learns else None
         self._sends_ahead = not settings.policies.limited
 
     def hurry(self) -> None:
-        """Nothing more comes that would be worth waiting for."""
+        """As `Dispatcher` says."""
         self._queue.release_hold()
         self._batcher.hurry()
 
+    def admitted(self, request: Request, identity: Identity | None) -> None:
+        """As `Dispatcher` says."""
+        if self._batcher.learns:
+            self._batcher.arrived(request.enqueued_ns, self._responses.live)
+
     def run(self, now_ns: int) -> int:
-        """Start all that can; returns when to try again if nothing happens before."""
+        """As `Dispatcher` says."""
         queue, executions, batcher = self._queue, self._executions, self._batcher
         pool = self._pool
         while len(queue):
@@ -75,8 +84,7 @@ class Dispatch:
         return NEVER
 
 
-def make_batcher(settings: Settings) -> Batcher:
-    """What decides for a model with these settings."""
+def _batcher(settings: Settings) -> Batcher:
     if settings.batching is None:
         return DefaultBatcher()
     if settings.batching.target_ns:

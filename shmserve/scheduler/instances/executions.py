@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from shmserve.ipc.messages import (
+    RESCHEDULED,
     BatchFinished,
     CancelExecution,
     Execute,
@@ -15,9 +17,10 @@ from shmserve.ipc.messages import (
     InstanceReady,
     ReleaseOutputs,
     Reply,
+    SequenceRow,
     Work,
 )
-from shmserve.scheduler.batchers.base import Batcher, Closed
+from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.instances.losses import Losses
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.instances.service_time import ServiceTime
@@ -33,7 +36,9 @@ _MOST_EARLY = 4096
 
 
 class Executions:
-    """What instances do for requests. `misplaced` counts messages that made no sense."""
+    """What instances do for requests. `misplaced` counts messages that made no sense;
+    `on_reschedule` takes the requests that a model asks for again, and `on_executed` learns of each
+    execution, as `Batcher.returned` does."""
 
     def __init__(
         self,
@@ -43,14 +48,14 @@ class Executions:
         responses: Responses,
         statistics: Statistics,
         losses: Losses,
-        batcher: Batcher,
     ) -> None:
         self.service_time = ServiceTime()
         self.misplaced = 0
+        self.on_reschedule: Callable[[Request], None] | None = None
+        self.on_executed: Callable[[int, int, int, int, list[int]], None] | None = None
         self._decoupled = settings.decoupled
         self._pool = pool
         self._losses = losses
-        self._batcher = batcher
         self._workers = workers
         self._responses = responses
         self._statistics = statistics
@@ -60,12 +65,20 @@ class Executions:
 
     # --- to workers -------------------------------------------------------------------------------
 
-    def start(self, requests: list[Request], reason: Closed, now_ns: int) -> None:
-        """Send a batch to a free instance, or ahead to one that has room."""
+    def start(
+        self,
+        requests: list[Request],
+        reason: Closed,
+        now_ns: int,
+        wanted: Slot | None = None,
+        rows: Sequence[SequenceRow] = (),
+    ) -> None:
+        """Send a batch to a free instance, or ahead to one that has room; one with `rows` to the
+        instance that is `wanted`."""
         execution = Execution(next(self._ids), requests, reason, now_ns)
-        slot = self._pool.assign(execution)
+        slot = self._pool.assign(execution, wanted)
         work = [Work(request.key, request.client.pid, request.work) for request in requests]
-        self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live))
+        self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
 
     def cancel(self, request: Request) -> None:
         """Tell the worker that has this request that its outputs are not wanted."""
@@ -138,6 +151,8 @@ class Executions:
         for request, reply in zip(requests, replies, strict=True):
             code, text, body = reply.code, reply.message, reply.body
             del slot.requests[request.key]
+            if code == RESCHEDULED and self._again(request):
+                continue
             if request.state is State.EXECUTING:
                 self._responses.finish(request, Outcome(code, text, body, timing), now_ns)
             else:
@@ -152,9 +167,17 @@ class Executions:
         self._statistics.executions.executed(execution.reason, units, timing, now_ns)
         took_ns = max(now_ns - execution.started_ns, timing.total_ns)
         self.service_time.observe(took_ns, timing.total_ns, len(requests))
-        left = self._responses.live - len(requests)
-        latencies = [now_ns - request.arrived_ns for request in requests]
-        self._batcher.returned(now_ns, left, units, took_ns, latencies)
+        if self.on_executed is not None:
+            left = self._responses.live - len(requests)
+            latencies = [now_ns - request.arrived_ns for request in requests]
+            self.on_executed(now_ns, left, units, took_ns, latencies)
+
+    def _again(self, request: Request) -> bool:
+        """The model asks for a request once more; whether it gets it."""
+        if self.on_reschedule is None or request.state not in AT_WORK:
+            return False
+        self.on_reschedule(request)
+        return True
 
     def _returned_open(
         self,
