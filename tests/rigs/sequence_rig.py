@@ -34,7 +34,8 @@ class SequenceRig(Rig):
     def ask(self, sequence: int | str, flags: int = 0, peer: bytes = GATEWAY, **fields: Any) -> int:
         """Submit a request of a sequence; its number."""
         kind = "correlation_text" if isinstance(sequence, str) else "correlation_id"
-        (number,) = self.submit(peer=peer, flags=flags, **{kind: sequence}, **fields)
+        given: dict[str, Any] = {kind: sequence, "flags": flags, **fields}
+        (number,) = self.submit(peer=peer, **given)
         return number
 
     def batches(self) -> dict[int, list[Any]]:
