@@ -164,7 +164,7 @@ class Executions:
     def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
         """Learn from an execution, whose requests are about to be answered."""
         requests = execution.requests
-        units = sum([request.units for request in requests])
+        units = sum([request.units for request in requests]) + execution.gaps
         self._statistics.executions.executed(execution.reason, units, timing, now_ns)
         took_ns = max(now_ns - execution.started_ns, timing.total_ns)
         self.service_time.observe(took_ns, timing.total_ns, len(requests))

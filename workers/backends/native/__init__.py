@@ -2,8 +2,8 @@
 
 The file is `default_model_filename` (model.py) in the version folder, the class the parameter
 "class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension),
-`max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms` and `sequence_batching` (a mapping, as
-a configuration has it) as attributes, and the methods `load(self, context)`, `unload(self)` and
+`max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms` and `sequence_batching` (a mapping,
+as a configuration has it) as attributes, and the methods `load(self, context)`, `unload(self)` and
 `is_ready(self)`, plain or a coroutine, which is asked between two batches. One that is a
 `torch.nn.Module` is put on the device and into evaluation mode.
 
