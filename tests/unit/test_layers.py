@@ -99,8 +99,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client.request": ("ipc.*", "client", "client.memory"),
     "client.inflight": ("ipc.*", "client", "client.memory", "client.request"),
     "client": ("ipc.*", "client.*"),
-    "cli.doors": ("ipc.*", "proto", "client.*", "cli"),
-    "cli": ("ipc.*", "common.*", "config", "client", "supervisor", "supervisor.host", "cli.doors"),
+    "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
+    "cli": (
+        "ipc.*",
+        "common.*",
+        "config",
+        "client",
+        "supervisor",
+        "supervisor.host",
+        "cli.transports",
+    ),
     "__main__": ("cli",),
 }
 

@@ -1,4 +1,4 @@
-"""One batch of an instance: unpack, run, scatter; how each of its requests ended."""
+"""The executor of batches: unpack, run, scatter; a failed batch is retried one by one."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Executor:
     def _run(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
         if not self._decoupled:
             return self._run_together(part)
-        # Never again one by one: the model may have begun to answer.
+        # Never again one by one: the model may have begun to respond.
         streams = [ResponseStream(self._writer, *each) for each in part]
         before_ns = time.monotonic_ns()
         try:
@@ -133,8 +133,8 @@ class Executor:
     def _run_together(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
         """Execute and scatter; a batch that fails as a whole is run again one by one.
 
-        So a request that the model cannot take fails alone, and its neighbours are answered. One
-        that fails alone with views of shared memory is run again with copies.
+        So a request that the model cannot take fails alone, and its neighbours have their
+        responses. One that fails alone with views of shared memory is run again with copies.
         """
         requests = [request for _, request in part]
         alone = len(part) == 1

@@ -1,4 +1,4 @@
-"""Asking the kernel about one TCP socket, by both its addresses (sock_diag(7)).
+"""The owner of a TCP socket, by both its addresses, from the kernel (sock_diag(7)).
 
 /proc/net/tcp tells the same, and all others with it: a host that has just ended some ten thousand
 connections takes a tenth of a second to list them.
@@ -28,7 +28,7 @@ _LARGEST = 4096
 
 Address = tuple[str, int]
 
-# A kernel without this answers like one that knows no such socket, until it has found one.
+# A kernel without this responds like one that knows no such socket, until it has found one.
 _answers = False
 
 
@@ -36,7 +36,7 @@ def owner(end: Address, other: Address) -> tuple[int, int] | None:
     """The uid and the inode of the socket at `end` of a connection of this host with `other`; inode
     0: no process has it any more. None when there is none.
 
-    Raises OSError where the kernel does not answer such questions.
+    Raises OSError where the kernel does not support such queries.
     """
     a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (end, other))
     family = socket.AF_INET if a.version == b.version == 4 else socket.AF_INET6
