@@ -1,11 +1,13 @@
 """Inter-process communication: the messages, sockets and memory that processes share.
 
-messages/           the vocabulary: typed records, by who speaks to whom
-transport/          sockets: ZMTP over unix sockets, dealers and routers
-tensors/            datatypes, descriptors, packed requests and responses, signatures
-memory/             arenas, mappings, POSIX shared memory, CUDA IPC
-inflight.py         the in-flight table: requests submitted and not settled (sans IO)
-capabilities.py     the MACs by which local clients prove who they are and what they own
-endpoints.py        where a server's sockets are
-processes.py        parents and children: names, death signals, orphans
+Its rooms:
+
+    messages/           the vocabulary: typed records, by who speaks to whom
+    transport/          sockets: ZMTP over unix sockets, dealers and routers
+    tensors/            datatypes, descriptors, packed requests and responses, signatures
+    memory/             arenas, mappings, POSIX shared memory, CUDA IPC
+    inflight.py         the in-flight table: requests submitted and not settled (sans IO)
+    capabilities.py     the MACs by which local clients prove who they are and what they own
+    endpoints.py        where a server's sockets are
+    processes.py        parents and children: names, death signals, orphans
 """
