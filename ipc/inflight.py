@@ -60,6 +60,8 @@ def make_submit(
     limit_us: int = 0,
     call_limit_us: int = 0,
     ends_ns: int = 0,
+    flags: int = 0,
+    correlation_id: int | str = 0,
 ) -> Submit:
     """The message that submits a request: `work` is its packed `Inference`, or what packs it with a
     deadline.
@@ -88,7 +90,14 @@ def make_submit(
         priority,
         work if isinstance(work, bytes) else work(deadline_ns),
         request_id,
+        flags,
+        *correlation_fields(correlation_id),
     )
+
+
+def correlation_fields(correlation_id: int | str) -> tuple[int, str]:
+    """A sequence's id as messages carry it: `correlation_id` and `correlation_text`."""
+    return (correlation_id, "") if isinstance(correlation_id, int) else (0, correlation_id)
 
 
 class InflightRequest:

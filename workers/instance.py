@@ -31,6 +31,7 @@ from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import SchedulerLink
 from shmserve.workers.memory.outputs import OutputMemory
+from shmserve.workers.sequences.execute import SequenceExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,12 @@ class Instance:
             context.control,
             context.copied,
         )
-        self._executor = Executor(context, backend, unpacker, self._writer, is_decoupled(config))
+        given = (context, backend, unpacker, self._writer, is_decoupled(config))
+        self._executor = (
+            SequenceExecutor(*given, config)
+            if config.get("sequence_batching") is not None
+            else Executor(*given)
+        )
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
 

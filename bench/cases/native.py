@@ -6,9 +6,6 @@ system shared memory); for 16 MiB it is one memcpy.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,14 +13,13 @@ from typing import TYPE_CHECKING
 from bench.cases.figures import Figure, Target
 from bench.cases.tables import through_shm
 from bench.load import memcpy, perf
-from bench.load.perf import P50, THROUGHPUT, Load, LoadFailed
+from bench.load.perf import P50, THROUGHPUT, Load
+from bench.load.process import generate
 from bench.report.results import PEER, US, Row
 from bench.system.servers import BENCH, Server, running
 
 if TYPE_CHECKING:
     from bench.context import Context
-
-_GRACE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -136,20 +132,8 @@ def run(case: NativeCase, context: Context) -> Row:
 
 def _ours(case: NativeCase, server: Server, seconds: float) -> float:
     """One run of the load generator. Raises LoadFailed."""
-    command = [sys.executable, "-m", "bench.load.native", str(server.run_dir), case.model]
-    command += [case.kind, str(case.in_flight), str(case.elements), str(seconds)]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=BENCH.parent,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds + _GRACE_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise LoadFailed("the native client did not end in time") from None
-    if done.returncode != 0:
-        raise LoadFailed(f"the native client failed: {done.stderr.strip()[-600:]}")
-    found: dict[str, float] = json.loads(done.stdout)
-    return found[case.figure.unit]
+    figures = generate(
+        *("native", server.run_dir, case.model, case.kind, case.in_flight, case.elements),
+        seconds=seconds,
+    )
+    return figures[case.figure.unit]

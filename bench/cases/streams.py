@@ -3,23 +3,18 @@ servers, which take turns."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bench.cases.figures import Figure, Target
-from bench.load.perf import LoadFailed
+from bench.load.process import generate
 from bench.load.streams import FIRST, MODEL, RESPONSES
 from bench.report.results import US, Row
 from bench.system.servers import BENCH, Server, running
 
 if TYPE_CHECKING:
     from bench.context import Context
-
-_GRACE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -99,19 +94,4 @@ def _sample(case: StreamCase, server: Server, seconds: float) -> dict[str, float
     """One run of the load generator. Raises LoadFailed."""
     native = case.ours == "native" and server.name == US
     way = ("native", str(server.run_dir)) if native else ("grpc", server.address("grpc"))
-    command = [sys.executable, "-m", "bench.load.streams", *way]
-    try:
-        done = subprocess.run(
-            [*command, str(case.streams), str(case.count), str(seconds)],
-            cwd=BENCH.parent,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds + _GRACE_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise LoadFailed("the load of streams did not end in time") from None
-    if done.returncode != 0:
-        raise LoadFailed(f"the load of streams failed: {done.stderr.strip()[-600:]}")
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    return generate("streams", *way, case.streams, case.count, seconds=seconds)

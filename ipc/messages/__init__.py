@@ -30,6 +30,7 @@ from shmserve.ipc.messages.events import (
 from shmserve.ipc.messages.inference import (
     FIRST_CREDIT,
     MOST_UNREAD_BYTES,
+    RESCHEDULED,
     BatchFinished,
     Cancel,
     CancelExecution,
@@ -46,6 +47,7 @@ from shmserve.ipc.messages.inference import (
     Reply,
     ReportStatistics,
     Responded,
+    SequenceRow,
     Settled,
     StatisticsReported,
     Submit,
@@ -113,6 +115,7 @@ from shmserve.ipc.messages.supervision import (
 __all__ = [
     "FIRST_CREDIT",
     "MOST_UNREAD_BYTES",
+    "RESCHEDULED",
     "Acknowledged",
     "Answered",
     "AskReady",
@@ -187,6 +190,7 @@ __all__ = [
     "SchedulerToClient",
     "SchedulerToSupervisor",
     "SchedulerToWorker",
+    "SequenceRow",
     "ServerEvent",
     "SetLogging",
     "Settled",

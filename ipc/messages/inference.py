@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from shmserve.ipc.transport.frames import message
@@ -13,13 +14,18 @@ from shmserve.ipc.transport.records import record
 FIRST_CREDIT = 32
 MOST_UNREAD_BYTES = 8 << 20
 
+# A reply's code: the model asks for the request again (iterative sequences only).
+RESCHEDULED = "RESCHEDULED"
+
 
 @message
 class Submit:
     """Run this request. `batch_size` 0: the model does not batch. `deadline_ns` 0: none (monotonic
     clock).
 
-    `request_id` is the client's own, for error texts and logs; it may be empty.
+    `request_id` is the client's own, for error texts and logs; it may be empty. The sequence that
+    it belongs to is `correlation_id`, or `correlation_text` where that is a text; 0 and "": none.
+    `flags` say whether it is the first of it, or the last (SEQUENCE_START, SEQUENCE_END).
     """
 
     id: int
@@ -31,6 +37,9 @@ class Submit:
     priority: int
     work: bytes
     request_id: str = ""
+    flags: int = 0
+    correlation_id: int = 0
+    correlation_text: str = ""
 
 
 @message
@@ -135,14 +144,27 @@ class Reply:
     body: bytes
 
 
+@record
+class SequenceRow:
+    """A row of a batch of sequences: the request `key` with its sequence, whose state is in `slot`.
+    With `key` 0 it is a null row: nobody's, there because a model wants no gap between slots."""
+
+    slot: int
+    key: int
+    flags: int = 0
+    correlation_id: int = 0
+    correlation_text: str = ""
+
+
 @message
 class Execute:
     """Run a batch, in order; `live`: how many requests the scheduler has under way, these among
-    them."""
+    them. With `rows`, which every batch of sequences has, these say where in the batch they are."""
 
     batch: int
     requests: list[Work]
     live: int = 1
+    rows: list[SequenceRow] = field(default_factory=list)
 
 
 @message

@@ -22,13 +22,15 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class SchedulingLimits:
     """What the server sets for all models. `execution_timeout_s`, `request_timeout_us`,
-    `max_queue_size`: 0 for none; `delay_scheduler`: requests that a dynamic batcher waits for
-    before its first batch; `quantiles` of the last minute's times, none: they are not kept."""
+    `max_queue_size`: 0 for none; `delay_scheduler`: requests that a batcher waits for before its
+    first batch, `backlog_delay_scheduler`: those of sequences without a slot; `quantiles` of the
+    last minute's times, none: they are not kept."""
 
     execution_timeout_s: float = 0.0
     request_timeout_us: int = 0
     max_queue_size: int = 0
     delay_scheduler: int = 0
+    backlog_delay_scheduler: int = 0
     quantiles: tuple[float, ...] = ()
 
 

@@ -200,7 +200,8 @@ class KillInstance:
 @message
 class StatisticsKept:
     """What the scheduler has counted, before it tells anybody else; its successor goes on from
-    there. `metrics` are its model's own, as shmserve.common.model_metrics keeps them."""
+    there. `metrics` are its model's own, as shmserve.common.model_metrics keeps them. What is left
+    out of `statistics` is as it was kept before."""
 
     statistics: dict[str, Any]
     metrics: list[list[Any]]
@@ -208,7 +209,7 @@ class StatisticsKept:
 
 @message
 class KeepStatistics:
-    """Say `StatisticsKept` now."""
+    """Say `StatisticsKept` now, without the long `response_stats`: it is asked every second."""
 
 
 @message

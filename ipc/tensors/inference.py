@@ -21,6 +21,9 @@ from shmserve.ipc.transport.records import MalformedMessage, record
 # below it the copies through two sockets cost less than an arena's allocation and release message.
 INLINE_LIMIT = 16 * 1024
 
+# Of `Inference.flags` and `Submit.flags`: the request is the first, or the last, of its sequence.
+SEQUENCE_START, SEQUENCE_END = 1, 2
+
 
 @record
 class RequestedOutput:

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from shmserve.cli.client_tensors import WrongInput, encode, load
 from shmserve.cli.transports import Failed, Request, Tensor, Transport
 from shmserve.cli.transports.http import HttpTransport
-from shmserve.client.discovery import VARIABLE
 from shmserve.client.errors import Disconnected
+from shmserve.client.server.discovery import VARIABLE
 from shmserve.errors import InvalidArgument, ShmserveError
 
 _DONE, _FAILED, _USAGE = 0, 1, 2

@@ -7,11 +7,11 @@ tensors through shared memory.
 `aio.connect` is the same for asyncio. PROTOCOL.md, beside this file, is for other languages.
 
     sync.py, aio.py              what programs call
-    session.py, discovery.py     which server, and again when it was started anew
-    connection.py                its listener, and the thread that hears it
-    server_state.py, models.py   what it tells: models, losses
-    events.py                    its events, for whoever listens
+    session.py                   the connection, made again when the server was started anew
+    connection.py                one server's, and the thread that hears its listener
+    events.py                    the server's events, for whoever listens
     errors.py                    what went wrong here
+    server/                      where it is, what it tells: models, losses
     inflight/                    requests on their way, one response or many
     request/                     a program's tensors -> a request; a response -> its tensors
     memory/                      shared memory, of the host or a device, and arrays over it

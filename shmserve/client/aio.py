@@ -17,7 +17,7 @@ from shmserve.client.connection import Connection
 from shmserve.client.errors import TimedOut
 from shmserve.client.inflight.channel import FULL, LATE, RequestChannel
 from shmserve.client.inflight.pending import Pending
-from shmserve.client.inflight.streaming import StreamPending, unwrapped
+from shmserve.client.inflight.streaming import StreamPending
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
@@ -80,7 +80,6 @@ class ResponseStream:
         self._turns: _Turns
         self._pending: StreamPending | None = None
         self._arrived = asyncio.Event()
-        self._read = -1  # the bytes of the response before, which its reader has had until now
 
     async def _begun(self) -> StreamPending | None:
         if self._start is not None:
@@ -95,17 +94,15 @@ class ResponseStream:
         pending = self._pending or await self._begun()
         if pending is None:
             raise StopAsyncIteration
-        if self._read >= 0:
-            responses, self._read = pending.read(self._read), -1
-            if responses:
-                self._turns.channel.grant(pending, responses)
-                self._turns.flush_soon()
+        responses = pending.read()
+        if responses:
+            self._turns.channel.grant(pending, responses)
+            self._turns.flush_soon()
         if not pending.items:
             await self._attend(pending)
             if not pending.items:
                 raise StopAsyncIteration
-        item, self._read = pending.items.popleft()
-        return unwrapped(item)
+        return pending.take()
 
     async def _attend(self, pending: StreamPending) -> None:
         deadline_ns = pending.built.options.deadline_ns

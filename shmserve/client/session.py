@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from shmserve.client import discovery
 from shmserve.client.connection import Connection
 from shmserve.client.errors import Disconnected
 from shmserve.client.inflight.channel import FULL
@@ -20,6 +19,7 @@ from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.options import Options
 from shmserve.client.request.prepare import BuiltRequest, prepare
+from shmserve.client.server import discovery
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.memory.cuda_ipc import Exporting
 

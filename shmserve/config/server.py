@@ -74,6 +74,7 @@ class ServerConfig:
     strict_readiness: bool
     log: LogSettings
     delay_scheduler: int
+    backlog_delay_scheduler: int
     visible_devices: str | None
     without_effect: tuple[str, ...]
 
@@ -159,6 +160,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
             log_format=value["log-format"],
         ),
         delay_scheduler=_count(environment, "TRITONSERVER_DELAY_SCHEDULER"),
+        backlog_delay_scheduler=_count(environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
     )

@@ -67,9 +67,7 @@ def metadata(config: ModelConfig, versions: Iterable[int]) -> dict[str, Any]:
 def unsupported(config: ModelConfig) -> str | None:
     """Why a valid configuration cannot be served by this version, or None."""
     what = None
-    if config.HasField("sequence_batching"):
-        what = "sequence_batching is"
-    elif config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE:
+    if config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE:
         what = "ensemble_scheduling is"
     return f"{what} not supported, required by model '{config.name}'" if what else None
 

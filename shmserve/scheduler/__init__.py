@@ -9,7 +9,9 @@ requests/               request.py      the state machine of a request, as a tab
                         responses.py    what clients are told; ordering
 batchers/               base.py, default.py, dynamic.py
                                         (queue, time) -> a batch, or until when to wait
-                        dispatch.py     from the queue to the instances
+                        dispatcher.py, dispatch.py
+                                        from the queue to the instances
+                        sequence/       the sequence batcher: slots, strategies, its dispatch.py
 instances/              pool.py         slots: who is there, who is free, what each one runs
                         executions.py   batches and responses between here and workers
                         losses.py       workers that died, overran or talked nonsense: retries

@@ -40,6 +40,8 @@ from shmserve.ipc.messages import (
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.ipc.transport.peercred_router import last_number
 from shmserve.scheduler.batchers.dispatch import Dispatch
+from shmserve.scheduler.batchers.dispatcher import Dispatcher
+from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.losses import ControlLink, Losses
 from shmserve.scheduler.instances.pool import Pool
@@ -82,7 +84,7 @@ class Scheduler:
         self._executions = Executions(
             settings, self._pool, workers, self._responses, self._statistics, self._losses
         )
-        self._dispatch = Dispatch(settings, self._queue, self._pool, self._executions)
+        self._dispatch = self._dispatcher(settings)
         self._reports = Reports(self._statistics, clients, control, wall_clock, self._gauges)
         self._clients: dict[bytes, Client] = {}
         self._dead: deque[int] = deque(maxlen=_DEAD_REMEMBERED)
@@ -90,6 +92,12 @@ class Scheduler:
         self._drained = False
         self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
         self.stopped = False
+
+    def _dispatcher(self, settings: Settings) -> Dispatcher:
+        queue, pool, executions = self._queue, self._pool, self._executions
+        if settings.sequences is not None:
+            return SequenceDispatch(settings, queue, pool, executions, self._responses)
+        return Dispatch(settings, queue, pool, executions)
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -126,13 +134,16 @@ class Scheduler:
             self.misplaced()
             return
         try:
-            if self._draining:
+            if self._draining and not self._dispatch.goes_on(message):
                 raise Unavailable(id_prefix(message.request_id) + _STOPPING)
             if self._pool.failure:
                 raise Unavailable(self._pool.failure)
             if self._pool.free and self._queue.full(message.priority):
                 self._dispatch.run(now_ns)
-            self._responses.admitted(self._queue.admit(client, message, now_ns))
+            identity = self._dispatch.identify(message)
+            request = self._queue.admit(client, message, now_ns)
+            self._responses.admitted(request)
+            self._dispatch.admitted(request, identity)
         except InvalidArgument as error:
             self._responses.refuse(client, message, error, 0)
         except ShmserveError as error:
@@ -146,7 +157,7 @@ class Scheduler:
     def _cancel(self, request: Request, now_ns: int) -> None:
         match request.state:
             case State.QUEUED | State.HELD:
-                self._queue.remove(request)
+                self._withdraw(request, now_ns)
                 self._responses.fail(
                     request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
                 )
@@ -156,12 +167,20 @@ class Scheduler:
             case _:
                 pass  # decided already
 
+    def _withdraw(self, request: Request, now_ns: int) -> None:
+        """Nobody waits for what is in the queue, or held after it ran."""
+        if request.state is State.QUEUED:
+            self._queue.remove(request)
+            self._dispatch.removed(request, now_ns)
+
     def _client_gone(self, client: Client, now_ns: int) -> None:
         self._clients.pop(client.peer, None)
         for request in list(client.requests.values()):
             match request.state:
+                case State.DONE:
+                    continue  # it was of a sequence of which another one was cancelled
                 case State.QUEUED | State.HELD:
-                    self._queue.remove(request)
+                    self._withdraw(request, now_ns)
                 case State.EXECUTING | State.RESPONDING:
                     self._executions.cancel(request)
                 case _:
@@ -201,7 +220,7 @@ class Scheduler:
             case CountsInherited():
                 self._reports.inherit(message, now_ns)
             case KeepStatistics():
-                self._reports.keep(now_ns)
+                self._reports.keep_brief(now_ns)
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():
@@ -266,10 +285,12 @@ class Scheduler:
         return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
 
     def _expire(self, request: Request, now_ns: int) -> None:
-        early, reason = False, Reason.OTHER
+        early, reason, text = False, Reason.OTHER, EXPIRED
         match request.state:
             case State.QUEUED:
+                text = self._dispatch.expired_text(request)
                 self._queue.remove(request)
+                self._dispatch.removed(request, now_ns, expired=True)
                 reason = Reason.REJECTED
             case State.EXECUTING | State.RESPONDING:
                 self._executions.cancel(request)
@@ -278,11 +299,12 @@ class Scheduler:
                 pass
             case _:
                 return  # its other timer was first
-        self._responses.fail(request, "UNAVAILABLE", EXPIRED, reason, now_ns, early)
+        self._responses.fail(request, "UNAVAILABLE", text, reason, now_ns, early)
 
     def _refuse_waiting(self, reason: str, now_ns: int) -> None:
         for request in self._queue.all():
             self._queue.remove(request)
+            self._dispatch.removed(request, now_ns, apart=True)
             self._responses.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
     # --- counts -----------------------------------------------------------------------------------

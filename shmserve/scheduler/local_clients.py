@@ -124,6 +124,9 @@ class LocalClientRules:
             submit.priority,
             submit.work,
             submit.request_id,
+            submit.flags,
+            submit.correlation_id,
+            submit.correlation_text,
         )
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:

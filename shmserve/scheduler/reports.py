@@ -46,10 +46,13 @@ class Reports:
 
     def report(self, now_ns: int) -> dict[str, Any]:
         """The statistics, as their package describes them."""
+        return self._statistics.report(now_ns, self._wall_clock(), self._all_gauges())
+
+    def _all_gauges(self) -> dict[str, Any]:
         gauges = self._gauges()
         gauges["malformed"] += self.misplaced
         gauges["families"] = model_metrics.plain(self._metrics.total())
-        return self._statistics.report(now_ns, self._wall_clock(), gauges)
+        return gauges
 
     def tell(self, peer: bytes, number: int, now_ns: int) -> None:
         """A client asks, with this number."""
@@ -60,6 +63,10 @@ class Reports:
     def keep(self, now_ns: int) -> None:
         """Tell whoever starts our successor: no count that was shown may ever go back."""
         self._keep(self.report(now_ns))
+
+    def keep_brief(self, now_ns: int) -> None:
+        """`keep`, but for what is counted by response: this is asked for once a second."""
+        self._keep(self._statistics.brief(now_ns, self._wall_clock(), self._all_gauges()))
 
     def _keep(self, report: dict[str, Any]) -> None:
         self._control.post(StatisticsKept(report, self._metrics.kept()))

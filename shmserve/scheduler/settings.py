@@ -9,12 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.common import first_response
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 
 logger = logging.getLogger(__name__)
 
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
+_IDLE_NS = _NS_PER_S
+_MOST_SEQUENCES = 16384  # that wait for a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,39 @@ class QueuePolicies:
 
 
 @dataclass(frozen=True, slots=True)
+class Sequencing:
+    """The sequence batcher's rules. `slots` an instance; no `oldest`: the direct strategy, which
+    waits for `minimum_utilization` of its slots up to `delay_ns` where both are set.
+
+    A sequence is idle after `idle_ns`, and `most` may wait for a slot. `id_datatype` is that of the
+    control input `id_name`, "" without one. `iterative`: a model may ask for a request again.
+    `hold`, `hold_backlog`: requests in slots, and in the backlog, before the first batch.
+    """
+
+    slots: int
+    idle_ns: int
+    oldest: Batching | None = None
+    delay_ns: int = 0
+    minimum_utilization: float = 0.0
+    iterative: bool = False
+    id_name: str = ""
+    id_datatype: str = ""
+    most: int = _MOST_SEQUENCES
+    hold: int = 0
+    hold_backlog: int = 0
+
+    def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
+        """Raises InvalidArgument for an id that the model's control input cannot hold."""
+        is_text = isinstance(correlation_id, str)
+        if self.id_datatype and is_text != (self.id_datatype == "BYTES"):
+            raise InvalidArgument(
+                f"{prefix}sequence batching control '{self.id_name}' data-type is "
+                f"'{'BYTES' if is_text else 'UINT64'}', but model '{model}' expects "
+                f"'{self.id_datatype}'"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """How a model version is scheduled. No `batching`: one request an execution, in order."""
 
@@ -81,6 +118,7 @@ class Settings:
     preserve_ordering: bool
     execution_limit_ns: int
     hold_until: int
+    sequences: Sequencing | None = None
     request_limit_ns: int = 0  # from a request's arrival to its last response; 0: none
     decoupled: bool = False  # any number of responses to a request
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
@@ -106,6 +144,7 @@ class Settings:
             # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
             hold_until=0 if dynamic is None else limits.delay_scheduler,
             request_limit_ns=limits.request_timeout_us * _NS_PER_US,
+            sequences=_sequencing(config, limits),
             decoupled=decoupled,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
@@ -120,6 +159,36 @@ def _batching(dynamic: dict[str, Any], max_batch_size: int) -> Batching:
         preferred=preferred or frozenset({largest}),
         delay_ns=int(dynamic.get("max_queue_delay_microseconds") or 0) * _NS_PER_US,
     )
+
+
+def _sequencing(config: dict[str, Any], limits: SchedulingLimits) -> Sequencing | None:
+    given = config.get("sequence_batching")
+    if given is None:
+        return None
+    direct, oldest = given.get("direct") or {}, given.get("oldest")
+    rows = max(1, config["max_batch_size"])
+    candidates = int((oldest or {}).get("max_candidate_sequences") or 0)
+    name, datatype = _id_control(given)
+    return Sequencing(
+        slots=candidates or rows,
+        idle_ns=int(given.get("max_sequence_idle_microseconds") or 0) * _NS_PER_US or _IDLE_NS,
+        oldest=None if oldest is None else _batching(oldest, config["max_batch_size"]),
+        delay_ns=int(direct.get("max_queue_delay_microseconds") or 0) * _NS_PER_US,
+        minimum_utilization=float(direct.get("minimum_slot_utilization") or 0.0),
+        iterative=bool(given.get("iterative_sequence")),
+        id_name=name,
+        id_datatype=datatype,
+        hold=limits.delay_scheduler,
+        hold_backlog=limits.backlog_delay_scheduler,
+    )
+
+
+def _id_control(sequences: dict[str, Any]) -> tuple[str, str]:
+    for tensor in sequences.get("control_input") or ():
+        for control in tensor.get("control") or ():
+            if control.get("kind") == "CONTROL_SEQUENCE_CORRID":
+                return tensor["name"], FROM_CONFIG[control["data_type"]]
+    return "", ""
 
 
 def _buckets(config: dict[str, Any]) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.common import accelerators, fd_limits
+from shmserve.config import grpc
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
@@ -221,7 +222,7 @@ def compose(
 
 def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
     # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
-    single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    single = {**grpc.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
     return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, single)
 
 

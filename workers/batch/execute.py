@@ -47,6 +47,7 @@ class Executor:
         self._decoupled = decoupled
         self._pid = os.getpid()
         self._policy = InputPolicy()
+        self._largest_part = LARGEST_PART
 
     def finish(self, batch: Batch) -> BatchFinished:
         """Run one batch; every request that does not stay open has a reply, or had its end."""
@@ -58,12 +59,12 @@ class Executor:
         byte_size = 0
         ran = False
         for opened in batch.requests:
-            unpacked = _CANCELLED if opened.cancelled else self._unpack(opened)
+            unpacked = _CANCELLED if self._passes_over(opened) else self._unpack(opened)
             if not isinstance(unpacked, Request):
                 replies.append(self._failed(opened, unpacked))
                 continue
             byte_size += unpacked.byte_size
-            if byte_size > LARGEST_PART and part:
+            if byte_size > self._largest_part and part:
                 replies += self._run(part)
                 part, byte_size = [], unpacked.byte_size
             part.append((opened, unpacked))
@@ -75,6 +76,10 @@ class Executor:
         output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
         times = (start_ns, input_end_ns, output_start_ns, end_ns)
         return BatchFinished(batch.number, *times, replies, *self._context.copied.take(), ran)
+
+    def _passes_over(self, opened: OpenRequest) -> bool:
+        """Whether the model is not to see it."""
+        return opened.cancelled
 
     def _unpack(self, opened: OpenRequest, copies: bool = False) -> Request | ShmserveError:
         try:
@@ -115,8 +120,10 @@ class Executor:
     def _run(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
         if not self._decoupled:
             return self._run_together(part)
+        return self._run_streams([ResponseStream(self._writer, *each) for each in part])
+
+    def _run_streams(self, streams: list[ResponseStream]) -> list[Reply]:
         # Never again one by one: the model may have begun to respond.
-        streams = [ResponseStream(self._writer, *each) for each in part]
         before_ns = time.monotonic_ns()
         try:
             try:

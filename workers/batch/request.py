@@ -131,11 +131,13 @@ class Output(NamedTuple):
 
 @dataclass(slots=True)
 class Response:
-    """The response to one request: outputs and parameters, or an error that is for the client."""
+    """The response to one request: outputs and parameters, or an error that is for the client.
+    `rescheduled`: none yet, the model asks for the request once more."""
 
     outputs: list[Output] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     error: ShmserveError | None = None
+    rescheduled: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -200,6 +200,8 @@ class CallRouter:
             request_id=request.request_id,
             timeout_us=request.timeout_us,
             ends_ns=request.deadline_ns,
+            flags=request.flags,
+            correlation_id=request.correlation_id,
         )
         call.endpoint = target.endpoint
         link = self._links.open(target.endpoint)

@@ -25,6 +25,7 @@ from shmserve.ipc.messages import (
     GrantExecution,
     InstanceReady,
     ReleaseOutputs,
+    SequenceRow,
 )
 from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.transport.dealer import Dealer
@@ -92,6 +93,7 @@ class Batch(NamedTuple):
     number: int
     requests: list[OpenRequest]
     live: int
+    rows: list[SequenceRow]
 
 
 class SchedulerLink:
@@ -210,7 +212,7 @@ class SchedulerLink:
         with self.lock:
             for request in requests:
                 self._open[request.key] = request
-        return Batch(message.batch, requests, message.live)
+        return Batch(message.batch, requests, message.live, message.rows)
 
     def close(self, request: OpenRequest) -> None:
         """It has ended: another one may get its key."""

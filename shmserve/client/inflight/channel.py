@@ -19,7 +19,7 @@ from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight.links import Links
 from shmserve.client.inflight.pending import Pending
 from shmserve.client.request.prepare import BuiltRequest
-from shmserve.client.server_state import ServerState
+from shmserve.client.server.state import ServerState
 from shmserve.errors import (
     InvalidArgument,
     Unavailable,

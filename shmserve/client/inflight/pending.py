@@ -11,7 +11,7 @@ from shmserve.client.errors import TimedOut
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import BuiltRequest
 from shmserve.client.request.results import Result, discard, read
-from shmserve.client.server_state import ServerState
+from shmserve.client.server.state import ServerState
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported, from_code
 from shmserve.ipc.inflight import InflightRequest, Response
 from shmserve.ipc.messages import Failed, Finished, Responded

@@ -34,7 +34,16 @@ class StreamPending(Pending):
     """A request with any number of responses. `items` are those that have come and were not read;
     `on_item` hears of each, and of the end; `over`: no more will come."""
 
-    __slots__ = ("_copied_bytes", "_owed", "_owed_bytes", "_together", "items", "on_item", "over")
+    __slots__ = (
+        "_copied_bytes",
+        "_owed",
+        "_owed_bytes",
+        "_taken",
+        "_together",
+        "items",
+        "on_item",
+        "over",
+    )
 
     def __init__(
         self, channel: RequestChannel, built: BuiltRequest, on_item: Callable[[], None] = nothing
@@ -43,6 +52,7 @@ class StreamPending(Pending):
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
         self.over = False
+        self._taken = -1  # bytes of the response that the reader has; -1: it has none
         self._owed = 0  # responses that were read, and are not granted again yet
         self._owed_bytes = 0
         self._copied_bytes = 0  # of the last response, out of a worker's memory
@@ -88,14 +98,28 @@ class StreamPending(Pending):
             self.over = True
             self.on_item()
 
-    def read(self, byte_size: int) -> int:
-        """A response of so many bytes was read: how many are to be granted now."""
+    def read(self) -> int:
+        """The reader is done with the response that it took last, if any, and asks for another: how
+        many are to be granted now."""
+        if self._taken < 0:
+            return 0
         self._owed += 1
-        self._owed_bytes += byte_size
+        self._owed_bytes += self._taken
+        self._taken = -1
         if self.over or (self._owed < self._together and self._owed_bytes < _BYTES_TOGETHER):
             return 0
         responses, self._owed, self._owed_bytes = self._owed, 0, 0
         return responses
+
+    def take(self) -> Result:
+        """The next response that has come; raises the error that it is."""
+        item, self._taken = self.items.popleft()
+        if isinstance(item, Result):
+            return item
+        try:
+            raise item
+        finally:
+            del item  # no cycle of it and its traceback
 
     def leave(self) -> None:
         """Nobody reads what has come, nor what may come yet."""
@@ -127,23 +151,20 @@ class ResponseStream:
         self._way = way
         self._pending = pending
         self._owner = owner  # the client is not closed meanwhile, though nobody else may have it
-        self._read = -1  # the bytes of the response before, which its reader has had until now
 
     def __iter__(self) -> ResponseStream:
         return self
 
     def __next__(self) -> Result:
         pending = self._pending
-        if self._read >= 0:
-            responses, self._read = pending.read(self._read), -1
-            if responses:
-                self._way.grant(pending, responses)
+        responses = pending.read()
+        if responses:
+            self._way.grant(pending, responses)
         if not pending.items:
             self._way.attend(pending)
             if not pending.items:
                 raise StopIteration
-        item, self._read = pending.items.popleft()
-        return unwrapped(item)
+        return pending.take()
 
     def close(self) -> None:
         """Read no more. A second time is fine."""
@@ -160,16 +181,6 @@ class ResponseStream:
 
     def __del__(self) -> None:
         self.close()
-
-
-def unwrapped(item: Result | ShmserveError) -> Result:
-    """The response; raises the error that it is."""
-    if isinstance(item, Result):
-        return item
-    try:
-        raise item
-    finally:
-        del item  # no cycle of it and its traceback
 
 
 def _is_placed(built: BuiltRequest) -> bool:

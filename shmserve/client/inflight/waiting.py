@@ -154,8 +154,8 @@ class SharedChannel:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        # Locked until something has come for the stream that this was opened for: see `_Answer` of
-        # the connection for why it is no Event.
+        # Locked until something has come for the stream that this was opened for: see
+        # `ControlRequest` for why it is no Event.
         self._arrived = threading.Lock()
 
     def submit(self, built: BuiltRequest) -> Future[Result]:

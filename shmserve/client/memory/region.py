@@ -9,8 +9,8 @@ from typing import Any
 from shmserve.client.errors import Released
 from shmserve.client.memory.segments import AnySegment, Memories, aligned
 from shmserve.client.memory.views import Lease, nothing
-from shmserve.client.models import Model
 from shmserve.client.request.prepared import Form
+from shmserve.client.server.models import Model
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef

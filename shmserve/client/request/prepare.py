@@ -16,10 +16,10 @@ from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.memory.region import Region, check_room
 from shmserve.client.memory.segments import AnySegment, Block, Memories, aligned
 from shmserve.client.memory.views import View, lease_of, nothing
-from shmserve.client.models import Model
 from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
 from shmserve.client.request.options import PLAIN, Options
 from shmserve.client.request.prepared import Form, PreparedRequest, Slot, pack
+from shmserve.client.server.models import Model
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import encode_bytes
 from shmserve.ipc.tensors.descriptors import Place, TensorRef

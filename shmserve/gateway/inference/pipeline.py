@@ -55,6 +55,8 @@ def submission(
         timeout_us=wire.timeout_us,
         limit_us=gateway.settings.request_timeout_us,
         call_limit_us=call_limit_us,
+        flags=wire.flags,
+        correlation_id=wire.correlation_id,
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, Unsupported
 
-SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128
 
 # More than any program sends: millions fit into a request, and take every process that handles them

@@ -6,6 +6,7 @@ from typing import assert_never
 
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
 from shmserve.scheduler.batchers.default import DefaultBatcher
+from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
@@ -16,7 +17,7 @@ from shmserve.scheduler.settings import Settings
 _CANNOT_GROW = (Closed.FULL, Closed.SHAPE)
 
 
-class Dispatch:
+class Dispatch(Dispatcher):
     """Starts what can run. An instance that is free gets a batch at once, one that is busy only
     what could not grow while it waits, and none where the queue has priorities or policies: what
     is sent ahead can be neither overtaken nor timed out."""
@@ -31,12 +32,12 @@ class Dispatch:
         self._sends_ahead = not settings.policies.limited
 
     def hurry(self) -> None:
-        """Nothing more comes that would be worth waiting for."""
+        """As `Dispatcher` says."""
         self._queue.release_hold()
         self._batcher.hurry()
 
     def run(self, now_ns: int) -> int:
-        """Start all that can; returns when to try again if nothing happens before."""
+        """As `Dispatcher` says."""
         queue, executions, batcher = self._queue, self._executions, self._batcher
         pool = self._pool
         while len(queue):

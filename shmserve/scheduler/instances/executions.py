@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from shmserve.ipc.messages import (
+    RESCHEDULED,
     BatchFinished,
     CancelExecution,
     Execute,
@@ -15,6 +17,7 @@ from shmserve.ipc.messages import (
     InstanceReady,
     ReleaseOutputs,
     Reply,
+    SequenceRow,
     Work,
 )
 from shmserve.scheduler.batchers.base import Closed
@@ -33,7 +36,8 @@ _MOST_EARLY = 4096
 
 
 class Executions:
-    """What instances do for requests. `misplaced` counts messages that made no sense."""
+    """What instances do for requests. `misplaced` counts messages that made no sense;
+    `on_reschedule` takes the requests that a model asks for again."""
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class Executions:
     ) -> None:
         self.service_time = ServiceTime()
         self.misplaced = 0
+        self.on_reschedule: Callable[[Request], None] | None = None
         self._decoupled = settings.decoupled
         self._pool = pool
         self._losses = losses
@@ -58,12 +63,20 @@ class Executions:
 
     # --- to workers -------------------------------------------------------------------------------
 
-    def start(self, requests: list[Request], reason: Closed, now_ns: int) -> None:
-        """Send a batch to a free instance, or ahead to one that has room."""
+    def start(
+        self,
+        requests: list[Request],
+        reason: Closed,
+        now_ns: int,
+        wanted: Slot | None = None,
+        rows: Sequence[SequenceRow] = (),
+    ) -> None:
+        """Send a batch to a free instance, or ahead to one that has room; one with `rows` to the
+        instance that is `wanted`."""
         execution = Execution(next(self._ids), requests, reason, now_ns)
-        slot = self._pool.assign(execution)
+        slot = self._pool.assign(execution, wanted)
         work = [Work(request.key, request.client.pid, request.work) for request in requests]
-        self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live))
+        self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
 
     def cancel(self, request: Request) -> None:
         """Tell the worker that has this request that its outputs are not wanted."""
@@ -124,10 +137,10 @@ class Executions:
         timing = Timing.of(message, execution.sent_ns, now_ns)
         if message.executed:
             units = sum([request.units for request in requests])
-            self._statistics.executed(execution.reason, units, timing, now_ns)
+            self._statistics.executions.executed(execution.reason, units, timing, now_ns)
             took_ns = max(now_ns - execution.started_ns, timing.total_ns)
             self.service_time.observe(took_ns, timing.total_ns, len(requests))
-        self._statistics.copied(message.copied_in, message.copied_out)
+        self._statistics.executions.copied(message.copied_in, message.copied_out)
         if self._decoupled:
             self._returned_open(slot, execution, message.replies, timing, now_ns)
             return
@@ -139,12 +152,21 @@ class Executions:
         for request, reply in zip(requests, replies, strict=True):
             code, text, body = reply.code, reply.message, reply.body
             del slot.requests[request.key]
+            if code == RESCHEDULED and self._again(request):
+                continue
             if request.state is State.EXECUTING:
                 self._responses.finish(request, Outcome(code, text, body, timing), now_ns)
             else:
                 if not code:
                     self._responses.drop_outputs(request, body)
                 self._responses.close(request, now_ns)
+
+    def _again(self, request: Request) -> bool:
+        """The model asks for a request once more; whether it gets it."""
+        if self.on_reschedule is None or request.state not in AT_WORK:
+            return False
+        self.on_reschedule(request)
+        return True
 
     def _returned_open(
         self,
@@ -183,7 +205,7 @@ class Executions:
             self.misplaced += 1
             return
         if message.copied_out:
-            self._statistics.copied(0, message.copied_out)
+            self._statistics.executions.copied(0, message.copied_out)
         if message.final:
             self._ended(slot, request, message, now_ns)
         elif request.state in AT_WORK:

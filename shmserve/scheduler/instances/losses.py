@@ -18,6 +18,15 @@ from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 
+
+def state_lost(correlation_id: int | str) -> str:
+    """What a sequence's requests are told whose instance has died."""
+    return (
+        f"the model's worker died, and the state of sequence {correlation_id} is lost with it: "
+        "begin the sequence again, with the START flag"
+    )
+
+
 _DIED_OPEN = "the model's worker died before this request's last response"
 
 
@@ -74,6 +83,9 @@ class Losses:
     def _died_running(self, request: Request, why: str, now_ns: int) -> None:
         if request.state is not State.EXECUTING:
             self._lost(request, _DIED_OPEN + why, now_ns)
+            return
+        if request.sequence is not None:
+            self._lost(request, state_lost(request.sequence.id) + why, now_ns)
             return
         request.deaths += 1
         once = runs_once(request.work)

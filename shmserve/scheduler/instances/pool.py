@@ -103,6 +103,11 @@ class Slot:
         """What it runs now; behind it is what was sent ahead."""
         return self.executions[0] if self.executions else None
 
+    @property
+    def idle(self) -> bool:
+        """Whether it can take a batch at once."""
+        return self.state is SlotState.IDLE
+
     def meet(self, event: str) -> None:
         """Move to the next state; raises KeyError where there is none."""
         self.state = SLOT[self.state][event]
@@ -125,6 +130,7 @@ class Pool:
         self._by_peer: dict[bytes, Slot] = {}
         self._free: deque[Slot] = deque()
         self._failure = ""
+        self.members = 0  # counts who came and who went
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -182,9 +188,11 @@ class Pool:
         self._by_peer[slot.peer] = slot
         self._free.append(slot)
         self._failure = ""
+        self.members += 1
 
     def _leave(self, slot: Slot) -> Lost:
         slot.meet("exit")
+        self.members += 1
         executions = list(slot.executions)
         begun = {request.key for each in executions for request in each.requests}
         lost = Lost(executions, [r for r in slot.requests.values() if r.key not in begun])
@@ -213,9 +221,14 @@ class Pool:
                     return True
         return False
 
-    def assign(self, execution: Execution) -> Slot:
-        """Give a batch to the instance that has been free for longest, else to the least busy."""
-        if self._free:
+    def assign(self, execution: Execution, wanted: Slot | None = None) -> Slot:
+        """Give a batch to the instance that is `wanted`, which is idle, or else to the one that has
+        been free for longest, or is the least busy."""
+        if wanted is not None:
+            self._free.remove(wanted)
+            slot = wanted
+            slot.meet("assign")
+        elif self._free:
             slot = self._free.popleft()
             slot.meet("assign")
         else:
@@ -247,6 +260,10 @@ class Pool:
     def by_peer(self, peer: bytes) -> Slot | None:
         """The instance that speaks from this address."""
         return self._by_peer.get(peer)
+
+    def ready(self) -> list[Slot]:
+        """The instances that are there."""
+        return list(self._by_peer.values())
 
     def by_pid(self, pid: int) -> Slot | None:
         """The instance that is this process."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.statistics.timing import Timing
@@ -117,6 +117,7 @@ class Request:
     had it last. Of a decoupled model's: `responses` it has had, as many as `granted` of which its
     client has read; since `responded_ns` the model has been at the next one. `level` is its
     priority level, 1 the highest; it is `delayed` where its timeout put it behind the others there.
+    `sequence` is the one that it belongs to, where there are any, and `flags` say where in it.
     """
 
     __slots__ = (
@@ -126,6 +127,7 @@ class Request:
         "deaths",
         "delayed",
         "enqueued_ns",
+        "flags",
         "granted",
         "hurry_ns",
         "id",
@@ -136,6 +138,7 @@ class Request:
         "request_id",
         "responded_ns",
         "responses",
+        "sequence",
         "shape_key",
         "state",
         "timing",
@@ -183,6 +186,8 @@ class Request:
         self.responded_ns = 0
         self.granted = 0
         self.timing: Timing | None = None  # of the execution, once it has returned
+        self.sequence: Any = None  # a batchers.sequence.lane.Sequence
+        self.flags = 0
         self.untimed = False  # it succeeded before that
 
     def meet(self, event: Event) -> None:

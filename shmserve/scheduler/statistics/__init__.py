@@ -1,10 +1,12 @@
 """A model version's statistics, updated with a few additions a request (pure).
 
-counters.py         everything that is counted, and the report of it
+counters.py         requests, and the report of everything
+execution_stats.py  executions of batches
+response_stats.py   responses of a decoupled model, by their index
 timing.py           the phases of an execution, from what a worker says of it
 histogram.py        observations in fixed buckets
 quantiles.py        quantiles of the last minute: a sketch in a sliding window
-response_stats.py   responses of a decoupled model, by their index
+durations.py        times as they are reported
 
 `Statistics.report` gives the entry of GET /v2/models/NAME/stats, field by field as Triton shows it:
 

@@ -1,4 +1,4 @@
-"""Everything that is counted of a model version, and the report of it."""
+"""Everything that is counted of a model version, and the report of it: requests here."""
 
 from __future__ import annotations
 
@@ -7,24 +7,17 @@ from typing import Any
 
 from shmserve.common.cumulative_counters import lasting
 from shmserve.ipc.messages import ExecutionResponded, Reply
-from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.requests.request import Request
 from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.statistics.durations import NS_PER_S, SECONDS, duration, taken
+from shmserve.scheduler.statistics.execution_stats import ExecutionStats
 from shmserve.scheduler.statistics.histogram import Histogram
 from shmserve.scheduler.statistics.quantiles import Quantiles
 from shmserve.scheduler.statistics.response_stats import ResponseStats
 from shmserve.scheduler.statistics.timing import Timing
 
-_NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
-_SECONDS = (
-    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
-    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
-)
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-
-
 _SUMMARISED = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 
 
@@ -43,8 +36,7 @@ class Statistics:
     def __init__(self, settings: Settings) -> None:
         self._name = settings.name
         self._version = settings.version
-        self._last_execution_ns = 0
-        self._executions = 0
+        self.executions = ExecutionStats()
         self._inferences = 0
         self._succeeded = 0
         self._success_ns = 0
@@ -55,12 +47,8 @@ class Statistics:
         self._failed = 0
         self._fail_ns = 0
         self._failures = dict.fromkeys(Reason, 0)
-        self._by_size: dict[int, list[int]] = {}
-        self._closed = dict.fromkeys(Closed, 0)
-        self._request_times = Histogram(_SECONDS, _NS_PER_S)
-        self._queue_times = Histogram(_SECONDS, _NS_PER_S)
-        self._compute_times = Histogram(_SECONDS, _NS_PER_S)
-        self._sizes = Histogram(_SIZES)
+        self._request_times = Histogram(SECONDS, NS_PER_S)
+        self._queue_times = Histogram(SECONDS, NS_PER_S)
         self._decoupled = settings.decoupled
         self._first_responses = Histogram(settings.first_response_buckets_ms, _NS_PER_MS)
         self._responses = ResponseStats()
@@ -69,34 +57,12 @@ class Statistics:
         self.workers_lost = 0
         self.retried = 0
         self.overruns = 0
-        self._copied = [0, 0]
         self._earlier: dict[str, Any] = {}
 
     def inherit(self, report: dict[str, Any]) -> None:
         """What this version replaces has reported this; raises KeyError or TypeError for what is
         no report."""
         self._earlier = lasting(report)
-
-    def copied(self, into: int, out: int) -> None:
-        """So many bytes of tensors were copied by a worker."""
-        self._copied[0] += into
-        self._copied[1] += out
-
-    def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
-        """An execution of requests that sum up to `units` came back."""
-        self._executions += 1
-        self._last_execution_ns = now_ns
-        self._closed[reason] += 1
-        _, input_ns, infer_ns, output_ns = timing
-        row = self._by_size.get(units)
-        if row is None:
-            row = self._by_size[units] = [0, 0, 0, 0]
-        row[0] += 1
-        row[1] += input_ns
-        row[2] += infer_ns
-        row[3] += output_ns
-        self._compute_times.observe(input_ns + infer_ns + output_ns)
-        self._sizes.observe(units)
 
     def succeeded(self, request: Request, timing: Timing | None, now_ns: int) -> None:
         """A request has ended with its result. Where its execution has not returned yet there is
@@ -149,72 +115,63 @@ class Statistics:
 
         Raises KeyError, TypeError or ValueError for anything else, and may then be half done.
         """
-        last_ms = int(report["last_inference"])
-        self._last_execution_ns = now_ns - (wall_ns - last_ms * 1_000_000) if last_ms else 0
-        self._executions = int(report["execution_count"])
+        self.executions.restore(report, now_ns, wall_ns)
         self._inferences = int(report["inference_count"])
         parts = report["inference_stats"]
-        self._succeeded, self._success_ns = _taken(parts["success"])
-        self._failed, self._fail_ns = _taken(parts["fail"])
-        _, self._queue_ns = _taken(parts["queue"])
-        _, self._input_ns = _taken(parts["compute_input"])
-        _, self._infer_ns = _taken(parts["compute_infer"])
-        _, self._output_ns = _taken(parts["compute_output"])
-        for row in report["batch_stats"]:
-            count, input_ns = _taken(row["compute_input"])
-            _, infer_ns = _taken(row["compute_infer"])
-            _, output_ns = _taken(row["compute_output"])
-            self._by_size[int(row["batch_size"])] = [count, input_ns, infer_ns, output_ns]
+        self._succeeded, self._success_ns = taken(parts["success"])
+        self._failed, self._fail_ns = taken(parts["fail"])
+        _, self._queue_ns = taken(parts["queue"])
+        _, self._input_ns = taken(parts["compute_input"])
+        _, self._infer_ns = taken(parts["compute_infer"])
+        _, self._output_ns = taken(parts["compute_output"])
         ours = report["shmserve"]
         self._failures.update({Reason(key): int(n) for key, n in ours["failures"].items()})
-        self._closed.update({Closed(key): int(n) for key, n in ours["batches_closed"].items()})
         self._request_times.restore(ours["histograms"]["request_seconds"])
         self._queue_times.restore(ours["histograms"]["queue_seconds"])
-        self._compute_times.restore(ours["histograms"]["compute_seconds"])
-        self._sizes.restore(ours["histograms"]["batch_size"])
-        self._responses.restore(report["response_stats"])
+        self._responses.restore(report.get("response_stats", {}))
         if self._decoupled:
             self._first_responses.restore(ours["histograms"]["first_response_ms"])
         self.workers_lost = int(ours["workers_lost"])
         self.retried = int(ours["retried"])
         self.overruns = int(ours["overruns"])
-        self._copied = [int(ours["copied_bytes"][direction]) for direction in ("in", "out")]
         self._earlier = dict(ours["earlier"])
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
-        """Everything as the module says; `gauges` are the `shmserve` keys that others know."""
-        last = self._last_execution_ns
+        """Everything as the package says; `gauges` are the `shmserve` keys that others know."""
+        by_response = {"response_stats": self._responses.report()}
+        return self._report(now_ns, wall_ns, gauges, by_response)
+
+    def brief(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
+        """`report` without `response_stats`, which may have a thousand rows."""
+        return self._report(now_ns, wall_ns, gauges, {})
+
+    def _report(
+        self, now_ns: int, wall_ns: int, gauges: dict[str, Any], by_response: dict[str, Any]
+    ) -> dict[str, Any]:
+        executions = self.executions
         count = self._succeeded
         return {
             "name": self._name,
             "version": self._version,
-            "last_inference": (wall_ns - (now_ns - last)) // 1_000_000 if last else 0,
+            "last_inference": executions.last_ms(now_ns, wall_ns),
             "inference_count": self._inferences,
-            "execution_count": self._executions,
+            "execution_count": executions.count,
             "inference_stats": {
-                "success": _duration(count, self._success_ns),
-                "fail": _duration(self._failed, self._fail_ns),
-                "queue": _duration(count, self._queue_ns),
-                "compute_input": _duration(count, self._input_ns),
-                "compute_infer": _duration(count, self._infer_ns),
-                "compute_output": _duration(count, self._output_ns),
-                "cache_hit": _duration(0, 0),
-                "cache_miss": _duration(0, 0),
+                "success": duration(count, self._success_ns),
+                "fail": duration(self._failed, self._fail_ns),
+                "queue": duration(count, self._queue_ns),
+                "compute_input": duration(count, self._input_ns),
+                "compute_infer": duration(count, self._infer_ns),
+                "compute_output": duration(count, self._output_ns),
+                "cache_hit": duration(0, 0),
+                "cache_miss": duration(0, 0),
             },
-            "response_stats": self._responses.report(),
-            "batch_stats": [
-                {
-                    "batch_size": size,
-                    "compute_input": _duration(row[0], row[1]),
-                    "compute_infer": _duration(row[0], row[2]),
-                    "compute_output": _duration(row[0], row[3]),
-                }
-                for size, row in sorted(self._by_size.items())
-            ],
+            **by_response,
+            "batch_stats": executions.by_size(),
             "memory_usage": [],
             "shmserve": {
                 "failures": {str(reason): n for reason, n in self._failures.items()},
-                "batches_closed": {str(reason): n for reason, n in self._closed.items()},
+                "batches_closed": executions.closed(),
                 "histograms": self._histograms(),
                 "quantiles": {
                     name: each.report(self._shown_quantiles, now_ns)
@@ -223,7 +180,7 @@ class Statistics:
                 "workers_lost": self.workers_lost,
                 "retried": self.retried,
                 "overruns": self.overruns,
-                "copied_bytes": {"in": self._copied[0], "out": self._copied[1]},
+                "copied_bytes": executions.copied_bytes(),
                 "earlier": self._earlier,
                 **gauges,
             },
@@ -231,19 +188,10 @@ class Statistics:
 
     def _histograms(self) -> dict[str, Any]:
         histograms = {
-            "request_seconds": self._request_times,
-            "queue_seconds": self._queue_times,
-            "compute_seconds": self._compute_times,
-            "batch_size": self._sizes,
+            "request_seconds": self._request_times.report(),
+            "queue_seconds": self._queue_times.report(),
+            **self.executions.histograms(),
         }
         if self._decoupled:
-            histograms["first_response_ms"] = self._first_responses
-        return {name: each.report() for name, each in histograms.items()}
-
-
-def _taken(duration: dict[str, int]) -> tuple[int, int]:
-    return int(duration["count"]), int(duration["ns"])
-
-
-def _duration(count: int, ns: int) -> dict[str, int]:
-    return {"count": count, "ns": ns}
+            histograms["first_response_ms"] = self._first_responses.report()
+        return histograms

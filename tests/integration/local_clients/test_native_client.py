@@ -332,7 +332,7 @@ def test_timeouts_of_what_is_answered_are_forgotten(client) -> None:
             client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)
         ]
         assert len(concurrent.futures.wait(futures, timeout=20).done) == 100
-    assert len(client._session.connection()._timed) < 1500
+    assert len(client._session.connection()._timeouts._heap) < 1500
 
 
 def test_what_is_over_keeps_no_memory(client) -> None:

@@ -489,7 +489,7 @@ def test_who_is_cut_off_before_the_end_is_heard_of_is_told_of_the_end(
         connection.call(be_at_work)
         assert at_work.wait(10)
         if ends == "the server":
-            connection._control.send(b"what is no message")
+            connection._link._socket.send(b"what is no message")
         closing = threading.Thread(target=client.close)
         with connection._lock:  # nobody is woken
             if ends == "the client":

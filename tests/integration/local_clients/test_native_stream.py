@@ -18,6 +18,7 @@ import pytest
 
 import shmserve.client
 from shmserve.client import aio
+from shmserve.client.inflight.channel import RequestChannel
 from shmserve.ipc.messages import FIRST_CREDIT
 from tests.support import repositories
 from tests.support.servers import Server, running
@@ -301,6 +302,42 @@ def test_more_threads_than_have_links_of_their_own(client: shmserve.client.Serve
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_who_releases_nothing_leaves_memory_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that takes every response and gives none back is refused more, and nobody else."""
+    repository = tmp_path / "models"
+    repositories.write(repository, "steps", CONFIG, MODEL)
+    size = np.array([1 << 18], np.int32)  # a MiB a response
+    with (
+        running(repository, f"--arena-byte-size={16 << 20}") as server,
+        shmserve.client.connect(server.run_dir) as hoarder,
+        shmserve.client.connect(server.run_dir) as other,
+    ):
+        steps: Any = [b"%d" % n for n in range(20)]
+        with monkeypatch.context() as forgetful:
+            forgetful.setattr(RequestChannel, "release", lambda *_: None)
+            stream = hoarder.stream("steps", STEPS=steps, SIZE=size)
+            assert [int(next(stream)["OUT"][-1]) for _ in range(8)] == [*range(8)]
+            with pytest.raises(shmserve.client.Unavailable, match="client has not released"):
+                next(stream)
+            stream.close()
+        few = {"STEPS": steps[:4]}
+        for client, inputs in ((other, few), (hoarder, few), (other, few | {"SIZE": size})):
+            for _ in range(4):
+                assert values(client.stream("steps", inputs)) == [*range(4)]
+        hoarder.close()
+        whole = np.array([8 << 18], np.int32)  # half of it
+
+        def is_back() -> bool:
+            try:
+                return values(other.stream("steps", STEPS=steps[:1], SIZE=whole)) == [0]
+            except shmserve.client.Unavailable:
+                return False
+
+        until("what who has left held is back", is_back)
 
 
 # --- asyncio

@@ -1,4 +1,4 @@
-"""A Python model's own `is_ready`: readiness over both doors, and of models that ask for it."""
+"""A model's own `is_ready`: readiness over both doors, and of models that ask for it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ class TritonPythonModel:
     def answer(self, request):
         ready = np.array([pb_utils.is_model_ready("moody")], np.int32)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])
+"""
+NATIVE = """
+from collections.abc import AsyncIterator
+from numpy import ndarray
+from shmserve.model import INT32
+
+class Model:
+    def load(self, context):
+        self.file = context.directory / "state"
+
+    async def predict(self, x: INT32[ndarray, 1]) -> {}:
+        {} x
 """
 PLAIN = """
     def is_ready(self):
@@ -67,3 +79,21 @@ def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
         assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()
         assert "KeyError: 'none'" in server.log()
         assert http.get("/v2/health/ready").status == 200
+
+
+@pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_native_model_says_so_too(repository: Path, form: str, streams: bool) -> None:
+    folder = repository / "moody" / "1"
+    folder.mkdir(parents=True)
+    (repository / "moody" / "config.pbtxt").write_text('backend: "native"')
+    result = "AsyncIterator[INT32[ndarray, 1]]" if streams else "INT32[ndarray, 1]"
+    code = NATIVE.format(result, "yield" if streams else "return") + form + SAID
+    (folder / "model.py").write_text(code)
+    state = folder / "state"
+    state.write_text("yes")
+    with running(repository) as server, server.http() as http:
+        for said, status in (("yes", 200), ("no", 400), ("odd", 400), ("yes", 200)):
+            state.write_text(said)
+            assert http.get("/v2/models/moody/ready").status == status
+        assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,3 +214,45 @@ def test_a_listener_that_stands_still_slows_nobody(server: Server) -> None:
         process.send_signal(signal.SIGCONT)
         lines = [line() for _ in range(201)]
         assert lines[-1].endswith(" region first: unregistered\n")
+
+
+def test_a_listener_that_loses_events_is_told_how_many(server: Server) -> None:
+    """Beyond that room: what it reads and what it is told that it lost add up to all there were."""
+    pairs, name = 1200, "n" * 250
+    read = lost = 0
+    last = -1
+
+    def read_to_the_end() -> None:
+        nonlocal read, lost, last
+        while last < 0:
+            told = json.loads(line())
+            if told["event"] == "EventsLost":
+                lost += told["count"]
+            else:
+                read += 1
+                if told["event"] == "RegionRegistered" and told["name"].startswith("last-"):
+                    last = int(told["name"].removeprefix("last-"))
+
+    with (
+        SharedObject(4096) as made,
+        server.http() as http,
+        following(server, "--topic=regions", "--json") as (process, line),
+    ):
+        http.register("first", made.key, 4096).ok()
+        assert json.loads(line())["name"] == "first"
+        stopped(psutil.Process(process.pid))
+        for _ in range(pairs):
+            http.register(name, made.key, 4096).ok()
+            http.unregister(name).ok()
+        process.send_signal(signal.SIGCONT)
+        reading = threading.Thread(target=read_to_the_end, daemon=True)
+        reading.start()
+        for number in itertools.count():  # until one arrives, when there is room again
+            http.register(f"last-{number}", made.key, 4096).ok()
+            http.unregister(f"last-{number}").ok()
+            reading.join(0.01)
+            if not reading.is_alive():
+                break
+        http.unregister("first").ok()
+    assert lost
+    assert read + lost == 2 * pairs + 2 * last + 1

@@ -20,9 +20,9 @@ from shmserve.client.errors import Disconnected
 from shmserve.client.inflight.channel import RequestChannel
 from shmserve.client.inflight.pending import Pending
 from shmserve.client.inflight.waiting import ThreadChannel
-from shmserve.client.models import Model
 from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import BuiltRequest
+from shmserve.client.server.models import Model
 from shmserve.client.session import Session
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings

@@ -22,12 +22,12 @@ from shmserve.client.memory import segments
 from shmserve.client.memory.region import Region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import Lease, View
-from shmserve.client.models import Model, Models
 from shmserve.client.request.arrays import from_program
 from shmserve.client.request.options import PLAIN, options_of
 from shmserve.client.request.prepare import prepare
 from shmserve.client.request.prepared import Form, PreparedRequest
 from shmserve.client.request.results import read
+from shmserve.client.server.models import Model, Models
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities

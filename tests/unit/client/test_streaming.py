@@ -14,9 +14,9 @@ from shmserve.client.errors import Disconnected
 from shmserve.client.inflight import streaming
 from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel
-from shmserve.client.models import Model
 from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import BuiltRequest
+from shmserve.client.server.models import Model
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES

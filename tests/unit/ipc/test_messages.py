@@ -45,6 +45,7 @@ EXAMPLES: dict[Any, Any] = {
     list[int]: [1, 2],
     list[list[Any]]: [[1, 2, b"x"]],
     list[messages.Work]: [messages.Work(1, 2, b"x")],
+    list[messages.SequenceRow]: [messages.SequenceRow(1, 2, 3, 4, "x")],
     list[messages.Reply]: [messages.Reply(1, "", "", b"x")],
     dict[str, Any]: {"a": 1},
 }

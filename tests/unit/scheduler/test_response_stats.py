@@ -6,6 +6,7 @@ from typing import Any
 
 from shmserve.ipc import messages as m
 from shmserve.scheduler.statistics.response_stats import LAST_INDEX
+from shmserve.supervisor.models.version.carry_over import CarryOver
 from tests.rigs.scheduler_rig import MS, Rig
 
 NONE = {"count": 0, "ns": 0}
@@ -13,9 +14,13 @@ NONE = {"count": 0, "ns": 0}
 
 def stats(rig: Rig) -> dict[str, dict[str, tuple[int, int]]]:
     """What is not zero, as (count, ns)."""
+    return stats_of(rig.report())
+
+
+def stats_of(report: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
     return {
         index: {name: (each["count"], each["ns"]) for name, each in row.items() if each != NONE}
-        for index, row in rig.report()["response_stats"].items()
+        for index, row in report["response_stats"].items()
     }
 
 
@@ -106,6 +111,26 @@ def test_the_table_has_an_end() -> None:
     found = stats(rig)
     assert len(found) == LAST_INDEX + 1
     assert found[str(LAST_INDEX)]["success"][0] == 5
+
+
+def test_they_are_not_among_what_is_kept_once_a_second_and_outlive_their_scheduler() -> None:
+    rig, peer, _, key = begun()
+    give(rig, peer, key, MS, 1)
+    counts = CarryOver(lambda _: None)
+    shown = rig.report()
+    give(rig, peer, key, MS, 1, final=True)
+    rig.control.take()
+    rig.scheduler.from_control(m.KeepStatistics(), rig.now)
+    ((_, kept),) = rig.control.take()
+    assert "response_stats" not in kept.statistics
+    assert [*kept.statistics] == [name for name in shown if name != "response_stats"]
+    for known in ([], [m.StatisticsKept(shown, [])]):
+        for each in (*known, kept):
+            counts.keep(each.statistics, each.metrics)
+        successor = Rig(decoupled=True)
+        successor.scheduler.go_on(counts.kept, [], successor.now)
+        assert successor.report()["inference_stats"]["success"]["count"] == 1
+        assert stats(successor) == (stats_of(shown) if known else {})
 
 
 def test_ordinary_models_have_none() -> None:

@@ -37,6 +37,7 @@ from shmserve.workers.backends.native import signature as predict_signature
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.device import open_device
+from shmserve.workers.sequences.config import as_model_sees
 from shmserve.workers.user_code import import_file, says_ready
 
 _DEFAULT_MAX_BATCH_SIZE = 32
@@ -80,7 +81,7 @@ class NativeBackend(Backend):
         context = self.context
         kind = self._find(config)
         predict = predict_signature.read(kind)
-        signature = Signature(config, context.version)
+        signature = Signature(as_model_sees(config), context.version)
         _check(signature, predict)
         if predict.streams != is_decoupled(config):
             what = "yields its responses" if predict.streams else "returns its one response"

@@ -33,6 +33,7 @@ from shmserve.workers.backends.pytorch.programs import (
 )
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.device import open_device
+from shmserve.workers.sequences.config import as_model_sees
 
 _FILES = ("model.pt", "model.pt2", "model.py")
 # As Triton reads them.
@@ -66,7 +67,7 @@ class PytorchBackend(Backend):
 
     def load(self, config: dict[str, Any]) -> None:
         """Load the file and match it with the configuration."""
-        signature = Signature(config, self.context.version)
+        signature = Signature(as_model_sees(config), self.context.version)
         strings = [s.name for s in signature.inputs.values() if s.datatype == "BYTES"]
         if strings:
             raise InvalidArgument(

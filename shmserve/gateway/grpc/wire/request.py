@@ -13,8 +13,6 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.inference.request import (
-    SEQUENCE_END,
-    SEQUENCE_START,
     RegionRange,
     WireInput,
     WireOutput,
@@ -23,6 +21,7 @@ from shmserve.gateway.inference.request import (
     correlation_id,
 )
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.signature import shape_text
 from shmserve.proto.grpc_service_pb2 import (

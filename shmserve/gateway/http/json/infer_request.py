@@ -19,8 +19,6 @@ from shmserve.gateway.http.json.parser import (
     unsigned,
 )
 from shmserve.gateway.inference.request import (
-    SEQUENCE_END,
-    SEQUENCE_START,
     RegionRange,
     WireInput,
     WireOutput,
@@ -29,6 +27,7 @@ from shmserve.gateway.inference.request import (
     correlation_id,
 )
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.ranges import LARGEST, LARGEST_UNSIGNED
 from shmserve.ipc.tensors.signature import check_extent
 

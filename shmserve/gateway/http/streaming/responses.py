@@ -7,8 +7,6 @@ import http
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from aiohttp.http import HttpVersion10
-
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.request import Request
 from shmserve.gateway.http.response import Reply, drain
@@ -104,7 +102,7 @@ class StreamReply(Reply):
         transport = request.connection.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
-        chunked = request.version != HttpVersion10
+        chunked = request.version > (1, 0)
         self.close = self.close or not chunked
         transport.write(self._start(chunked=chunked))
         ended = False

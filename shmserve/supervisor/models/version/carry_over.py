@@ -22,8 +22,9 @@ class CarryOver:
         self._successor: CarryOver | None = None
 
     def keep(self, statistics: dict[str, Any], metrics: list[list[Any]]) -> None:
-        """The scheduler has counted so much."""
-        self.kept = [statistics, metrics]
+        """The scheduler has counted so much; a key that is not there is as it was."""
+        before = self.kept[0] if self.kept else {}
+        self.kept = [{**before, **statistics}, metrics]
         self._pass_on()
 
     def hand_to(self, successor: CarryOver | None) -> None:

@@ -107,6 +107,7 @@ class SchedulerProcess:
             request_timeout_us=server.request_timeout_us,
             max_queue_size=server.max_queue_size,
             delay_scheduler=server.delay_scheduler,
+            backlog_delay_scheduler=server.backlog_delay_scheduler,
             quantiles=server.metrics.kept_quantiles,
         )
         start = SchedulerStart(

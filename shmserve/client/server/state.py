@@ -7,7 +7,7 @@ import threading
 from abc import abstractmethod
 from typing import Protocol
 
-from shmserve.client.models import Models
+from shmserve.client.server.models import Models
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place
 

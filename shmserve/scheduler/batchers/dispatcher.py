@@ -1,0 +1,53 @@
+"""What brings requests from the queue to the instances: one kind of it a kind of scheduling."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from shmserve.ipc.messages import Submit
+from shmserve.scheduler.requests.queue import EXPIRED
+from shmserve.scheduler.requests.request import Request
+
+
+class Identity(NamedTuple):
+    """The sequence that a request belongs to, and its flags there."""
+
+    correlation_id: int | str
+    flags: int
+
+
+class Dispatcher(ABC):
+    """Starts what can run. Requests need not belong to anything unless a kind says so."""
+
+    @abstractmethod
+    def run(self, now_ns: int) -> int:
+        """Start all that can; returns when to try again if nothing happens before."""
+
+    @abstractmethod
+    def hurry(self) -> None:
+        """Nothing more comes that would be worth waiting for."""
+
+    def identify(self, message: Submit) -> Identity | None:
+        """The sequence that a request belongs to, before it is admitted to the queue.
+
+        Raises InvalidArgument or QueueFull for one that may not be.
+        """
+        return None
+
+    def admitted(self, request: Request, identity: Identity | None) -> None:  # noqa: B027
+        """A request is in the queue."""
+
+    def removed(  # noqa: B027
+        self, request: Request, now_ns: int, *, expired: bool = False, apart: bool = False
+    ) -> None:
+        """A request was taken out of the queue, for ever; what cannot run without it fails, unless
+        it is dealt with `apart`."""
+
+    def expired_text(self, request: Request) -> str:
+        """What a request is told whose time is over while it waits."""
+        return EXPIRED
+
+    def goes_on(self, message: Submit) -> bool:
+        """Whether a request may come while the model is being stopped."""
+        return False

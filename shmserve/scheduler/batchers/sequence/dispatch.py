@@ -1,0 +1,218 @@
+"""From the queue to the instances, for sequences: each has its slot at one of them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.inflight import correlation_fields
+from shmserve.ipc.messages import SequenceRow, Submit
+from shmserve.ipc.tensors.inference import SEQUENCE_START
+from shmserve.ipc.tensors.signature import id_prefix
+from shmserve.scheduler.batchers.base import WaitUntil
+from shmserve.scheduler.batchers.dispatcher import Dispatcher, Identity
+from shmserve.scheduler.batchers.sequence.direct import DirectLane
+from shmserve.scheduler.batchers.sequence.lane import Lane, Rows, Sequence
+from shmserve.scheduler.batchers.sequence.oldest import OldestLane
+from shmserve.scheduler.batchers.sequence.sequences import Sequences
+from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.losses import state_lost
+from shmserve.scheduler.instances.pool import Pool, Slot
+from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
+from shmserve.scheduler.requests.request import NEVER, Event, Request
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.statistics.counters import Reason
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG_EXPIRED = "timeout of the corresponding sequence has been expired"
+_MISSED = "an earlier request of the sequence was cancelled or timed out, which ended it"
+
+
+class SequenceDispatch(Dispatcher):
+    """Starts what can run: an instance that is free gets the next batch of its slots."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        queue: RequestQueue,
+        pool: Pool,
+        executions: Executions,
+        responses: Responses,
+    ) -> None:
+        assert settings.sequences is not None
+        rules = self._rules = settings.sequences
+        self._name = settings.name
+        self._queue = queue
+        self._pool = pool
+        self._executions = executions
+        self._responses = responses
+        self._sequences = Sequences(settings.name, rules.idle_ns, rules.most, rules.iterative)
+        self._lanes: dict[bytes, Lane] = {}
+        self._numbers = itertools.count()
+        self._members = -1  # the pool's, as of the last turn
+        self._own_ids = itertools.count(1)
+        self._hurries = False
+        self._holds = rules.hold > 0 or rules.hold_backlog > 0
+        executions.on_reschedule = self._again
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def identify(self, message: Submit) -> Identity:
+        """The sequence and the flags that a request counts as.
+
+        Raises InvalidArgument for one that cannot be of a sequence, QueueFull where too many
+        sequences wait.
+        """
+        prefix = id_prefix(message.request_id)
+        model = f"inference request to model '{self._name}'"
+        correlation_id: int | str = message.correlation_text or message.correlation_id
+        flags = message.flags
+        if not correlation_id and self._rules.iterative:
+            correlation_id = next(i for i in self._own_ids if not self._sequences.knows(i))
+            flags |= SEQUENCE_START
+        if not correlation_id:
+            raise InvalidArgument(
+                f"{prefix}{model} must specify a non-zero or non-empty correlation ID"
+            )
+        if message.batch_size > 1:
+            raise InvalidArgument(
+                f"{prefix}{model} must specify batch-size 1 due to requirements of sequence batcher"
+            )
+        self._rules.check_datatype(correlation_id, prefix, self._name)
+        self._sequences.check(correlation_id, flags, prefix)
+        return Identity(correlation_id, flags)
+
+    def goes_on(self, message: Submit) -> bool:
+        """Whether it belongs to a sequence that has begun: that may be finished while the model is
+        being stopped."""
+        known = self._sequences.knows(message.correlation_text or message.correlation_id)
+        return known and not message.flags & SEQUENCE_START
+
+    def admitted(self, request: Request, identity: Identity | None) -> None:
+        """As `Dispatcher` says."""
+        assert identity is not None
+        request.flags = identity.flags
+        if self._sequences.arrive(request, identity.correlation_id):
+            logger.warning(
+                "sequence %s of model '%s' began anew without having ended",
+                identity.correlation_id,
+                self._name,
+            )
+
+    def expired_text(self, request: Request) -> str:
+        """As `Dispatcher` says: of a sequence that waits for a slot, all goes."""
+        return EXPIRED if request.sequence.lane is not None else _BACKLOG_EXPIRED
+
+    def removed(
+        self, request: Request, now_ns: int, *, expired: bool = False, apart: bool = False
+    ) -> None:
+        """As `Dispatcher` says: what is behind it in its sequence would miss it, and goes too."""
+        sequence: Sequence = request.sequence
+        code, text, reason = "CANCELLED", _MISSED, Reason.CANCELED
+        first = request
+        if expired:
+            code, reason = "UNAVAILABLE", Reason.REJECTED
+            if sequence.lane is None:
+                text, first = _BACKLOG_EXPIRED, sequence.waiting[0]
+        followers = self._sequences.drop(first)
+        if first is not request:
+            followers = [first, *(each for each in followers if each is not request)]
+        for each in () if apart else followers:
+            self._fail(each, code, text, reason, now_ns)
+
+    def _fail(self, request: Request, code: str, text: str, reason: Reason, now_ns: int) -> None:
+        self._queue.remove(request)
+        self._responses.fail(request, code, text, reason, now_ns)
+
+    def _again(self, request: Request) -> None:
+        """Its model has asked for an executed request once more."""
+        self._queue.put_back(request)
+        self._sequences.again(request)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """As `Dispatcher` says."""
+        self._holds = False
+        self._hurries = True
+        for lane in self._lanes.values():
+            lane.hurry()
+
+    def run(self, now_ns: int) -> int:
+        """As `Dispatcher` says."""
+        sequences = self._sequences
+        if self._members != self._pool.members:
+            self._members = self._pool.members
+            self._follow(now_ns)
+        slots = [(lane, self._pool.by_peer(peer)) for peer, lane in self._lanes.items()]
+        for lane, slot in slots:
+            if lane.runs and slot is not None and slot.execution is None:
+                sequences.returned(lane, now_ns)
+        for idle in sequences.reap(now_ns):
+            logger.info("sequence %s of model '%s' was idle for too long", idle.id, self._name)
+        wake_ns = NEVER
+        if not self._waits_for_more():
+            for lane, slot in slots:
+                if slot is not None and slot.idle:
+                    wake_ns = min(wake_ns, self._start(lane, slot, now_ns))
+        return min(wake_ns, sequences.next_idle_ns())
+
+    def _follow(self, now_ns: int) -> None:
+        """Take note of the instances that came and went."""
+        there = {slot.peer: slot for slot in self._pool.ready()}
+        for peer in self._lanes.keys() - there.keys():
+            for sequence in self._sequences.leave(self._lanes.pop(peer)):
+                text = state_lost(sequence.id)
+                for request in sequence.waiting:
+                    self._fail(request, "INTERNAL", text, Reason.BACKEND, now_ns)
+        for slot in sorted(there.values(), key=lambda slot: slot.index):
+            if slot.peer not in self._lanes:
+                lane = self._lanes[slot.peer] = self._lane(slot)
+                self._sequences.join(lane)
+
+    def _lane(self, slot: Slot) -> Lane:
+        rules = self._rules
+        lane: Lane
+        number = (slot.index, next(self._numbers))
+        if rules.oldest is not None:
+            lane = OldestLane(slot.peer, number, rules.slots, rules.oldest)
+        else:
+            lane = DirectLane(
+                slot.peer, number, rules.slots, rules.delay_ns, rules.minimum_utilization
+            )
+        if self._hurries:
+            lane.hurry()
+        return lane
+
+    def _waits_for_more(self) -> bool:
+        """Whether so many requests are to come before the first batch (a hook for tests)."""
+        if self._holds:
+            backlog = sum(len(sequence.waiting) for sequence in self._sequences.backlog)
+            in_slots = len(self._queue) - backlog
+            self._holds = in_slots < self._rules.hold or backlog < self._rules.hold_backlog
+        return self._holds
+
+    def _start(self, lane: Lane, slot: Slot, now_ns: int) -> int:
+        """Give an idle instance its next batch; returns when to ask again, NEVER: no need."""
+        decision = lane.decide(now_ns, self._executions.service_time.reserve_ns)
+        if isinstance(decision, Rows):
+            # Before they begin: who ends then has no slot any more.
+            rows = [_row(number, sequence) for number, sequence in decision.rows]
+            requests = self._sequences.begin(lane, decision.rows)
+            for request in requests:
+                self._queue.remove(request)
+                request.meet(Event.DISPATCH)
+            self._executions.start(requests, decision.reason, now_ns, slot, rows)
+        elif isinstance(decision, WaitUntil):
+            return decision.ns
+        return NEVER
+
+
+def _row(number: int, sequence: Sequence | None) -> SequenceRow:
+    if sequence is None:
+        return SequenceRow(number, 0)
+    request = sequence.waiting[0]
+    return SequenceRow(number, request.key, request.flags, *correlation_fields(sequence.id))

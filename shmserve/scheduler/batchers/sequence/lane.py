@@ -1,0 +1,67 @@
+"""A lane: the slots of one instance, each of which one sequence has at a time (pure)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+from shmserve.ipc.transport.records import record
+from shmserve.scheduler.batchers.base import Closed, WaitUntil
+from shmserve.scheduler.requests.request import Request
+
+
+class Sequence:
+    """Requests with one correlation id, from a START to an END, in the order of their arrival.
+
+    It has a slot (`lane`, `slot`) or waits in the backlog (no `lane`). At most one of its requests
+    runs at a time. `ended`: no more can come. `begun`: its instance has state of it.
+    """
+
+    __slots__ = ("begun", "ended", "id", "lane", "running", "slot", "waiting")
+
+    def __init__(self, correlation_id: int | str) -> None:
+        self.id = correlation_id
+        self.waiting: deque[Request] = deque()
+        self.running: Request | None = None
+        self.lane: Lane | None = None
+        self.slot = 0
+        self.ended = False
+        self.begun = False
+
+
+@record
+class Rows:
+    """Run these now, each in its slot; None is a null row."""
+
+    rows: list[tuple[int, Sequence | None]]
+    reason: Closed
+
+
+class Lane(ABC):
+    """The `slots` of the instance at `peer`, and what it `runs`. `number` orders the lanes."""
+
+    def __init__(self, peer: bytes, number: tuple[int, int], slots: int) -> None:
+        self.peer = peer
+        self.number = number
+        self.slots: list[Sequence | None] = [None] * slots
+        self.runs: list[Sequence] = []
+        self.gone = False
+
+    @abstractmethod
+    def offer(self, sequence: Sequence) -> None:
+        """The first waiting request of a sequence may run."""
+
+    @abstractmethod
+    def withdraw(self, sequence: Sequence) -> None:
+        """It may not any more, or runs; nothing if it was not offered."""
+
+    @abstractmethod
+    def decide(self, now_ns: int, reserve_ns: int) -> Rows | WaitUntil | None:
+        """What to run now that the instance is idle; None: nothing is there.
+
+        `reserve_ns`: how long before a deadline a batch must start to be done in time.
+        """
+
+    @abstractmethod
+    def hurry(self) -> None:
+        """Nothing more comes that would be worth waiting for."""

@@ -1,0 +1,257 @@
+"""The table of sequences: who is open, who has which slot, who waits for one, who is idle (pure).
+
+    START ──> a free slot, the lowest of all instances' ──> END, put into a batch: the slot is free
+          └─> the backlog, first come first served ──┘  └─> idle for too long: the slot is free,
+                                                            and the model hears nothing of it
+
+An id is a client's word: who sends the same one belongs to the same sequence, whoever it is. A
+number and a text are never the same id. END takes the id out at once: a START after it is another
+sequence, which may run elsewhere while the first still does. A START on an id that is open begins
+anew in the same slot. Every operation takes the same time however many sequences there are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+from shmserve.errors import InvalidArgument, QueueFull
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.scheduler.batchers.sequence.lane import Lane, Sequence
+from shmserve.scheduler.requests.request import NEVER, Request
+
+_LOST_REMEMBERED = 4096
+
+
+class Sequences:
+    """All sequences of a model. They are idle after `idle_ns`, and `most` may wait for a slot.
+
+    `once`: a sequence is one request, which its model may ask for again; it ends with that.
+    """
+
+    def __init__(self, model: str, idle_ns: int, most: int, once: bool = False) -> None:
+        self._model = model
+        self._idle_ns = idle_ns
+        self._most = most
+        self._once = once
+        self._open: dict[int | str, Sequence] = {}
+        self._free: list[tuple[int, tuple[int, int], Lane]] = []
+        self._backlog: OrderedDict[Sequence, None] = OrderedDict()
+        self._idle: OrderedDict[Sequence, int] = OrderedDict()  # since when
+        self._lost: OrderedDict[int | str, None] = OrderedDict()
+
+    @property
+    def open(self) -> int:
+        """How many sequences have begun and not ended."""
+        return len(self._open)
+
+    @property
+    def backlog(self) -> Iterable[Sequence]:
+        """Those that wait for a slot, in order."""
+        return self._backlog
+
+    def knows(self, correlation_id: int | str) -> bool:
+        """Whether a sequence with this id is open."""
+        return correlation_id in self._open
+
+    # --- instances --------------------------------------------------------------------------------
+
+    def join(self, lane: Lane) -> None:
+        """An instance is there: its slots are free."""
+        for slot in range(len(lane.slots)):
+            heapq.heappush(self._free, (slot, lane.number, lane))
+        self._fill()
+
+    def leave(self, lane: Lane) -> list[Sequence]:
+        """An instance is gone, and with it the state of these, which are over. Those that it has
+        not begun wait for another slot, before all others."""
+        lane.gone = True
+        lost: list[Sequence] = []
+        kept: list[Sequence] = []
+        for sequence in lane.slots:
+            if sequence is None:
+                continue
+            sequence.lane = None
+            self._idle.pop(sequence, None)
+            if sequence.begun:
+                lost.append(sequence)
+                self._close(sequence)
+                self._remember(sequence.id)
+            else:
+                kept.append(sequence)
+        for sequence in sorted(kept, key=lambda each: each.waiting[0].key, reverse=True):
+            self._backlog[sequence] = None
+            self._backlog.move_to_end(sequence, last=False)
+        self._fill()
+        return lost
+
+    def _remember(self, correlation_id: int | str) -> None:
+        self._lost[correlation_id] = None
+        if len(self._lost) > _LOST_REMEMBERED:
+            self._lost.popitem(last=False)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def check(self, correlation_id: int | str, flags: int, prefix: str = "") -> None:
+        """Raises InvalidArgument for a request that belongs to no sequence, QueueFull where too
+        many wait."""
+        if correlation_id in self._open:
+            return
+        if not flags & SEQUENCE_START:
+            text = (
+                f"{prefix}inference request for sequence {correlation_id} to model "
+                f"'{self._model}' must specify the START flag on the first request of the sequence"
+            )
+            if correlation_id in self._lost:
+                text += "; the state of this one was lost when the model's worker died"
+            raise InvalidArgument(text)
+        if len(self._backlog) >= self._most:
+            raise QueueFull(
+                f"{prefix}model '{self._model}' has {self._most} sequences that wait for a slot, "
+                "which is as many as may"
+            )
+
+    def arrive(self, request: Request, correlation_id: int | str) -> bool:
+        """A request that was checked waits for its turn; whether it has begun an id anew that was
+        open."""
+        sequence = self._open.get(correlation_id)
+        anew = sequence is not None and bool(request.flags & SEQUENCE_START)
+        if sequence is None:
+            self._lost.pop(correlation_id, None)
+            sequence = self._open[correlation_id] = Sequence(correlation_id)
+            self._backlog[sequence] = None
+        request.sequence = sequence
+        sequence.waiting.append(request)
+        if request.flags & SEQUENCE_END:
+            self._close(sequence)
+        self._idle.pop(sequence, None)
+        if sequence.lane is None:
+            self._fill()
+        elif sequence.running is None:
+            sequence.lane.offer(sequence)
+        return anew
+
+    def _close(self, sequence: Sequence) -> None:
+        sequence.ended = True
+        if self._open.get(sequence.id) is sequence:
+            del self._open[sequence.id]
+
+    def drop(self, request: Request) -> list[Request]:
+        """A waiting request has left; those behind it leave with it, up to a START: they would miss
+        it. Where none is left to come, the sequence has ended."""
+        sequence: Sequence = request.sequence
+        if request not in sequence.waiting:
+            return []  # it has left with one before it
+        kept: deque[Request] = deque()
+        followers: list[Request] = []
+        leaving = False
+        for each in sequence.waiting:
+            if each is request:
+                leaving = True
+            elif leaving and not each.flags & SEQUENCE_START:
+                followers.append(each)
+            else:
+                leaving = False
+                kept.append(each)
+        sequence.waiting = kept
+        if leaving:  # to the end of it
+            self._close(sequence)
+        self._settle(sequence)
+        return followers
+
+    def _settle(self, sequence: Sequence) -> None:
+        """After requests have left."""
+        lane = sequence.lane
+        if sequence.waiting or sequence.running is not None:
+            if lane is not None and not sequence.waiting:
+                lane.withdraw(sequence)
+        elif lane is None:
+            self._backlog.pop(sequence, None)
+        else:
+            self._release(sequence)
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Give free slots to those that wait."""
+        while self._backlog:
+            while self._free and self._free[0][2].gone:
+                heapq.heappop(self._free)
+            if not self._free:
+                return
+            slot, _, lane = heapq.heappop(self._free)
+            sequence, _ = self._backlog.popitem(last=False)
+            sequence.lane, sequence.slot = lane, slot
+            lane.slots[slot] = sequence
+            lane.offer(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        lane = sequence.lane
+        assert lane is not None
+        lane.withdraw(sequence)
+        lane.slots[sequence.slot] = None
+        sequence.lane = None
+        self._idle.pop(sequence, None)
+        heapq.heappush(self._free, (sequence.slot, lane.number, lane))
+        self._fill()
+
+    # --- executions -------------------------------------------------------------------------------
+
+    def begin(self, lane: Lane, rows: Iterable[tuple[int, Sequence | None]]) -> list[Request]:
+        """These run now: their requests, in order. Who has had its END makes room at once."""
+        begun: list[Request] = []
+        over: list[Sequence] = []
+        for _, sequence in rows:
+            if sequence is None:
+                continue
+            request = sequence.waiting.popleft()
+            sequence.running = request
+            sequence.begun = True
+            lane.withdraw(sequence)
+            lane.runs.append(sequence)
+            begun.append(request)
+            if sequence.ended and not sequence.waiting and not self._once:
+                over.append(sequence)
+        for sequence in over:
+            self._release(sequence)
+        return begun
+
+    def again(self, request: Request) -> None:
+        """Its model wants a request once more: before all others of its sequence."""
+        sequence: Sequence = request.sequence
+        request.flags = 0
+        sequence.waiting.appendleft(request)
+
+    def returned(self, lane: Lane, now_ns: int) -> None:
+        """What an instance has run is back."""
+        runs, lane.runs = lane.runs, []
+        for sequence in runs:
+            sequence.running = None
+            if sequence.lane is not lane:
+                continue  # it has made room
+            if sequence.waiting:
+                lane.offer(sequence)
+            elif sequence.ended or self._once:
+                self._close(sequence)
+                self._release(sequence)
+            else:
+                self._idle[sequence] = now_ns
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def next_idle_ns(self) -> int:
+        """When `reap` may have something, or NEVER."""
+        return next(iter(self._idle.values())) + self._idle_ns if self._idle else NEVER
+
+    def reap(self, now_ns: int) -> list[Sequence]:
+        """End the sequences that have had nothing to run for too long."""
+        over: list[Sequence] = []
+        while self._idle:
+            sequence, since_ns = next(iter(self._idle.items()))
+            if now_ns - since_ns < self._idle_ns:
+                break
+            self._close(sequence)
+            self._release(sequence)
+            over.append(sequence)
+        return over

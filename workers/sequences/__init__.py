@@ -1,0 +1,6 @@
+"""What a worker adds to the requests of sequences.
+
+config.py     what a model's sequence_batching says of its tensors; the model's own view of them
+controls.py   control inputs: START, END, READY, CORRID
+execute.py    a batch of sequences: a row a slot, null rows, nothing that runs twice
+"""

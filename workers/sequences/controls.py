@@ -1,0 +1,81 @@
+"""Control inputs: the tensors that tell a model where in its sequence a request is (pure).
+
+One element each, shape [1], or [1, 1] where the model batches.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.ipc.transport.records import record
+from shmserve.workers.batch.request import Input
+
+_START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
+_END, _CORRID = "CONTROL_SEQUENCE_END", "CONTROL_SEQUENCE_CORRID"
+# Of each pair [false, true] its datatype, and how struct packs one.
+_PAIRS = {
+    "int32_false_true": ("INT32", "<i"),
+    "fp32_false_true": ("FP32", "<f"),
+    "bool_false_true": ("BOOL", "<?"),
+}
+
+
+@record
+class Control:
+    """One control input: the bytes of its false and its true; of the correlation id none."""
+
+    name: str
+    kind: str
+    datatype: str
+    values: tuple[bytes, bytes] = (b"", b"")
+
+    def data(self, row: SequenceRow) -> bytes:
+        """Its bytes for a row."""
+        if self.kind == _CORRID:
+            return self._id(row)
+        ready = row.key != 0
+        says = {
+            _START: ready and row.flags & SEQUENCE_START,
+            _END: ready and row.flags & SEQUENCE_END,
+            _READY: ready,
+        }
+        return self.values[bool(says[self.kind])]
+
+    def _id(self, row: SequenceRow) -> bytes:
+        if self.datatype == "BYTES":
+            text = row.correlation_text.encode()
+            return struct.pack("<I", len(text)) + text
+        # The low bytes of what is too large, as Triton has it.
+        return (row.correlation_id % 2**64).to_bytes(8, "little")[: ITEM_SIZE[self.datatype]]
+
+
+def read(config: dict[str, Any]) -> list[Control]:
+    """The control inputs of a model's configuration."""
+    batching = config.get("sequence_batching") or {}
+    found: list[Control] = []
+    for tensor in batching.get("control_input") or ():
+        for control in tensor.get("control") or ():
+            kind = control.get("kind") or _START
+            if kind == _CORRID:
+                found.append(Control(tensor["name"], kind, FROM_CONFIG[control["data_type"]]))
+                continue
+            for field, (datatype, form) in _PAIRS.items():
+                if control.get(field):
+                    false, true = (struct.pack(form, value) for value in control[field])
+                    found.append(Control(tensor["name"], kind, datatype, (false, true)))
+    return found
+
+
+def inputs(controls: list[Control], row: SequenceRow, batched: bool) -> dict[str, Input]:
+    """The control inputs of a row, by name."""
+    shape = (1, 1) if batched else (1,)
+    return {
+        control.name: Input(
+            control.name, control.datatype, shape, memoryview(bytearray(control.data(row)))
+        )
+        for control in controls
+    }
