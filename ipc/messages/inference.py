@@ -73,6 +73,21 @@ class ReportStatistics:
 
 
 @message
+class ReportTimes:
+    """Say how long each request of this client took: `Timed`, before its last response."""
+
+
+@message
+class Timed:
+    """How long the execution of a request that succeeded took, in ns, by phase."""
+
+    id: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
+
+
+@message
 class Finished:
     """The request succeeded; `body` is a packed `Inferred`."""
 

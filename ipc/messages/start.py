@@ -49,6 +49,7 @@ class SchedulerStart:
     run_dir: Path
     capability_key: bytes
     group: int = -1
+    arena_byte_size: int = 0  # of an ensemble
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     kept: list[Any] = field(default_factory=list)
     alive: list[int] = field(default_factory=list)

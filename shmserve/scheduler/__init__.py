@@ -17,6 +17,8 @@ instances/              pool.py         slots: who is there, who is free, what e
                         losses.py       workers that died, overran or talked nonsense: retries
                         service_time.py moving averages of how long executions take
 statistics/             counters, histograms, quantiles, responses by index
+ensemble/               the scheduler of an ensemble: its steps are other models
+waiting.py              waiting for sockets, or for a time in microseconds
 reports.py              what clients, and a successor, are told of them
 local_clients.py        requests of programs outside the server, checked
 """

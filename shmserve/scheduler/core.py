@@ -31,6 +31,7 @@ from shmserve.ipc.messages import (
     ProcessExited,
     Release,
     ReportStatistics,
+    ReportTimes,
     SetLogging,
     Stop,
     Submit,
@@ -119,12 +120,14 @@ class Scheduler:
                 self._executions.release(client.pid, message.pid, message.offsets)
             case ReportStatistics():
                 self._reports.tell(peer, message.id, now_ns)
+            case ReportTimes():
+                client.timed = True
             case _:
                 assert_never(message)
 
     def _new_client(self, peer: bytes) -> Client:
         if len(self._clients) >= _MOST_CLIENTS:
-            self._clients = {p: c for p, c in self._clients.items() if c.requests}
+            self._clients = {p: c for p, c in self._clients.items() if c.requests or c.timed}
         client = self._clients[peer] = Client(peer)
         return client
 

@@ -166,7 +166,7 @@ def compose(
 
     def local_client_left(number: int) -> None:
         # Its requests first, so that no worker begins one whose memory it has dropped.
-        control.broadcast(ProcessExited(number), "scheduler")
+        control.broadcast(ProcessExited(number), "scheduler", "ensemble")
         lent.give_back(number)
         control.broadcast(ProcessExited(number), "worker")
 

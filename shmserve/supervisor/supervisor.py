@@ -151,7 +151,7 @@ class Supervisor:
         self.readiness.exited(child.pid)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
-        everybody = ("gateway", "scheduler", "worker", LOCAL_CLIENT)
+        everybody = ("gateway", "scheduler", "ensemble", "worker", LOCAL_CLIENT)
         context.broadcast(ProcessExited(child.pid), *everybody)
 
     # --- end

@@ -33,10 +33,10 @@ from shmserve.ipc.messages import (
     SchedulerLost,
     Settled,
 )
+from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.workers.bls.links import Links
 from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
 from shmserve.workers.bls.request import CallMemory, CallRequest, CallResponse, PlacedInputs, copied
 from shmserve.workers.bls.shared_wait import SharedWait
@@ -146,7 +146,7 @@ class CallRouter:
         self._ids = count(1)
         self.waiting = SharedWait(self._take)
         self._lock = self.waiting.lock
-        self._links = Links(self.waiting.add, self.waiting.remove)
+        self._links = SchedulerLinks(self.waiting.add, self.waiting.remove)
         self._table: InflightTable[Call] = InflightTable()
         self._left: deque[Call] = deque()  # to be cancelled
         self._doubtful: list[_Doubt] = []

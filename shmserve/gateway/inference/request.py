@@ -1,5 +1,5 @@
-"""An inference request as its client states it, whatever protocol it came by: not checked against
-its model yet."""
+"""The neutral form of an inference request, whatever protocol it came by: parsed, not checked
+against its model yet."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class WireRequest:
 
 
 def check_number(members: Sized, noun: str) -> None:
-    """Raise InvalidArgument for more than any model has: nobody else is answered while a request is
-    understood, and there is room for millions in it."""
+    """Raise InvalidArgument for more than any model has: no other request is handled while one is
+    parsed, and there is room for millions in it."""
     if len(members) > _MOST_OF_A_KIND:
         raise InvalidArgument(
             f"a request may have {_MOST_OF_A_KIND} {noun} at most, this one has {len(members)}"

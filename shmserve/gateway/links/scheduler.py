@@ -1,4 +1,4 @@
-"""A scheduler as the gateway sees it: a link, the requests in flight on it, and its successor."""
+"""The gateway's end of a scheduler: a link, the in-flight table, its successor in a fail-over."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Pending(InflightRequest):
 
 
 class Scheduler:
-    """A link to a scheduler, and what is in flight there.
+    """A link to a scheduler, and what is in flight there; reference counted.
 
     `users` counts the models that send to it and the responses that are being read; an unused, idle
     scheduler is dropped.
@@ -81,7 +81,7 @@ class Scheduler:
         self.reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.users = 0
         self.successor: Scheduler | None = None
-        self._unheard: list[m.Release] = []
+        self._unsent: list[m.Release] = []
         self._on_idle = on_idle
         # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
@@ -135,12 +135,12 @@ class Scheduler:
         try:
             self.release_outputs(unpack_inferred(message.body))
         except MalformedMessage as error:
-            logger.error("a worker's answer is malformed: %s", error)
+            logger.error("a worker's response is malformed: %s", error)
 
-    def release_outputs(self, answer: Inferred) -> None:
+    def release_outputs(self, inferred: Inferred) -> None:
         """Tell the workers that their outputs have been read; clients' regions are not theirs."""
         offsets: dict[int, list[int]] = {}
-        for tensor in answer.outputs:
+        for tensor in inferred.outputs:
             place = tensor.data
             if isinstance(place, Place) and place.memory.sealed:
                 offsets.setdefault(place.memory.pid, []).append(place.offset)
@@ -152,11 +152,11 @@ class Scheduler:
         if scheduler.link.connected:
             scheduler.link.post(release)
         else:
-            scheduler._unheard.append(release)
+            scheduler._unsent.append(release)
 
     def give_way(self, successor: Scheduler) -> None:
-        """This one is gone: `successor` hears what it could not."""
+        """This one is gone: `successor` is sent what was not sent here."""
         self.successor = successor
-        unheard, self._unheard = self._unheard, []
-        for release in unheard:
+        unsent, self._unsent = self._unsent, []
+        for release in unsent:
             self._release(release)

@@ -99,14 +99,16 @@ class Outcome(NamedTuple):
 
 
 class Client:
-    """Who submits: its address at our socket, its pid (0: unknown), its requests by number."""
+    """Who submits: its address at our socket, its pid (0: unknown), its requests by number, and
+    whether it is told how long they took."""
 
-    __slots__ = ("peer", "pid", "requests")
+    __slots__ = ("peer", "pid", "requests", "timed")
 
     def __init__(self, peer: bytes) -> None:
         self.peer = peer
         self.pid = first_number(peer)
         self.requests: dict[int, Request] = {}
+        self.timed = False
 
 
 class Request:

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from shmserve.ipc.messages import (
     Acknowledged,
+    EnsembleToSupervisor,
     GatewayToSupervisor,
     SchedulerToSupervisor,
     WorkerToSupervisor,
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _MAY_SEND = {
     "gateway": frozenset(get_args(GatewayToSupervisor)),
     "scheduler": frozenset(get_args(SchedulerToSupervisor)),
+    "ensemble": frozenset(get_args(EnsembleToSupervisor)),
     "worker": frozenset(get_args(WorkerToSupervisor)),
 }
 _MOST_UNKNOWN = 64
@@ -64,7 +66,7 @@ class Control:
 
     def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
         """Route messages of our process `pid`, those that came already too, to `handler`; `role` is
-        "gateway", "scheduler" or "worker"."""
+        "gateway", "scheduler", "ensemble" or "worker"."""
         self._processes[pid] = _Process(role, handler)
         known = [item for item in self._unknown if item[0] == pid]
         for item in known:
@@ -147,10 +149,10 @@ class Control:
         for pid in self.pids(*roles):
             self.send(pid, message)
 
-    async def publish(self, make: Callable[[int], Any], role: str) -> None:
-        """Send what `make(number)` gives to every process with this role; returns once each that
-        lives has acknowledged the number."""
-        pids = self.pids(role)
+    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+        """Send what `make(number)` gives to every process with one of these roles; returns once
+        each that lives has acknowledged the number."""
+        pids = self.pids(*roles)
         number, done = self._acknowledgements.begin(set(pids))
         message = make(number)
         for pid in pids:

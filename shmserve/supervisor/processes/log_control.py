@@ -37,7 +37,7 @@ class LogControl:
             self._settings = settings
             logs.apply(settings)
             news = SetLogging(asdict(settings))
-            self._control.broadcast(news, "gateway", "scheduler", "worker")
+            self._control.broadcast(news, "gateway", "scheduler", "ensemble", "worker")
         return asdict(settings)
 
     def on_message(self, pid: int, message: Any) -> None:

@@ -21,7 +21,6 @@ from shmserve.model_config import (
     parse_pbtxt,
     read_pbtxt,
     to_dict,
-    unsupported,
 )
 from shmserve.proto import model_config_pb2
 from tests.rigs.marked_configs import PYTHON, place
@@ -196,20 +195,6 @@ def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
 
 
 # --- what is not done --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", None),
-        ("dynamic_batching {}", None),
-        ("sequence_batching {}", None),
-        ('platform: "ensemble"', "ensemble_scheduling is not supported, required by model 'm'"),
-        ("model_transaction_policy { decoupled: true }", None),
-    ],
-)
-def test_what_is_not_served_is_said(text: str, expected: str | None) -> None:
-    assert unsupported(parse_pbtxt('name: "m" ' + text)) == expected
 
 
 def test_what_has_no_effect_is_listed() -> None:
