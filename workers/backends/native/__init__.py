@@ -1,10 +1,10 @@
 """Backend `native`: a class whose annotated `predict` gets whole batches; needs no configuration.
 
 The file is `default_model_filename` (model.py) in the version folder, the class the parameter
-"class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension) and
-`max_queue_delay_us` (0) as attributes, and the methods `load(self, context)`, `unload(self)` and
-`is_ready(self)`, plain or a coroutine, which is asked between two batches. One that is a
-`torch.nn.Module` is put on the device and into evaluation mode.
+"class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension),
+`max_queue_delay_us` (0), `batching_strategy` and `target_p99_ms` as attributes, and the methods
+`load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a coroutine, which is asked
+between two batches. One that is a `torch.nn.Module` is put on the device and into evaluation mode.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model a decoupled one: it gets one request, with `max_batch_size` 0 unless the class says
@@ -74,6 +74,7 @@ class NativeBackend(Backend):
         elif completed["max_batch_size"] > 1 and not has_scheduler(config):
             delay = _whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
+        completed["parameters"] = {**_strategy(model), **(config.get("parameters") or {})}
         return completed
 
     def load(self, config: dict[str, Any]) -> None:
@@ -171,6 +172,22 @@ def _whole(model: type, attribute: str, default: int) -> int:
             f"'{model.__name__}.{attribute}' must be an integer >= 0, got {value!r}"
         )
     return value
+
+
+def _strategy(model: type) -> dict[str, Any]:
+    """What the class says of its batching strategy, as parameters of a configuration."""
+    said: dict[str, Any] = {}
+    for name, kinds, what in (
+        ("batching_strategy", (str,), "a string"),
+        ("target_p99_ms", (int, float), "a number of milliseconds"),
+    ):
+        value = getattr(model, name, None)
+        if value is None:
+            continue
+        if type(value) not in kinds:
+            raise InvalidArgument(f"'{model.__name__}.{name}' must be {what}, got {value!r}")
+        said[name] = {"string_value": str(value)}
+    return said
 
 
 def _check(signature: Signature, predict: predict_signature.PredictSignature) -> None:
