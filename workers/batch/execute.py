@@ -1,4 +1,4 @@
-"""One batch of an instance: unpack, run, scatter; how each of its requests ended."""
+"""The executor of batches: unpack, run, scatter; a failed batch is retried one by one."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Executor:
         return self._run_streams([ResponseStream(self._writer, *each) for each in part])
 
     def _run_streams(self, streams: list[ResponseStream]) -> list[Reply]:
-        # Never again one by one: the model may have begun to answer.
+        # Never again one by one: the model may have begun to respond.
         before_ns = time.monotonic_ns()
         try:
             try:
@@ -141,8 +141,8 @@ class Executor:
     def _run_together(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
         """Execute and scatter; a batch that fails as a whole is run again one by one.
 
-        So a request that the model cannot take fails alone, and its neighbours are answered. One
-        that fails alone with views of shared memory is run again with copies.
+        So a request that the model cannot take fails alone, and its neighbours have their
+        responses. One that fails alone with views of shared memory is run again with copies.
         """
         requests = [request for _, request in part]
         alone = len(part) == 1

@@ -1,4 +1,4 @@
-"""The rows of a batch's requests -> the batch of each input, as one stretch of bytes.
+"""Gathering: the rows of a batch's requests to one contiguous batch of each input.
 
 rows next to each other in one memory, or a batch of one    a view: nothing is copied
 anything else                                               one copy into a buffer kept

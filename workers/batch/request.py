@@ -1,4 +1,4 @@
-"""What a backend is given and gives back: requests with inputs as views, responses with arrays.
+"""Requests and responses as backends have them: inputs are views, outputs arrays.
 
 Request   key, client_pid, inference, batch_size
   └─ inputs: {name: Input}     name, datatype, shape and bytes; an array when asked for

@@ -1,4 +1,5 @@
-"""The responses to a request of a decoupled model: any number, from any thread, until the last.
+"""Response streams of decoupled models, with back-pressure: any number of responses to a request,
+from any thread.
 
 send ──> credit? ──> scatter ──> ExecutionResponded, at once
 

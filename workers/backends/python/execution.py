@@ -86,7 +86,7 @@ class Execution:
             [request.outbox for request, item in pairs if item is None and request.outbox]
         )
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
-        return [self._answer(*pair) for pair in pairs]
+        return [self._response(*pair) for pair in pairs]
 
     def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
         """What `execute` has returned, if that is not yet a list."""
@@ -98,7 +98,7 @@ class Execution:
             raise self._misbehaved(_no_list(returned))
         return returned
 
-    def _answer(self, request: ReceivedRequest, response: Any) -> Response:
+    def _response(self, request: ReceivedRequest, response: Any) -> Response:
         if request.is_rescheduled:
             if self._iterative and response is None:
                 return Response(rescheduled=True)
