@@ -30,6 +30,20 @@ _AGES = {
 _COMPRESSION_LEVEL = "grpc.default_compression_level"
 _COMPRESSION_LEVELS = {"low": 1, "medium": 2, "high": 3}
 
+_EXPERIMENTS = "GRPC_EXPERIMENTS"
+_OWN_THREADS = "event_engine_listener"
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """`given`, in which gRPC's core has no threads of its own that read connections.
+
+    It reads this setting when it is loaded. Who reads instead: gateway/grpc/core/readers.py.
+    """
+    named = [name for name in given.get(_EXPERIMENTS, "").split(",") if name]
+    if not any(name.removeprefix("-") == _OWN_THREADS for name in named):
+        named.append(f"-{_OWN_THREADS}")
+    return {**given, _EXPERIMENTS: ",".join(named)}
+
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:

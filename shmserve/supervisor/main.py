@@ -1,4 +1,4 @@
-"""`shmserve serve`: the parts of a server, put together in the order in which they need each other.
+"""`shmserve serve`: the composition root, where the parts of a server are wired by constructor.
 
 listening sockets -> run directory -> compose -> Supervisor.run -> the run directory is removed
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.common import accelerators, fd_limits
+from shmserve.config import grpc
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
@@ -165,7 +166,7 @@ def compose(
 
     def local_client_left(number: int) -> None:
         # Its requests first, so that no worker begins one whose memory it has dropped.
-        control.broadcast(ProcessExited(number), "scheduler")
+        control.broadcast(ProcessExited(number), "scheduler", "ensemble")
         lent.give_back(number)
         control.broadcast(ProcessExited(number), "worker")
 
@@ -221,7 +222,7 @@ def compose(
 
 def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
     # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
-    single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    single = {**grpc.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
     return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, single)
 
 

@@ -51,7 +51,7 @@ class Transport(Protocol):
         raises Failed."""
 
     def close(self) -> None:
-        """Go."""
+        """Close the connection."""
 
 
 def response(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.common.fd_limits import share_of
+from shmserve.config.grpc import environment
 from shmserve.gateway.grpc.settings import GrpcSettings
 from shmserve.gateway.settings import GatewayStart, Settings
 from shmserve.ipc import endpoints
@@ -73,7 +75,9 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
         http_sockets=0,
         grpc=GrpcSettings(((host, number),)),
     )
-    process = subprocess.Popen([sys.executable, "-c", _BOOT], stdin=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, env=environment(os.environ)
+    )
     try:
         assert process.stdin is not None
         with process.stdin as pipe:

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3] / "shmserve"
+MAPS = (
+    *("cli/transports", "client", "gateway", "gateway/grpc", "ipc", "scheduler"),
+    *("supervisor", "workers"),
+)
 
 
 def named(package: Path) -> set[str]:

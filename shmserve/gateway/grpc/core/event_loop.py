@@ -46,7 +46,6 @@ def _once(sock: socket.socket, callback: Callable[..., Any], *args: Any) -> None
 
 
 def run(main: Any) -> None:
-    """Like `uvloop.run`, before anything of gRPC's has run."""
-    readers.prepare()
+    """Like `uvloop.run`."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(main)

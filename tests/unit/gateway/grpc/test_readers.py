@@ -7,23 +7,7 @@ import threading
 
 import pytest
 
-from shmserve.gateway.grpc.core.readers import experiments, start
-
-
-@pytest.mark.parametrize(
-    ("given", "ours", "made"),
-    [
-        ("", True, "-event_engine_listener"),
-        ("", False, "event_engine_listener"),
-        ("tcp_rcv_lowat", False, "tcp_rcv_lowat,event_engine_listener"),
-        ("event_engine_listener", True, "event_engine_listener"),
-        ("a,-event_engine_listener", False, "a,-event_engine_listener"),
-    ],
-)
-def test_our_threads_read_where_they_can_unless_somebody_decided(
-    given: str, ours: bool, made: str
-) -> None:
-    assert experiments(given, ours=ours) == made
+from shmserve.gateway.grpc.core.readers import start
 
 
 class _Queue:
@@ -45,8 +29,8 @@ def test_several_threads_wait_beside_the_one_of_grpc() -> None:
     queue._poll_wrapper()
 
 
-def test_what_is_not_gRPCs_queue_starts_nothing() -> None:
+def test_a_release_that_has_no_such_queue(caplog: pytest.LogCaptureFixture) -> None:
     before = threading.active_count()
-    start(print)
     start(functools.partial(print, 1))
     assert threading.active_count() == before
+    assert "one thread reads all connections" in caplog.text
