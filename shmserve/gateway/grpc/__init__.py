@@ -7,11 +7,10 @@
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin/                   the other RPCs
     client_identity.py       who calls
-    core/                    close to gRPC's core: event_loop.py under it, and readers.py, who reads
-                             connections; direct_unary.py, calls without a task;
-                             direct_stream.py, responses that go out together;
-                             call_watchdog.py, calls that wait for their client; sockets.py and
-                             connection_limits.py, its connections
+    core/                    close to gRPC's core: readers.py, who reads connections;
+                             direct_unary.py, calls without a task; direct_stream.py, responses
+                             that go out together; call_watchdog.py, calls that wait for their
+                             client; sockets.py and connection_limits.py, its connections
 
 What it shares with the HTTP listener is in gateway/inference and gateway/api.
 """
