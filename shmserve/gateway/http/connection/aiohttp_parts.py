@@ -1,4 +1,4 @@
-"""What this listener takes of aiohttp: its HTTP parser, and the stream that this puts a body into.
+"""An adapter to aiohttp: its HTTP parser, and the stream that this puts a body into.
 
 They are exported by `aiohttp.http` and `aiohttp`, but what they want of a protocol is written down
 nowhere: `connected`, `pause_reading` and `resume_reading`. So the versions are bound in
@@ -12,16 +12,25 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import aiohttp
-from aiohttp import StreamReader
-from aiohttp.http import (
-    HttpProcessingError,
-    HttpRequestParser,
-    HttpVersion,
-    HttpVersion10,
-    RawRequestMessage,
-)
 
 from shmserve.errors import Unavailable
+
+try:
+    from aiohttp import StreamReader
+    from aiohttp.http import (
+        HttpProcessingError,
+        HttpRequestParser,
+        HttpVersion,
+        HttpVersion10,
+        RawRequestMessage,
+    )
+except ImportError as error:  # `check` tells, in words, where a gateway starts
+    _not_there = str(error)
+    HttpRequestParser = StreamReader = None  # type: ignore[misc, assignment]
+    HttpProcessingError = HttpVersion = RawRequestMessage = None  # type: ignore[misc, assignment]
+    HttpVersion10 = None  # type: ignore[assignment]
+else:
+    _not_there = ""
 
 __all__ = (
     "HttpProcessingError",
@@ -82,7 +91,7 @@ class Parser(Protocol):
         """Parse no more of a body than what is parsed now, until `feed_data` comes again."""
 
     def message_consumed(self) -> None:
-        """A request is being answered: there is room for one more."""
+        """A request was taken from the queue: there is room for one more."""
 
 
 def make_parser(connection: Reading, loop: asyncio.AbstractEventLoop, most_queued: int) -> Parser:
@@ -103,6 +112,8 @@ def make_parser(connection: Reading, loop: asyncio.AbstractEventLoop, most_queue
 
 def check() -> None:
     """Raise Unavailable when the aiohttp that is installed is not like those that were tested."""
+    if _not_there:
+        raise _unfit(_not_there)
     missing = [
         f"{kind.__name__}.{name}"
         for kind, names in ((HttpRequestParser, _PARSER), (StreamReader, _READER))
