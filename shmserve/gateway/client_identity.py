@@ -150,7 +150,7 @@ class ClientIdentity:
         if self.listener.kind is ListenerKind.REMOTE:
             return REMOTE
         # No client of this host counts as one of another: what the kernel knows of it is gone as
-        # soon as it hangs up, and the server's own objects are not for whoever does that.
+        # soon as it hangs up, and the server's own objects are not for a client that does.
         found: Peer | None = None
         if self.listener.kind is ListenerKind.LOOPBACK:
             with contextlib.suppress(OSError):

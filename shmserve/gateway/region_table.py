@@ -229,8 +229,8 @@ class Pattern:
 class RegionTable:
     """The regions by name, and by id until nothing refers to them.
 
-    `on_released(memory_id)` hears when the last request leaves a withdrawn generation. `overlap`
-    says what becomes of outputs of two requests in one place: "error", "warn" or "ignore".
+    `on_released(memory_id)` is called when the last request leaves a withdrawn generation.
+    `overlap` is the policy for outputs of two requests in one place: "error", "warn" or "ignore".
     """
 
     def __init__(self, on_released: Callable[[int], None], overlap: str = "warn") -> None:

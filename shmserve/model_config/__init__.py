@@ -1,4 +1,4 @@
-"""A model's configuration: read it, fill it in, check it, show it.
+"""Model configuration (Triton's `config.pbtxt`): parsed, auto-completed, validated, presented.
 
 The order in which a model's folder becomes a configuration:
 

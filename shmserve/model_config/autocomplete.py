@@ -1,4 +1,4 @@
-"""Merges what a loaded model says about itself into what its author wrote."""
+"""Auto-completion: what a loaded model says about itself, merged into what its author wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules a normalised configuration must keep, in Triton's words; all broken ones at once."""
+"""Validation of a normalised configuration, in Triton's words; all problems at once."""
 
 from __future__ import annotations
 

@@ -119,10 +119,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client.inflight": ("ipc.*", "client", "client.memory", "client.request", "client.server"),
     "client.server": ("ipc.*", "client", "client.request"),
     "client": ("ipc.*", "client.*"),
-    "cli.doors": ("ipc.*", "proto", "client.*", "cli"),
+    "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
-        *("supervisor", "supervisor.host", "cli.doors"),
+        *("supervisor", "supervisor.host", "cli.transports"),
     ),
     "__main__": ("cli",),
 }

@@ -1,4 +1,4 @@
-"""A call of another model: what it asks for, the memory its inputs take, and its reply."""
+"""The request and the response of a call of another model, and the memory of its inputs."""
 
 from __future__ import annotations
 

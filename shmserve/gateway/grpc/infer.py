@@ -162,7 +162,7 @@ class Refused(Exception):
 class Inferences:
     """Submits inferences, of unary calls and of streams, and encodes their responses.
 
-    `count` is how many responses are not sent yet; `on_idle` hears when none is left.
+    `count` is how many responses are not sent yet; `on_idle` is called when none is left.
     """
 
     __slots__ = ("_prepared", "count", "encoder", "gateway", "on_idle")

@@ -120,7 +120,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._unary(self.inference.infer, self.inference.refusal)
 
     def health_changed(self) -> None:
-        """Tell those who watch."""
+        """Wake the Watch calls."""
         self._health_changed.set()
         self._health_changed = asyncio.Event()
 

@@ -124,7 +124,7 @@ def authorise(route: Route, request: Request) -> None:
 class App:
     """The application of a listener: dispatches requests to handlers.
 
-    `active` counts those whose response is not sent yet; `on_idle` hears when none is left.
+    `active` counts those whose response is not sent yet; `on_idle` is called when none is left.
     """
 
     def __init__(self, gateway: Gateway) -> None:

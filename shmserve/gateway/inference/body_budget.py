@@ -31,7 +31,7 @@ class ArrivingBody(Protocol):
         """Bytes for each second that was waited until now."""
 
     def evict(self) -> None:
-        """Give its memory back now; who waits for the rest is told."""
+        """Give its memory back now; the wait for the rest ends with an error."""
 
     def check(self) -> None:
         """Raise what it ends with if it was evicted."""
@@ -39,7 +39,7 @@ class ArrivingBody(Protocol):
 
 class BodyBudget:
     """Accounts for the bodies that are arriving; `most` bounds, in bytes, what they hold together
-    outside of the arena. One alone has its own limit. `trim` hears what is given back."""
+    outside of the arena. One alone has its own limit. `trim` is told what is given back."""
 
     def __init__(self, most: int, trim: MallocTrim) -> None:
         self._most = most

@@ -27,7 +27,8 @@ Message = m.Responded | m.Failed
 
 
 class OpenRequest:
-    """`on_response(request, message)` hears of each response, in the event loop, the end included.
+    """`on_response(request, message)` is called for each response, the last included, in the
+    event loop.
 
     Each that has gone on to the client is to be followed by a `grant`. Where the client is gone,
     those whose outputs are not released are to be discarded, and the request abandoned.

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unsupported
-
-LONGEST_CORRELATION_ID = 128
+from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID
 
 # More than any program sends: millions fit into a request, and take every process that handles them
 # seconds in which it does nothing else. Inputs, outputs and parameters.

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.errors import Unavailable
 from shmserve.gateway.links.scheduler import OnResponse, Pending, Scheduler
 from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import ENDED
@@ -65,9 +64,9 @@ class Dispatcher:
         release: Callable[[], None],
         on_response: OnResponse,
     ) -> Pending:
-        """As `submit`, for a model that may give any number of responses: `on_response` hears of
-        each, in the event loop, the end included. Whoever has read some says so with `grant`:
-        `FIRST_CREDIT` of them come unasked, and no more before that."""
+        """As `submit`, for a model that may give any number of responses: `on_response` is
+        called for each, in the event loop, the last included. Flow control is by credit:
+        `FIRST_CREDIT` of them come unasked, and more as they are granted with `grant`."""
         return self._submit(scheduler, submit, release, on_response)
 
     def _submit(
@@ -117,18 +116,9 @@ class Dispatcher:
                 pending.fail(ENDED)
             else:
                 new.submit(pending)
-        for number in list(old.reports):
-            report = old.reports.pop(number)
-            if not report.done():
-                report.set_exception(Unavailable("statistics are not available now"))
+        old.fail_reports()
         old.leave()
 
     def report(self, scheduler: Scheduler) -> asyncio.Future[dict[str, Any]]:
-        """Ask a scheduler for its statistics; the caller sets the limit on time."""
-        scheduler = scheduler.latest()
-        number = self.next_number()
-        future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        scheduler.reports[number] = future
-        future.add_done_callback(lambda _: scheduler.reports.pop(number, None))
-        scheduler.link.post(m.ReportStatistics(number))
-        return future
+        """Request a scheduler's statistics; the caller sets the limit on time."""
+        return scheduler.latest().report(self.next_number())

@@ -75,7 +75,8 @@ class Executions:
     ) -> None:
         """Send a batch to a free instance, or ahead to one that has room; one with `rows` to the
         instance that is `wanted`."""
-        execution = Execution(next(self._ids), requests, reason, now_ns)
+        gaps = len(rows) - len(requests) if rows else 0
+        execution = Execution(next(self._ids), requests, reason, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
         work = [Work(request.key, request.client.pid, request.work) for request in requests]
         self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
@@ -163,7 +164,7 @@ class Executions:
     def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
         """Learn from an execution, whose requests are about to be answered."""
         requests = execution.requests
-        units = sum([request.units for request in requests])
+        units = sum([request.units for request in requests]) + execution.gaps
         self._statistics.executions.executed(execution.reason, units, timing, now_ns)
         took_ns = max(now_ns - execution.started_ns, timing.total_ns)
         self.service_time.observe(took_ns, timing.total_ns, len(requests))
@@ -197,6 +198,8 @@ class Executions:
             ended = slot.requests.get(reply.key)
             if ended is None:
                 self.misplaced += 1
+            elif reply.code == RESCHEDULED and self._again(ended):
+                del slot.requests[reply.key]
             else:
                 self._ended(slot, ended, reply, now_ns)
         for request in execution.requests:

@@ -2,9 +2,10 @@
 
 The file is `default_model_filename` (model.py) in the version folder, the class the parameter
 "class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension),
-`max_queue_delay_us` (0), `batching_strategy` and `target_p99_ms` as attributes, and the methods
-`load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a coroutine, which is asked
-between two batches. One that is a `torch.nn.Module` is put on the device and into evaluation mode.
+`max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms` and `sequence_batching` (a mapping,
+as a configuration has it) as attributes, and the methods `load(self, context)`, `unload(self)` and
+`is_ready(self)`, plain or a coroutine, which is asked between two batches. One that is a
+`torch.nn.Module` is put on the device and into evaluation mode.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model a decoupled one: it gets one request, with `max_batch_size` 0 unless the class says
@@ -37,7 +38,7 @@ from shmserve.workers.backends.native import signature as predict_signature
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.device import open_device
-from shmserve.workers.sequences.config import as_model_sees
+from shmserve.workers.sequences.config import as_model_sees, of_sequences
 from shmserve.workers.user_code import import_file, says_ready
 
 _DEFAULT_MAX_BATCH_SIZE = 32
@@ -63,15 +64,18 @@ class NativeBackend(Backend):
         completed = dict(config)
         predict = predict_signature.read(model)
         inputs, outputs = predict_signature.as_config(predict)
-        completed["input"] = config.get("input") or inputs
-        completed["output"] = config.get("output") or outputs
+        if not has_scheduler(config) and hasattr(model, "sequence_batching"):
+            completed["sequence_batching"] = model.sequence_batching
+        ours = of_sequences(completed)
+        completed["input"] = config.get("input") or [i for i in inputs if i["name"] not in ours]
+        completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
         if not config.get("max_batch_size"):
             # Without inputs nothing says how many rows a batch has.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
             completed["max_batch_size"] = _whole(model, "max_batch_size", most)
         if predict.streams:
             completed["model_transaction_policy"] = {"decoupled": True}
-        elif completed["max_batch_size"] > 1 and not has_scheduler(config):
+        elif completed["max_batch_size"] > 1 and not has_scheduler(completed):
             delay = _whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         completed["parameters"] = {**_strategy(model), **(config.get("parameters") or {})}

@@ -102,7 +102,7 @@ class Arrival:
         return self._waited_s + (now - self._since if self._waiting is not None else 0.0)
 
     def evict(self) -> None:
-        """Give its memory back now; who waits for the rest is told."""
+        """Give its memory back now; the wait for the rest ends with BodyTimeout."""
         self._evicted = True
         self._budget.give(self)
         if self._release is not None:

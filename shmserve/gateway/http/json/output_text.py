@@ -15,7 +15,7 @@ _LONG_TEXT = 64 * 1024
 
 
 async def output_text(output: Output, data: bytes | memoryview, trim: MallocTrim) -> bytes:
-    """The array of an output's values; raises as `tensors.encode`. `trim` hears what a long one
+    """The array of an output's values; raises as `tensors.encode`. `trim` is told what a long one
     took."""
     arguments = (data, output.datatype, output.shape, output.name)
     if len(data) <= _LONG_TEXT:
