@@ -42,6 +42,7 @@ class Model:
         "ready",
         "scheduler",
         "signature",
+        "stateful",
         "tags",
         "version",
     )
@@ -58,6 +59,7 @@ class Model:
         self.scheduler = scheduler
         self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
+        self.stateful = published.config.get("sequence_batching") is not None
         self.tags = _tags(published.config)
         policy = published.config.get("model_transaction_policy") or {}
         self.decoupled = bool(policy.get("decoupled", False))

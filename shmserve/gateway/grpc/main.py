@@ -23,7 +23,7 @@ from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.client_identity import Access
-from shmserve.gateway.grpc.core import event_loop
+from shmserve.gateway.grpc.core import readers
 from shmserve.gateway.grpc.core.call_watchdog import Calls, client_left
 from shmserve.gateway.grpc.core.connection_limits import ConnectionLimits
 from shmserve.gateway.grpc.core.direct_unary import acceptors
@@ -59,7 +59,7 @@ def run(data: bytes) -> None:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     ours = start.grpc
     assert ours is not None
-    event_loop.run(process.serve(start, lambda gateway: GrpcFront(gateway, ours)))
+    readers.run(process.serve(start, lambda gateway: GrpcFront(gateway, ours)))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

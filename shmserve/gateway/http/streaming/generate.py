@@ -74,7 +74,7 @@ async def _begin(gateway: Gateway, request: Request, name: str, version: str | N
         tensor["name"]: (tensor["datatype"], tensor["shape"])
         for tensor in model.metadata.get("inputs", ())
     }
-    wire = parse_generate(loads(body), inputs)
+    wire = parse_generate(loads(body), inputs, model.stateful)
     built, _ = build(gateway, model, wire, b"", 0)
     return _Generation(gateway, model, Responses(gateway, request, model, built, arrived_ns))
 
