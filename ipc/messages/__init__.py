@@ -46,11 +46,13 @@ from shmserve.ipc.messages.inference import (
     ReleaseOutputs,
     Reply,
     ReportStatistics,
+    ReportTimes,
     Responded,
     SequenceRow,
     Settled,
     StatisticsReported,
     Submit,
+    Timed,
     Work,
 )
 from shmserve.ipc.messages.local_clients import (
@@ -132,6 +134,7 @@ __all__ = [
     "CountsInherited",
     "Drain",
     "Drained",
+    "EnsembleToSupervisor",
     "EventHeader",
     "Execute",
     "ExecutionResponded",
@@ -184,6 +187,7 @@ __all__ = [
     "ReleaseOutputs",
     "Reply",
     "ReportStatistics",
+    "ReportTimes",
     "Responded",
     "SchedulerLost",
     "SchedulerReady",
@@ -200,10 +204,12 @@ __all__ = [
     "StatisticsReported",
     "Stop",
     "Submit",
+    "SupervisorToEnsemble",
     "SupervisorToGateway",
     "SupervisorToLocalClient",
     "SupervisorToScheduler",
     "SupervisorToWorker",
+    "Timed",
     "UnloadModel",
     "UnregisterRegion",
     "Welcome",
@@ -214,8 +220,8 @@ __all__ = [
     "WorkerToSupervisor",
 ]
 
-ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics
-SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
+ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics | ReportTimes
+SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported | Timed
 SchedulerToWorker = Execute | CancelExecution | GrantExecution | ReleaseOutputs
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
@@ -260,6 +266,8 @@ SupervisorToScheduler = (
     | Stop
 )
 SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
+SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
+EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged
 SupervisorToWorker = (
     CompleteConfig
     | LoadInstance

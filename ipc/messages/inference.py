@@ -1,4 +1,4 @@
-"""Requests on their way: between clients and a scheduler, and between that and its workers."""
+"""Messages of inference: between clients and a scheduler, and between that and its workers."""
 
 from __future__ import annotations
 
@@ -67,9 +67,24 @@ class Release:
 
 @message
 class ReportStatistics:
-    """Answer with `StatisticsReported`."""
+    """Respond with `StatisticsReported`."""
 
     id: int
+
+
+@message
+class ReportTimes:
+    """Say how long each request of this client took: `Timed`, before its last response."""
+
+
+@message
+class Timed:
+    """How long the execution of a request that succeeded took, in ns, by phase."""
+
+    id: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
 
 
 @message

@@ -1,5 +1,5 @@
-"""What processes are started with: records that the supervisor encodes and the new process decodes,
-once.
+"""Start records, the arguments of a new process: the supervisor encodes them, the process decodes
+them, once.
 
 A gateway's is shmserve.gateway.settings.GatewayStart: its settings are the gateways' own.
 """
@@ -49,6 +49,7 @@ class SchedulerStart:
     run_dir: Path
     capability_key: bytes
     group: int = -1
+    arena_byte_size: int = 0  # of an ensemble
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     kept: list[Any] = field(default_factory=list)
     alive: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A model's configuration: read it, fill it in, check it, show it.
+"""Model configuration (Triton's `config.pbtxt`): parsed, auto-completed, validated, presented.
 
 The order in which a model's folder becomes a configuration:
 
@@ -7,7 +7,7 @@ The order in which a model's folder becomes a configuration:
     normalise, validate        + defaults; complete=False              (rules that hold already)
     merge_autocomplete         + what the model says about itself
     normalise, validate        + the server's defaults; complete=True  (all rules)
-    unsupported, ignored_fields, to_dict, metadata
+    ignored_fields, to_dict, metadata
 
 The Source remembers where everything was written and what could not be read: `validate` and
 `merge_autocomplete` name the line, and tell all mistakes at once.
@@ -15,11 +15,12 @@ The Source remembers where everything was written and what could not be read: `v
 
 from shmserve.model_config.autocomplete import merge_autocomplete
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
+from shmserve.model_config.ensemble_graph import compose
 from shmserve.model_config.labels import read_labels
 from shmserve.model_config.normalise import ModelDefaults, detect_backend, normalise
 from shmserve.model_config.parse import from_json, parse_pbtxt, read_json, read_pbtxt
 from shmserve.model_config.validation import LoadProblem, validate
-from shmserve.model_config.views import ignored_fields, metadata, to_dict, unsupported
+from shmserve.model_config.views import ignored_fields, metadata, to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "ModelDefaults",
     "Source",
+    "compose",
     "detect_backend",
     "from_json",
     "ignored_fields",
@@ -39,6 +41,5 @@ __all__ = [
     "read_labels",
     "read_pbtxt",
     "to_dict",
-    "unsupported",
     "validate",
 ]

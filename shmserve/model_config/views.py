@@ -1,4 +1,4 @@
-"""What others ask of a configuration: its JSON, its metadata, what of it is not acted on."""
+"""Views of a configuration: its JSON, the model metadata, the fields without effect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shmserve.common import first_response
-from shmserve.model_config.normalise import ENSEMBLE
 from shmserve.model_config.syntax.json_format import message_to_dict
 from shmserve.proto.model_config_pb2 import (
     DataType,
@@ -62,14 +61,6 @@ def metadata(config: ModelConfig, versions: Iterable[int]) -> dict[str, Any]:
         "inputs": [tensor(io) for io in config.input],
         "outputs": [tensor(io) for io in config.output],
     }
-
-
-def unsupported(config: ModelConfig) -> str | None:
-    """Why a valid configuration cannot be served by this version, or None."""
-    what = None
-    if config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE:
-        what = "ensemble_scheduling is"
-    return f"{what} not supported, required by model '{config.name}'" if what else None
 
 
 def ignored_fields(config: ModelConfig) -> list[str]:

@@ -6,9 +6,12 @@ core.py                 what each message changes, and what runs next (no clock,
 settings.py             what was configured
 requests/               request.py      the state machine of a request, as a table
                         queue.py        admission, order, timers
+                        priority.py     the order: by level, and delayed requests behind
                         responses.py    what clients are told; ordering
-batchers/               base.py, default.py, dynamic.py
+batchers/               base.py, default.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
+                        batch_time.py, arrivals.py
+                                        what the adaptive one learns
                         dispatcher.py, dispatch.py
                                         from the queue to the instances
                         sequence/       the sequence batcher: slots, strategies, its dispatch.py
@@ -17,6 +20,8 @@ instances/              pool.py         slots: who is there, who is free, what e
                         losses.py       workers that died, overran or talked nonsense: retries
                         service_time.py moving averages of how long executions take
 statistics/             counters, histograms, quantiles, responses by index
+ensemble/               the scheduler of an ensemble: its steps are other models
+waiting.py              waiting for sockets, or for a time in microseconds
 reports.py              what clients, and a successor, are told of them
 local_clients.py        requests of programs outside the server, checked
 """

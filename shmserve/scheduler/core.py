@@ -31,6 +31,7 @@ from shmserve.ipc.messages import (
     ProcessExited,
     Release,
     ReportStatistics,
+    ReportTimes,
     SetLogging,
     Stop,
     Submit,
@@ -94,10 +95,8 @@ class Scheduler:
         self.stopped = False
 
     def _dispatcher(self, settings: Settings) -> Dispatcher:
-        queue, pool, executions = self._queue, self._pool, self._executions
-        if settings.sequences is not None:
-            return SequenceDispatch(settings, queue, pool, executions, self._responses)
-        return Dispatch(settings, queue, pool, executions)
+        kind = Dispatch if settings.sequences is None else SequenceDispatch
+        return kind(settings, self._queue, self._pool, self._executions, self._responses)
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -119,12 +118,14 @@ class Scheduler:
                 self._executions.release(client.pid, message.pid, message.offsets)
             case ReportStatistics():
                 self._reports.tell(peer, message.id, now_ns)
+            case ReportTimes():
+                client.timed = True
             case _:
                 assert_never(message)
 
     def _new_client(self, peer: bytes) -> Client:
         if len(self._clients) >= _MOST_CLIENTS:
-            self._clients = {p: c for p, c in self._clients.items() if c.requests}
+            self._clients = {p: c for p, c in self._clients.items() if c.requests or c.timed}
         client = self._clients[peer] = Client(peer)
         return client
 

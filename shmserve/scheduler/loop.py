@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import time
 from collections.abc import Callable
@@ -16,18 +15,11 @@ from shmserve.ipc.messages import (
     SupervisorToScheduler,
     WorkerToScheduler,
 )
-from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.local_clients import LocalClientListener
-from shmserve.scheduler.requests.request import NEVER
-
-# A sleeping thread runs again some time after its timer: up to this much is anticipated.
-_MOST_LATE_NS = 60_000
-
-# A client's deadline may be any number; no timer needs to be longer than this.
-_LONGEST_WAIT_NS = 3_600_000_000_000
+from shmserve.scheduler.waiting import Waiter
 
 _MOST_READS = 1024  # before a drain begins: some client may never end
 
@@ -46,8 +38,6 @@ class Loop:
         self._scheduler = scheduler
         self._links: list[Dealer | Router] = [control, workers, clients, local_clients.link]
         self._local_clients = local_clients
-        self._late_ns = 0
-        self._busy_poll = BusyPoll()
         # The supervisor first: it says who is gone and who will come.
         self._inboxes: dict[int, Callable[[], None]] = {
             control.fd: lambda: self._from_control(control),
@@ -56,6 +46,7 @@ class Loop:
             local_clients.link.fd: lambda: self._from_local_clients(local_clients),
         }
         self._fronts = [clients.fd, local_clients.link.fd]
+        self._waiter = Waiter(self._inboxes)
 
     def run(self) -> None:
         """Return after `Stop`."""
@@ -68,42 +59,7 @@ class Loop:
             for link in self._links:
                 link.flush()
             if not self._scheduler.stopped:
-                ready = self._wait(wake_ns)
-
-    def _wait(self, wake_ns: int) -> list[int]:
-        """The descriptors of the inboxes with something in them, at about `wake_ns` none."""
-        began_ns = time.monotonic_ns()
-        requests = self._scheduler.live
-        ready: list[int] = []
-        if self._busy_poll.worth(requests):
-            ready = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
-        if not ready:
-            ready = self._sleep(wake_ns)
-        self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
-        return ready
-
-    def _stay_awake(self, until_ns: int) -> list[int]:
-        while time.monotonic_ns() < until_ns:
-            ready = select.select(self._inboxes, (), (), 0)[0]
-            if ready:
-                return ready
-            os.sched_yield()
-        return []
-
-    def _sleep(self, wake_ns: int) -> list[int]:
-        if wake_ns == NEVER:
-            return select.select(self._inboxes, (), ())[0]
-        return self._wait_until(wake_ns)
-
-    def _wait_until(self, wake_ns: int) -> list[int]:
-        """What became readable; rather early than late: then the caller comes again."""
-        aim_ns = wake_ns - self._late_ns
-        timeout_ns = min(max(0, aim_ns - time.monotonic_ns()), _LONGEST_WAIT_NS)
-        readable, _, _ = select.select(self._inboxes, (), (), timeout_ns / 1e9)
-        if 0 < timeout_ns < _LONGEST_WAIT_NS and not readable:
-            late_ns = min(time.monotonic_ns() - aim_ns, _MOST_LATE_NS)
-            self._late_ns += (late_ns - self._late_ns) // 8
-        return readable
+                ready = self._waiter.wait(wake_ns, self._scheduler.live)
 
     def _from_control(self, control: Dealer) -> None:
         scheduler, now_ns = self._scheduler, time.monotonic_ns()

@@ -23,7 +23,7 @@ from shmserve.scheduler.local_clients import ClientRouters, LocalClientListener
 from shmserve.scheduler.loop import Loop
 from shmserve.scheduler.settings import Settings
 
-_PARTING_S = 0.3  # for the last responses to leave
+PARTING_S = 0.3  # for the last responses to leave
 
 
 def run(data: bytes) -> None:
@@ -41,7 +41,7 @@ def run(data: bytes) -> None:
     clients = PeerCredRouter(endpoints.scheduler(run_dir, number), first_number)
     workers = PeerCredRouter(endpoints.instances(run_dir, number), last_number)
     control = Dealer(endpoints.control(run_dir), f"scheduler.{number}.{os.getpid()}")
-    listener = _open_listener(start)
+    listener = open_listener(start)
     control.send(SchedulerReady(os.getpid()))
     scheduler = Scheduler(
         settings, ClientRouters(clients, listener), workers, control, time.time_ns
@@ -53,10 +53,11 @@ def run(data: bytes) -> None:
         Loop(scheduler, control, workers, clients, listener).run()
     finally:
         for link in (clients, workers, control, listener.link):
-            link.close(_PARTING_S)
+            link.close(PARTING_S)
 
 
-def _open_listener(start: SchedulerStart) -> LocalClientListener:
+def open_listener(start: SchedulerStart) -> LocalClientListener:
+    """The listener for local clients of the model version that is to be scheduled."""
     endpoint = endpoints.local_clients(start.run_dir, start.number)
     listener = LocalClientListener(
         endpoint,

@@ -1,4 +1,4 @@
-"""What the rooms of the supervisor share: its processes, its socket, its settings."""
+"""The supervisor's context: what its rooms share. Settings, zygotes, the control socket, tasks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
 from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.messages import ModelPublished
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
@@ -21,6 +22,12 @@ from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 
 LOCAL_CLIENT = "local client"
+
+
+def _callers(news: Any) -> tuple[str, ...]:
+    """Who is told of this besides local clients: an ensemble finishes what it has begun with what
+    is withdrawn."""
+    return ("gateway", "ensemble") if isinstance(news, ModelPublished) else ("gateway",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,18 +49,18 @@ class SupervisorContext:
 
     @property
     def log(self) -> LogSettings:
-        """What a process is to log that starts now."""
+        """The log settings for a process that starts now."""
         return self.logging.settings
 
     def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
-        """Give what process `pid` says to `handler`; `role` is "gateway", "scheduler" or
-        "worker"."""
+        """Route messages of process `pid` to `handler`; `role` is "gateway", "scheduler",
+        "ensemble" or "worker"."""
 
-        def heard(message: Any) -> None:
-            self.logging.heard(pid, message)
+        def handle(message: Any) -> None:
+            self.logging.on_message(pid, message)
             handler(message)
 
-        self.control.enrol(pid, role, heard)
+        self.control.enrol(pid, role, handle)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to every process with one of these roles; LOCAL_CLIENT: to every program
@@ -63,13 +70,16 @@ class SupervisorContext:
         self.control.broadcast(message, *roles)
 
     def tell(self, message: Any) -> None:
-        """Send news of models, or of the server's health, to every gateway and local client."""
-        self.broadcast(message, "gateway", LOCAL_CLIENT)
+        """Send news of models, or of the server's health, to every gateway and local client; those
+        of models that serve to ensembles, too."""
+        self.broadcast(message, *_callers(message), LOCAL_CLIENT)
 
     async def publish(self, make: Callable[[int], Any]) -> None:
-        """Tell every gateway and local client what `make(number)` gives; returns once it holds in
-        each gateway that lives, and in the local clients that are not stopped."""
-        told = (self.control.publish(make, "gateway"), self.local_clients.publish(make))
+        """Tell every gateway and local client, and every ensemble of a model that serves, what
+        `make(number)` gives; returns once it holds in each gateway and ensemble that lives, and in
+        the local clients that are not stopped."""
+        roles = _callers(make(0))
+        told = (self.control.publish(make, *roles), self.local_clients.publish(make))
         await asyncio.gather(*told)
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -1,4 +1,4 @@
-"""`shmserve serve`: the parts of a server, put together in the order in which they need each other.
+"""`shmserve serve`: the composition root, where the parts of a server are wired by constructor.
 
 listening sockets -> run directory -> compose -> Supervisor.run -> the run directory is removed
 """
@@ -166,7 +166,7 @@ def compose(
 
     def local_client_left(number: int) -> None:
         # Its requests first, so that no worker begins one whose memory it has dropped.
-        control.broadcast(ProcessExited(number), "scheduler")
+        control.broadcast(ProcessExited(number), "scheduler", "ensemble")
         lent.give_back(number)
         control.broadcast(ProcessExited(number), "worker")
 

@@ -1,5 +1,4 @@
-"""The supervisor: one event loop that starts every process, hears of every death, and ends in
-order.
+"""The supervisor's event loop: starts every process, reaps every exit, and shuts down in order.
 
 zygotes -> gateways, models -> "ready" -> ... -> drain -> stop
 """
@@ -152,7 +151,7 @@ class Supervisor:
         self.readiness.exited(child.pid)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
-        everybody = ("gateway", "scheduler", "worker", LOCAL_CLIENT)
+        everybody = ("gateway", "scheduler", "ensemble", "worker", LOCAL_CLIENT)
         context.broadcast(ProcessExited(child.pid), *everybody)
 
     # --- end
@@ -196,7 +195,7 @@ class Supervisor:
             await end_all(refused)
 
     async def _refuse(self) -> None:
-        """Have what is in flight answered: that it cannot be finished."""
+        """Fail what is in flight: it cannot be finished."""
         await self.models.kill()
         await self.gateways.drain()
         await self.gateways.stop()

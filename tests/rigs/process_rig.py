@@ -120,7 +120,7 @@ class Processes:
     def broadcast(self, message: Any, *roles: str) -> None:
         """Nobody is told."""
 
-    async def publish(self, make: Callable[[int], Any], role: str) -> None:
+    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         """It is known everywhere."""
 
     async def end(self) -> None:

@@ -61,6 +61,7 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
+        Event.RETURN: State.QUEUED,  # its model asks for it once more
         Event.FINISH: State.DONE,
         Event.FAIL_EARLY: State.FAILED_EARLY,
         Event.CANCEL: State.CANCELLED,
@@ -99,14 +100,16 @@ class Outcome(NamedTuple):
 
 
 class Client:
-    """Who submits: its address at our socket, its pid (0: unknown), its requests by number."""
+    """Who submits: its address at our socket, its pid (0: unknown), its requests by number, and
+    whether it is told how long they took."""
 
-    __slots__ = ("peer", "pid", "requests")
+    __slots__ = ("peer", "pid", "requests", "timed")
 
     def __init__(self, peer: bytes) -> None:
         self.peer = peer
         self.pid = first_number(peer)
         self.requests: dict[int, Request] = {}
+        self.timed = False
 
 
 class Request:

@@ -23,6 +23,7 @@ from shmserve.ipc.messages import (
     Responded,
     Settled,
     Submit,
+    Timed,
 )
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
@@ -36,6 +37,7 @@ from shmserve.scheduler.requests.request import (
     State,
 )
 from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics.timing import Timing
 
 # Stale places in the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
@@ -100,6 +102,7 @@ class Responses:
             self._statistics.failed(request.arrived_ns, reason, now_ns)
         else:
             self._statistics.succeeded(request, request.timing, now_ns)
+            self._tell_time(request, request.timing)
         request.meet(Event.FINISH)
         self._clients.post(
             request.client.peer, Responded(request.id, last.code, last.message, last.body, True)
@@ -137,9 +140,17 @@ class Responses:
             self.fail(request, code, text, reason, now_ns)
             return
         self._statistics.succeeded(request, timing, now_ns)
+        self._tell_time(request, timing)
         request.meet(Event.FINISH)
         self._clients.post(request.client.peer, Finished(request.id, body))
         self._forget(request)
+
+    def _tell_time(self, request: Request, timing: Timing | None) -> None:
+        if request.client.timed and timing is not None:
+            _, input_ns, infer_ns, output_ns = timing
+            self._clients.post(
+                request.client.peer, Timed(request.id, input_ns, infer_ns, output_ns)
+            )
 
     def fail(
         self,

@@ -7,13 +7,12 @@ from typing import Any
 
 from shmserve.common.cumulative_counters import lasting
 from shmserve.ipc.messages import ExecutionResponded, Reply
-from shmserve.scheduler.requests.request import Request
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.durations import NS_PER_S, SECONDS, duration, taken
 from shmserve.scheduler.statistics.execution_stats import ExecutionStats
 from shmserve.scheduler.statistics.histogram import Histogram
 from shmserve.scheduler.statistics.quantiles import Quantiles
-from shmserve.scheduler.statistics.response_stats import ResponseStats
+from shmserve.scheduler.statistics.response_stats import Counted, ResponseStats
 from shmserve.scheduler.statistics.timing import Timing
 
 _NS_PER_MS = 1_000_000
@@ -64,7 +63,7 @@ class Statistics:
         no report."""
         self._earlier = lasting(report)
 
-    def succeeded(self, request: Request, timing: Timing | None, now_ns: int) -> None:
+    def succeeded(self, request: Counted, timing: Timing | None, now_ns: int) -> None:
         """A request has ended with its result. Where its execution has not returned yet there is
         no `timing`, and `timed` follows."""
         total = now_ns - request.arrived_ns
@@ -79,7 +78,7 @@ class Statistics:
         else:
             self.timed(request, timing, now_ns)
 
-    def timed(self, request: Request, timing: Timing, now_ns: int) -> None:
+    def timed(self, request: Counted, timing: Timing, now_ns: int) -> None:
         """The execution of a request that succeeded took this long."""
         start_ns, input_ns, infer_ns, output_ns = timing
         queued = start_ns - request.enqueued_ns
@@ -93,14 +92,14 @@ class Statistics:
                 self._quantiles[name].observe(ns // _NS_PER_US, now_ns)
 
     def responded(
-        self, request: Request, response: ExecutionResponded | Reply, now_ns: int
+        self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
     ) -> None:
         """A decoupled model has given a response, or the end of them."""
         if not request.responses and (response.body or response.code):
             self._first_responses.observe(now_ns - request.arrived_ns)
         self._responses.responded(request, response, now_ns)
 
-    def cancelled(self, request: Request, now_ns: int) -> None:
+    def cancelled(self, request: Counted, now_ns: int) -> None:
         """A decoupled model has ended a request that nobody waited for."""
         self._responses.cancelled(request, now_ns)
 

@@ -12,14 +12,27 @@ response, and a cancellation, have an index of their own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from shmserve.ipc.messages import ExecutionResponded, Reply
-from shmserve.scheduler.requests.request import Request
 
 # A request may have any number of responses, and what is reported has an end: those from this index
 # on are counted together.
 LAST_INDEX = 1000
+
+
+class Counted(Protocol):
+    """What is counted of a request, of a model's or of an ensemble's; times are monotonic ns. It
+    counts for `units` in a batch, has had so many `responses`, and since `responded_ns` the model
+    has been at the next one; `untimed`: it succeeded before its execution returned."""
+
+    arrived_ns: int
+    enqueued_ns: int
+    responded_ns: int
+    responses: int
+    units: int
+    untimed: bool
+
 
 _NAMES = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
 _INFER, _OUTPUT, _SUCCESS, _FAIL, _EMPTY, _CANCEL = range(0, 12, 2)
@@ -34,7 +47,7 @@ class ResponseStats:
         self._rows: list[list[int]] = []  # count and ns of each name
 
     def responded(
-        self, request: Request, response: ExecutionResponded | Reply, now_ns: int
+        self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
     ) -> None:
         """A request had its response number `request.responses`, or its end without one. Times
         count as far as they can be true."""
@@ -58,7 +71,7 @@ class ResponseStats:
         row[kind] += 1
         row[kind + 1] += written_ns - began_ns
 
-    def cancelled(self, request: Request, now_ns: int) -> None:
+    def cancelled(self, request: Counted, now_ns: int) -> None:
         """A request ended that nobody waited for any more."""
         row = self._row(request.responses)
         row[_CANCEL] += 1

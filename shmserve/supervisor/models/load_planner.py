@@ -1,4 +1,5 @@
-"""From a model folder to what to deploy: find it, read its configuration, choose the versions."""
+"""The load planner: finds a model's folder, reads its configuration, chooses the versions to
+load."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from shmserve import model_config
 from shmserve.common.model_names import is_model_name
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.supervisor.models import overrides, repository
-from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 
 if TYPE_CHECKING:
     from shmserve.common.accelerators import Accelerators
@@ -102,11 +103,11 @@ class LoadPlanner:
         if problem:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")
-        reason = model_config.unsupported(config)
-        if reason is not None:
-            raise InvalidArgument(reason)
         as_dict = model_config.to_dict(config)
-        complete = partial(self._complete, config, folder, source)
+        ensemble = config.HasField("ensemble_scheduling")
+        complete = partial(
+            self._complete_ensemble if ensemble else self._complete, config, folder, source
+        )
         return [
             VersionSpec(
                 name=name,
@@ -168,15 +169,33 @@ class LoadPlanner:
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
         self._validate(merged, folder, source, complete=True)
-        reason = model_config.unsupported(merged)
-        if reason is not None:
-            raise InvalidArgument(reason)
         ignored = model_config.ignored_fields(merged)
         if ignored:
             logger.info(
                 "model %s: accepted and without effect here: %s", folder.name, ", ".join(ignored)
             )
         return model_config.to_dict(merged)
+
+    def _complete_ensemble(
+        self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The final configuration of an ensemble, after a look at its steps' models; raises
+        InvalidArgument."""
+        self._validate(config, folder, source, complete=True)
+        steps = [each and model_config.from_json(each) for each in completed["steps"]]
+        return model_config.to_dict(model_config.compose(config, steps))
+
+    def steps(self, name: str, override: str) -> list[StepModel]:
+        """The models that an ensemble needs, and that are to be loaded before it; none of any other
+        model, and of one that cannot be read: loading it will say why."""
+        try:
+            folder = self._find(name)
+            if folder is None or folder.problem:
+                return []
+            config, _ = self._read(folder, override)
+        except ShmserveError:
+            return []
+        return steps_of(model_config.to_dict(config))
 
     @staticmethod
     def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:

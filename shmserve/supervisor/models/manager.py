@@ -1,5 +1,4 @@
-"""Which models are loaded: start-up, load, reload without downtime, unload; one turn at a time for
-each name.
+"""The model manager: start-up, load, reload without downtime, unload; serialised for each name.
 
 load:    plan every version -> start all (or none) -> switch to them (rollout)
 unload:  give up what is loading -> withdraw from the gateways -> drain -> stop
@@ -18,6 +17,7 @@ from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.startup_report import StartupReport
+from shmserve.supervisor.models.dependencies import Dependencies
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import CONFIG_FILE, IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
@@ -48,12 +48,13 @@ class Models:
         self._on_change = on_change
         self._on_states = on_states
         self._rollout = Rollout(context, registry, planner, self._states_changed)
+        self._dependencies = Dependencies(planner, registry, self.load)
 
     def _states_changed(self) -> None:
         self._on_states()
         self._on_change()
 
-    # --- what is asked
+    # --- requests
 
     async def start(self, progress: StartupReport) -> bool:
         """Load what the control mode says; whether all of it could be loaded."""
@@ -65,8 +66,9 @@ class Models:
         wanted = list(found)
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
-        results = await asyncio.gather(*(self._load_at_start(name, progress) for name in wanted))
-        return all(results)
+        with self._dependencies.loading(wanted):
+            loads = [self._load_at_start(name, progress) for name in wanted]
+            return all(await asyncio.gather(*loads))
 
     async def _load_at_start(self, name: str, progress: StartupReport) -> bool:
         progress.phase(name, "loading")
@@ -78,6 +80,8 @@ class Models:
             if not model.status:  # not even there: the server is not ready either
                 model.status[""] = Status(ModelState.UNAVAILABLE, error.message)
             return False
+        finally:
+            self._dependencies.loaded(name)
         progress.phase(name, "ready")
         return True
 
@@ -113,13 +117,17 @@ class Models:
         Raises ShmserveError with Triton's texts; what served goes on serving then.
         """
         try:
-            await self._load_in_turn(name, config, files or {})
+            with self._registry.changing(name) as model:
+                unloads = model.unloads
+                await self._dependencies.satisfy(name, config)
+                await self._load_in_turn(name, config, files or {}, unloads)
         except ShmserveError as error:
             self._context.events.publish(m.LoadRefused(name, error.message))
             raise
 
-    async def _load_in_turn(self, name: str, config: str, files: dict[str, bytes]) -> None:
-        unloads = self._registry.model(name).unloads
+    async def _load_in_turn(
+        self, name: str, config: str, files: dict[str, bytes], unloads: int
+    ) -> None:
         async with self._registry.turn(name) as model:
             specs = await self._plan(model, config, files)
             if model.unloads != unloads:
@@ -129,7 +137,9 @@ class Models:
                 raise load_failed(model, {spec.version: reason for spec in specs})
             model.status.pop("", None)
             changed = partial(self._rollout.changed, model)
-            new = model.coming = [ModelVersion(self._context, spec, changed) for spec in specs]
+            new = model.coming = [
+                ModelVersion(self._context, spec, changed, self._registry) for spec in specs
+            ]
             self._registry.created(new)
             for version in new:
                 if version.spec.version not in model.serving:

@@ -1,5 +1,5 @@
-"""Which versions serve: new ones take over from old ones without downtime, and those that leave
-finish what they have.
+"""The rollout of versions: new ones take over from old ones without downtime, or are rolled back,
+and those that leave are drained.
 
 switch:   new versions are in -> published until every gateway knows that all are ready -> old ones
           retire; or, where a new one breaks for good before that, rolled back
@@ -80,6 +80,7 @@ class Rollout:
                 raise load_failed(model, {number: reason}) from None
         for number in new:
             model.status[number] = Status(ModelState.READY)
+        self._steps_changed(model)
         await self.dismiss(model, old)
 
     async def _announce(self, model: Model, version: ModelVersion) -> None:
@@ -108,9 +109,9 @@ class Rollout:
         number = version.spec.version
         await version.stop()
         logger.info("successfully unloaded '%s' version %s", model.name, number)
-        # What reached the old scheduler too late to be answered, or died with it, goes to who
+        # What reached the old scheduler too late to be executed, or died with it, goes to who
         # serves now.
-        self._context.broadcast(_lost(model, version), "gateway")
+        self._context.broadcast(_lost(model, version), "gateway", "ensemble")
         self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "worker", LOCAL_CLIENT)
         self.forget([version])
         status = model.status.get(number)
@@ -137,7 +138,12 @@ class Rollout:
             self._context.tell(self._registry.publication(model, version, 0))
             if version.failure:
                 model.status[version.spec.version] = Status(ModelState.UNAVAILABLE, version.failure)
+            self._steps_changed(model)
             self._on_change()
+
+    def _steps_changed(self, model: Model) -> None:
+        for ensemble in self._registry.ensembles_of(model.name):
+            ensemble.step_changed()
 
 
 def _lost(model: Model, version: ModelVersion) -> m.SchedulerLost:

@@ -1,5 +1,5 @@
-"""What is known of every model: which versions serve, the state of each, and what clients are told
-of them (no process is started or ended here).
+"""The model registry: which versions serve, the state of each, and what is published of them (no
+process is started or ended here).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from shmserve.errors import NotFound
 from shmserve.ipc import messages as m
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.models.version.states import ModelState
 from shmserve.supervisor.processes.table import Child
 
@@ -91,12 +92,18 @@ class ModelRegistry:
 
     @contextlib.asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[Model]:
-        """One change of a model after the other; of a name that is none's nothing stays."""
+        """One change of a model after the other."""
+        with self.changing(name) as model:
+            async with model.turn:
+                yield model
+
+    @contextlib.contextmanager
+    def changing(self, name: str) -> Iterator[Model]:
+        """A model is about to be changed; of a name that is none's nothing stays."""
         model = self.model(name)
         model.changes += 1
         try:
-            async with model.turn:
-                yield model
+            yield model
         finally:
             model.changes -= 1
             if not (model.changes or model.status or model.serving):
@@ -126,7 +133,7 @@ class ModelRegistry:
         """The worker processes that serve on an accelerator now."""
         return [pid for version in self._live for pid in version.pids_on(device_id)]
 
-    # --- what is told of them
+    # --- what is published
 
     def find(self, name: str, version: str) -> dict[str, Any]:
         """Where a model's requests go, for a model that calls it; raises NotFound."""
@@ -145,6 +152,16 @@ class ModelRegistry:
             "ready": found.ready,
             "checks_ready": found.instances.checks_ready,
         }
+
+    def published_now(self, step: StepModel) -> m.ModelPublished | None:
+        """What is told of a model version now, or None where it does not serve."""
+        model = self._models.get(step.name)
+        found = None if model is None else model.serving.get(step.version or model.latest)
+        return None if model is None or found is None else self.publication(model, found, 0)
+
+    def ensembles_of(self, name: str) -> list[ModelVersion]:
+        """The ensembles with a process, serving or not, that have this model as a step."""
+        return [version for version in self._live if version.uses(name)]
 
     def asked_whether_ready(self, name: str, version: str) -> list[int]:
         """The workers that say whether a version is ready; none where it is not, or not there."""

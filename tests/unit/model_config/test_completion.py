@@ -21,7 +21,6 @@ from shmserve.model_config import (
     parse_pbtxt,
     read_pbtxt,
     to_dict,
-    unsupported,
 )
 from shmserve.proto import model_config_pb2
 from tests.rigs.marked_configs import PYTHON, place
@@ -198,18 +197,15 @@ def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
 # --- what is not done --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", None),
-        ("dynamic_batching {}", None),
-        ("sequence_batching {}", None),
-        ('platform: "ensemble"', "ensemble_scheduling is not supported, required by model 'm'"),
-        ("model_transaction_policy { decoupled: true }", None),
-    ],
-)
-def test_what_is_not_served_is_said(text: str, expected: str | None) -> None:
-    assert unsupported(parse_pbtxt('name: "m" ' + text)) == expected
+def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
+    written = parse_pbtxt(
+        'name: "m" parameters { key: "target_p99_ms" value { string_value: "7" } }'
+    )
+    said = {"batching_strategy": "adaptive", "target_p99_ms": "9", "other": "x"}
+    parameters = {name: {"string_value": value} for name, value in said.items()}
+    merged = merge_autocomplete(written, {"parameters": parameters}).parameters
+    found = {name: merged[name].string_value for name in merged}
+    assert found == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
 
 
 def test_what_has_no_effect_is_listed() -> None:

@@ -26,7 +26,6 @@ from shmserve.model_config import (
     normalise,
     parse_pbtxt,
     to_dict,
-    unsupported,
     validate,
 )
 from shmserve.model_config.syntax.message_builder import is_map, is_repeated
@@ -450,4 +449,3 @@ def test_any_configuration_is_accepted_or_refused(
     with contextlib.suppress(InvalidArgument):
         validate(normalise(config, "m", gpus), gpu_count=gpus, complete=complete)
     ignored_fields(config)
-    unsupported(config)

@@ -16,11 +16,11 @@ import pytest
 
 from shmserve.errors import InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
+from shmserve.ipc import scheduler_links
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.workers.bls import links
 from shmserve.workers.bls.calls import Call
 from shmserve.workers.bls.client import BlsClient
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
@@ -264,7 +264,7 @@ def test_no_descriptor_for_a_link_to_the_successor(
     running = others.run(call, calls, request())
     others.found("s1")
     scheduler.next(m.Submit)
-    monkeypatch.setattr(links, "Dealer", full)
+    monkeypatch.setattr(scheduler_links, "Dealer", full)
     others.supervisor.say(m.SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
     others.found("s2")
     with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):

@@ -15,12 +15,15 @@ from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
 from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
 from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.step_models import StepModels
 from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
 # In a row, while somebody waits for the first that serves.
 _MOST_FAILED_STARTS = 5
+# Whoever submits requests.
+_CLIENTS = ("gateway", "ensemble", "worker", LOCAL_CLIENT)
 # Before requests are refused that wait for one: some seconds.
 _MOST_WAITED_FOR = 10
 
@@ -33,7 +36,7 @@ class FailOver:
         self,
         context: SupervisorContext,
         scheduler: SchedulerProcess,
-        instances: InstanceProcesses,
+        instances: InstanceProcesses | StepModels,
         lifetime: Lifetime,
         on_change: Callable[[], None],
     ) -> None:
@@ -83,11 +86,11 @@ class FailOver:
                 self._on_change()
                 if self._failed_starts >= _MOST_WAITED_FOR:
                     # What was submitted fails; what comes later goes to the successor, if any.
-                    self._say_lost(lost, "", "gateway", "worker", LOCAL_CLIENT)
+                    self._say_lost(lost, "", *_CLIENTS)
                 continue
             self._instances.attach()
             # Whoever submits keeps what it submitted, and submits it again: while it knows the old.
-            self._say_lost(lost, self._scheduler.endpoint, "gateway", "worker", LOCAL_CLIENT)
+            self._say_lost(lost, self._scheduler.endpoint, *_CLIENTS)
             self._on_change()
             return
         # Retired meanwhile: models that called it look for who serves now.

@@ -1,4 +1,5 @@
-"""One loaded model version: its scheduler and its instances; started, watched, restarted, drained,
+"""One loaded model version: its scheduler and its instances (of an ensemble: the models of its
+steps); started, watched, restarted, drained,
 stopped.
 
 start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
@@ -26,6 +27,7 @@ from shmserve.supervisor.models.version.load_protocol import LoadProtocol
 from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.step_models import ServingModels, StepModels
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
-    changes (`changes` counts it).
+    changes (`changes` counts it); `models` are those that serve, for an ensemble's steps.
 
     `loaded`: it was ready once.
     """
@@ -43,6 +45,7 @@ class ModelVersion:
         context: SupervisorContext,
         spec: VersionSpec,
         on_change: Callable[[ModelVersion], None],
+        models: ServingModels,
     ) -> None:
         self.spec = spec
         self.loaded = False
@@ -53,10 +56,14 @@ class ModelVersion:
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self._scheduler = SchedulerProcess(context, spec, lifetime, self._scheduler_said)
-        protocol = LoadProtocol(context, spec, self._scheduler, lifetime)
-        self.instances = InstanceProcesses(
-            context, spec, protocol, self._scheduler, lifetime, self._changed
-        )
+        self.instances: InstanceProcesses | StepModels
+        if spec.steps:
+            self.instances = StepModels(spec, self._scheduler, models)
+        else:
+            protocol = LoadProtocol(context, spec, self._scheduler, lifetime)
+            self.instances = InstanceProcesses(
+                context, spec, protocol, self._scheduler, lifetime, self._changed
+            )
         self._fail_over = FailOver(
             context, self._scheduler, self.instances, lifetime, self._changed
         )
@@ -90,6 +97,14 @@ class ModelVersion:
                 raise Unavailable("no scheduler could be started")
             self._news.clear()
             await self._news.wait()
+
+    def uses(self, name: str) -> bool:
+        """Whether it is an ensemble of which the model of this name is a step."""
+        return any(step.name == name for step in self.spec.steps)
+
+    def step_changed(self) -> None:
+        """A model that is a step of it may be ready now, or not any more."""
+        self._changed()
 
     def _changed(self) -> None:
         self.changes += 1

@@ -1,4 +1,4 @@
-"""The scheduler process of a model version: started, told, drained, stopped.
+"""The scheduler process of a model version: started, replaced, drained, stopped.
 
 Every one has a number of its own, and with it endpoints of its own: what is sent to one that died
 reaches no other.
@@ -22,6 +22,7 @@ from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
 
 _ENTRY = "shmserve.scheduler.main:run"
+_ENSEMBLE_ENTRY = "shmserve.scheduler.ensemble.main:run"
 _STOP_PATIENCE_S = 5.0
 
 
@@ -88,7 +89,7 @@ class SchedulerProcess:
         ready = self._ready = asyncio.get_running_loop().create_future()
         child = await self._spawn(number, config, workers)
         self._child = child
-        self._context.enrol(child.pid, "scheduler", self._heard)
+        self._context.enrol(child.pid, self._role, self._on_scheduler)
         if not self._lifetime.stopping:
             await self._context.either(ready, child.exited)
         if self._lifetime.stopping:
@@ -117,15 +118,21 @@ class SchedulerProcess:
             run_dir=context.run_dir,
             capability_key=context.capabilities.key,
             group=server.shm.group,
+            arena_byte_size=server.arena_byte_size,
             limits=limits,
             kept=self.counts.kept,
             alive=workers,
             log=context.log,
         )
-        title = f"scheduler {self._spec.name}"
-        return await context.front_zygote.spawn(title, _ENTRY, encode(start))
+        title = f"{self._role} {self._spec.name}"
+        entry = _ENSEMBLE_ENTRY if self._spec.steps else _ENTRY
+        return await context.front_zygote.spawn(title, entry, encode(start))
 
-    def _heard(self, message: Any) -> None:
+    @property
+    def _role(self) -> str:
+        return "ensemble" if self._spec.steps else "scheduler"
+
+    def _on_scheduler(self, message: Any) -> None:
         match message:
             case m.SchedulerReady():
                 if not self._ready.done():

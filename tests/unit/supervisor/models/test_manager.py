@@ -15,7 +15,7 @@ from shmserve.supervisor.models.manager import Models
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.models.status import ModelRegistry
-from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
 
 
@@ -43,6 +43,10 @@ class Repository:
     def fingerprint(self, name: str) -> str:
         """Another one after each change."""
         return f"{self.changes}"
+
+    def steps(self, name: str, override: str) -> list[StepModel]:
+        """It is no ensemble."""
+        return []
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
         """One version."""

@@ -8,13 +8,21 @@ import pytest
 
 from shmserve.ipc import messages as m
 from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.models.version.states import InstanceState
 from tests.rigs.process_rig import Made, Processes, plan, turns
 
 
+class NoModels:
+    """No other model serves."""
+
+    def published_now(self, step: StepModel) -> None:
+        """Not this one."""
+
+
 def deployment(processes: Processes) -> ModelVersion:
     """One of one instance."""
-    made = ModelVersion(processes.context, plan(), lambda changed: None)
+    made = ModelVersion(processes.context, plan(), lambda changed: None, NoModels())
     processes.on_end = made.process_exited
     return made
 

@@ -1,4 +1,4 @@
-"""Rules about models whose scheduler keeps state or calls other models: sequences and ensembles."""
+"""Validation of sequence batching and ensembles."""
 
 from __future__ import annotations
 

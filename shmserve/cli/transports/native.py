@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.doors import Failed, Request, Tensor, answer
+from shmserve.cli.transports import Failed, Request, Tensor, response
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.datatypes import decode_bytes, encode_bytes
 
-_MEMORY_LIMIT = 1 << 40  # what the request and its answer take
+_MEMORY_LIMIT = 1 << 40  # what the request and its responses take
 _WELCOME_WITHIN_S = 10.0
 
 
-class NativeDoor:
+class NativeTransport:
     """The server of a run directory, or this user's. Raises Disconnected when there is none."""
 
     def __init__(self, run_dir: str | os.PathLike[str] | None) -> None:
@@ -38,25 +39,26 @@ class NativeDoor:
             for name, spec in signature.inputs.items()
         }
 
-    def infer(self, request: Request) -> dict[str, Any]:
-        """One request to the model's scheduler."""
+    def infer(self, request: Request) -> Iterator[dict[str, Any]]:
+        """One request to the model's scheduler, which any model takes for a stream."""
         timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
         try:
             model = self._session.connection().models.resolve(request.model, request.version)
-            with self._server.infer(
+            datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
+            with self._server.stream(
                 request.model,
                 {tensor.name: _array(tensor, request.model) for tensor in request.inputs},
                 outputs=request.outputs or None,
                 version=request.version,
                 timeout=timeout_s,
                 request_id=request.id,
-            ) as result:
-                datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
-                outputs = [_output(name, datatypes[name], result[name]) for name in result]
-                parameters = result.parameters
+            ) as results:
+                for result in results:
+                    outputs = [_output(name, datatypes[name], result[name]) for name in result]
+                    named = (request.model, model.version, request.id)
+                    yield response(*named, result.parameters, outputs)
         except ShmserveError as error:
             raise Failed(error.message) from error
-        return answer(request.model, model.version, request.id, parameters, outputs)
 
     def close(self) -> None:
         """Leave the server."""

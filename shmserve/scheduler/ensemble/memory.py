@@ -1,0 +1,178 @@
+"""Where the tensors between steps lie, and who has them.
+
+A tensor whose size is known before it is made is written by its step's worker into the ensemble's
+arena, where the next step's worker, or the client, reads it. Any other lies where its worker has
+put it: that arena's descriptor is passed on, and held open here, so that it outlives the worker.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.scheduler.ensemble.values import Value
+
+
+class EnsembleMemory:
+    """The ensemble's arena, of `byte_size`, made when it is needed, and workers' arenas."""
+
+    def __init__(self, byte_size: int) -> None:
+        self._byte_size = byte_size
+        self._arena: Arena | None = None
+        self._held: dict[int, _Held] = {}
+        self._mappings = Mappings()
+
+    @property
+    def used(self) -> int:
+        """Bytes of the arena that are in use."""
+        return 0 if self._arena is None else self._arena.used
+
+    @property
+    def held(self) -> int:
+        """How many workers' arenas are held open."""
+        return len(self._held)
+
+    def allocate(self, byte_size: int) -> Place:
+        """A block of the arena. Raises Unavailable when it is full."""
+        if self._arena is None:
+            self._arena = Arena(self._byte_size)
+        return self._arena.allocate(byte_size)
+
+    def owns(self, place: Place) -> bool:
+        """Whether a place is in the arena."""
+        return self._arena is not None and place.memory.id == self._arena.memory.id
+
+    def free(self, place: Place) -> None:
+        """Take a block back."""
+        assert self._arena is not None
+        self._arena.free(place.offset)
+
+    def hold(self, place: Place) -> None:
+        """Keep a worker's arena until `let_go`, whatever becomes of the worker. Raises Unavailable
+        when it is gone."""
+        memory = place.memory
+        held = self._held.get(memory.id)
+        if held is None:
+            held = self._held[memory.id] = _Held(memory)
+        held.users += 1
+
+    def let_go(self, place: Place) -> None:
+        """A place of a worker's arena is not used any more."""
+        held = self._held[place.memory.id]
+        held.users -= 1
+        if held.gone and not held.users:
+            self._close(place.memory.id)
+
+    def passed_on(self, place: Place) -> Place:
+        """The place as another worker can read it, also when the one that wrote it has ended."""
+        held = self._held.get(place.memory.id)
+        return place if held is None else replace(place, memory=held.memory)
+
+    def process_exited(self, pid: int) -> None:
+        """A process is gone: its arena is closed once nobody uses it."""
+        for memory_id, held in list(self._held.items()):
+            if held.pid == pid:
+                held.gone = True
+                if not held.users:
+                    self._close(memory_id)
+        self._mappings.drop_process(pid)
+
+    def _close(self, memory_id: int) -> None:
+        self._held.pop(memory_id).close()
+        self._mappings.drop(memory_id)
+
+    def any_true(self, tensor: TensorRef) -> bool:
+        """Whether an element of a BOOL tensor is true.
+
+        Raises InvalidArgument for one in a client's own memory, which no scheduler reads.
+        """
+        data = tensor.data
+        if isinstance(data, bytes):
+            return any(data)
+        memory = data.memory
+        if memory.cuda is not None or memory.copied or not memory.sealed:
+            raise InvalidArgument(
+                f"'{tensor.name}' is a condition, which is to be sent in the request and not in a "
+                "shared memory region"
+            )
+        return any(self._mappings.view(data))
+
+    def close(self) -> None:
+        """Let everything go."""
+        for memory_id in list(self._held):
+            self._close(memory_id)
+        self._mappings.drop_all()
+        if self._arena is not None:
+            self._arena.close()
+
+
+class _Held:
+    """A worker's arena, held open by this process, too."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.pid = memory.pid
+        self.users = 0
+        self.gone = False
+        try:
+            self._fd = os.open(f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unavailable("the memory of a tensor is gone") from error
+        if os.fstat(self._fd).st_ino != memory.inode:
+            os.close(self._fd)
+            raise Unavailable("the memory of a tensor is gone")
+        self.memory = replace(memory, pid=os.getpid(), fd=self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Lent:
+    """Tensors that clients are reading, until they give them back or are gone."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, dict[tuple[int, int], list[Value]]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._values.values()))
+
+    def lend(self, reader: int, place: Place, value: Value) -> None:
+        """`reader` gives it back with the pid and the offset of its place."""
+        key = (place.memory.pid, place.offset)
+        self._values.setdefault(reader, {}).setdefault(key, []).append(value)
+
+    def give_back(self, reader: int, pid: int, offsets: list[int]) -> None:
+        """A reader needs these no more; what it was not lent is ignored."""
+        values = self._values.get(reader, {})
+        for offset in offsets:
+            lent = values.get((pid, offset))
+            if lent is None:
+                continue
+            lent.pop().release()
+            if not lent:
+                del values[pid, offset]
+        if not values:
+            self._values.pop(reader, None)
+
+    def forget(self, reader: int) -> None:
+        """A reader is gone."""
+        for values in self._values.pop(reader, {}).values():
+            for value in values:
+                value.release()
+
+
+def once_all(count: int, then: Callable[[], None]) -> Callable[[], None]:
+    """What runs `then` when it is called for the last of so many times."""
+    left = count
+
+    def one() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            then()
+
+    return one

@@ -1,0 +1,150 @@
+"""A request of an ensemble, and those that it makes of its steps' schedulers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+
+from shmserve.ipc.inflight import InflightRequest, Response
+from shmserve.ipc.messages import Failed, Submit, Timed
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import Inference
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.transport.peercred_router import first_number
+from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
+from shmserve.scheduler.ensemble.values import Value
+from shmserve.scheduler.requests.queue import believable
+
+
+class Client:
+    """Who submits: its address at our socket, its pid (0: unknown), its requests by number, and
+    whether it is told how long they took."""
+
+    __slots__ = ("peer", "pid", "requests", "timed")
+
+    def __init__(self, peer: bytes) -> None:
+        self.peer = peer
+        self.pid = first_number(peer)
+        self.requests: dict[int, EnsembleRequest] = {}
+        self.timed = False
+
+
+class EnsembleRequest:
+    """One request of an ensemble. Times are monotonic ns; `times_ns` those of its steps together:
+    input, inference, output.
+
+    `running`: its steps' requests by number; `waiting` of them have not been submitted. It is
+    `over` when no further step of it runs: with `failure`, or because its client is `gone`.
+    `told`: its failure has been said, though steps are still running. `unread`: the responses that
+    its client has yet to read.
+    """
+
+    __slots__ = (
+        "arrived_ns",
+        "client",
+        "deadline_ns",
+        "enqueued_ns",
+        "failure",
+        "flow",
+        "gone",
+        "id",
+        "inference",
+        "plan",
+        "responded_ns",
+        "responses",
+        "running",
+        "started_ns",
+        "submit",
+        "times_ns",
+        "told",
+        "units",
+        "unread",
+        "untimed",
+        "waiting",
+    )
+
+    def __init__(
+        self, client: Client, submit: Submit, inference: Inference, plan: Plan, now_ns: int
+    ) -> None:
+        self.client = client
+        self.id = submit.id
+        self.submit = submit
+        self.inference = inference
+        self.plan = plan
+        self.flow = Flow(plan)
+        self.arrived_ns = believable(submit.arrived_ns, now_ns)
+        self.enqueued_ns = self.started_ns = now_ns
+        self.deadline_ns = max(submit.deadline_ns, 0)
+        self.units = submit.batch_size or 1
+        self.times_ns = [0, 0, 0]
+        self.running: dict[int, StepRequest] = {}
+        self.waiting = 0
+        self.failure: Failed | None = None
+        self.told = False
+        self.gone = False
+        self.unread: deque[list[Value]] = deque()
+        self.responses = 0
+        self.responded_ns = now_ns
+        self.untimed = False
+
+    @property
+    def over(self) -> bool:
+        """Whether no further step of it runs."""
+        return self.failure is not None or self.gone
+
+
+class Steps:
+    """What the requests of steps tell, in `core`."""
+
+    @abstractmethod
+    def responded(self, step: StepRequest, message: Response) -> None:
+        """A step has responded."""
+
+    @abstractmethod
+    def moves(self, step: StepRequest) -> bool:
+        """Whether a step that was refused goes to another scheduler, which serves its model now."""
+
+    @abstractmethod
+    def ended(self, step: StepRequest) -> None:
+        """No worker has a step's memory any more."""
+
+
+class StepRequest(InflightRequest):
+    """A step of a request at its model's scheduler. `placed`: the blocks of the ensemble's arena
+    that its outputs were to be written to, and which nobody has yet; `given`: the outputs that go
+    to places of the client's."""
+
+    __slots__ = ("answered", "firing", "given", "placed", "request", "signature", "steps", "times")
+
+    def __init__(
+        self,
+        steps: Steps,
+        request: EnsembleRequest,
+        firing: Firing,
+        signature: Signature,
+        submit: Submit,
+        endpoint: str,
+        placed: dict[str, Place],
+        given: frozenset[str],
+    ) -> None:
+        super().__init__(submit, endpoint)
+        self.steps = steps
+        self.request = request
+        self.firing = firing
+        self.signature = signature
+        self.placed = placed
+        self.given = given
+        self.times: Timed | None = None
+        self.answered = False
+
+    def awaited(self) -> bool:
+        return not self.request.over
+
+    def respond(self, message: Response) -> None:
+        self.steps.responded(self, message)
+
+    def goes_elsewhere(self, message: Failed) -> bool:
+        return self.steps.moves(self)
+
+    def free(self) -> None:
+        self.steps.ended(self)

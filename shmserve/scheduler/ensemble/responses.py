@@ -1,0 +1,162 @@
+"""What an ensemble's clients are told: responses, as many as they take, failures, ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.messages import (
+    FIRST_CREDIT,
+    ExecutionResponded,
+    Failed,
+    Finished,
+    Release,
+    Responded,
+    Settled,
+    Timed,
+)
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.scheduler.batchers.base import Closed
+from shmserve.scheduler.ensemble.graph import Graph
+from shmserve.scheduler.ensemble.memory import EnsembleMemory, Lent
+from shmserve.scheduler.ensemble.requests import Client, EnsembleRequest
+from shmserve.scheduler.ensemble.submission import fitted
+from shmserve.scheduler.ensemble.values import Value
+from shmserve.scheduler.requests.responses import Peers
+from shmserve.scheduler.statistics.counters import Statistics
+from shmserve.scheduler.statistics.timing import Timing
+
+
+class Responses:
+    """Posts to clients, and knows what they are reading."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        decoupled: bool,
+        clients: Peers,
+        memory: EnsembleMemory,
+        statistics: Statistics,
+    ) -> None:
+        self._signature = signature
+        self._decoupled = decoupled
+        self._clients = clients
+        self._memory = memory
+        self._statistics = statistics
+        self._lent = Lent()
+
+    def check_places(self, request: EnsembleRequest, graph: Graph) -> None:
+        """Raise InvalidArgument where an output would go over an input that another step reads."""
+        for output in request.inference.outputs:
+            if output.place is None:
+                continue
+            writer = graph.writers[output.name]
+            for tensor in request.inference.inputs:
+                readers = set(request.plan.readers.get(tensor.name, ())) - {writer}
+                data = tensor.data
+                if readers and isinstance(data, Place) and output.place.overlaps(data):
+                    raise InvalidArgument(
+                        f"output '{output.name}' is to go over input '{tensor.name}', which other "
+                        "steps of the ensemble read"
+                    )
+
+    # --- out
+
+    def relay(self, request: EnsembleRequest, now_ns: int) -> None:
+        """Pass on the responses that there are, as many as the client takes."""
+        responses = request.flow.responses
+        placed = any(output.place is not None for output in request.inference.outputs)
+        most = 1 if placed else FIRST_CREDIT
+        while responses and len(request.unread) < most:
+            response = responses.pop(0)
+            body = self._body(request, response)
+            request.unread.append(list(response.values()))
+            self._count(request, body, final=False, now_ns=now_ns)
+            request.responses += 1
+            self._clients.post(
+                request.client.peer, Responded(request.id, "", "", body, final=False)
+            )
+
+    def granted(self, request: EnsembleRequest, responses: int) -> None:
+        """The client has read so many responses."""
+        for _ in range(min(responses, len(request.unread))):
+            _release(request.unread.popleft())
+
+    def given_back(self, client: Client, message: Release) -> None:
+        """The client has read these outputs."""
+        self._lent.give_back(client.pid, message.pid, message.offsets)
+
+    def forget(self, pid: int) -> None:
+        """A client is gone."""
+        self._lent.forget(pid)
+
+    def failed(self, request: EnsembleRequest, early: bool = False) -> None:
+        """Tell a failure; `early`: steps still have the request's memory, and `end` follows."""
+        failure = request.failure
+        assert failure is not None
+        self._clients.post(
+            request.client.peer,
+            Failed(request.id, failure.code, failure.message, failure.retry_after_s, early),
+        )
+
+    def end(self, request: EnsembleRequest, now_ns: int) -> None:
+        """No step has the request any more: tell its end, unless nobody is there."""
+        if request.gone:
+            pass
+        elif request.told:
+            self._clients.post(request.client.peer, Settled(request.id))
+        elif request.failure is not None:
+            self.failed(request)
+        else:
+            self._succeeded(request, now_ns)
+        while request.unread:
+            _release(request.unread.popleft())
+
+    def _succeeded(self, request: EnsembleRequest, now_ns: int) -> None:
+        timing = Timing(request.started_ns, *request.times_ns)
+        self._statistics.executions.executed(Closed.IDLE, request.units, timing, now_ns)
+        body = b""
+        if self._decoupled:
+            self._count(request, b"", final=True, now_ns=now_ns)
+        else:
+            (response,) = request.flow.responses
+            request.flow.responses.clear()
+            body = self._body(request, response)
+            _release(list(response.values()))
+        self._statistics.succeeded(request, timing, now_ns)
+        peer = request.client.peer
+        if request.client.timed:
+            self._clients.post(peer, Timed(request.id, *request.times_ns))
+        if self._decoupled:
+            self._clients.post(peer, Responded(request.id, "", "", b"", final=True))
+        else:
+            self._clients.post(peer, Finished(request.id, body))
+
+    def _count(self, request: EnsembleRequest, body: bytes, final: bool, now_ns: int) -> None:
+        response = ExecutionResponded(0, "", "", body, final, now_ns, now_ns)
+        self._statistics.responded(request, response, now_ns)
+
+    def _body(self, request: EnsembleRequest, response: dict[str, Value]) -> bytes:
+        """A response as it travels; the client gives back what lies in our memory."""
+        tensors: list[TensorRef] = []
+        parameters: dict[str, Any] = {}
+        given = {o.name for o in request.inference.outputs if o.place is not None}
+        batches = self._signature.max_batch_size > 0
+        for name, value in response.items():
+            tensor = value.tensor
+            assert tensor is not None
+            dims = self._signature.outputs[name].dims
+            shape = fitted(tensor.shape, dims, batches, value.batched)
+            tensors.append(TensorRef(name, tensor.datatype, shape, tensor.data))
+            parameters.update(value.override)
+            if isinstance(tensor.data, Place) and name not in given:
+                value.acquire()
+                self._lent.lend(request.client.pid, tensor.data, value)
+        return pack_inferred(Inferred(tuple(tensors), parameters))
+
+
+def _release(values: list[Value]) -> None:
+    for value in values:
+        value.release()

@@ -1,0 +1,175 @@
+"""A step that is to run -> the message to its model's scheduler, and where its outputs go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shmserve.errors import Unsupported
+from shmserve.ipc.inflight import make_submit
+from shmserve.ipc.messages import Submit
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    INLINE_LIMIT,
+    Inference,
+    RequestedOutput,
+    pack_inference,
+)
+from shmserve.ipc.tensors.signature import Signature, agree
+from shmserve.scheduler.ensemble.flow import Firing
+from shmserve.scheduler.ensemble.graph import ONCE, Graph
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.ensemble.requests import EnsembleRequest
+from shmserve.scheduler.ensemble.targets import Target
+from shmserve.scheduler.ensemble.values import Value
+
+SEQUENCE_START, SEQUENCE_END = 1, 2
+
+
+class Prepared(NamedTuple):
+    """A message, the blocks of the arena that outputs go to, by their names, and the outputs that
+    go to places of the client's."""
+
+    submit: Submit
+    placed: dict[str, Place]
+    given: frozenset[str]
+
+
+def prepare(
+    number: int,
+    request: EnsembleRequest,
+    firing: Firing,
+    target: Target,
+    graph: Graph,
+    memory: EnsembleMemory,
+    now_ns: int,
+) -> Prepared:
+    """What a step's scheduler is told. Raises InvalidArgument when the inputs do not fit its model,
+    Unavailable when the arena is full."""
+    inference, signature = request.inference, target.signature
+    inputs = tuple(_input(name, value, signature, memory) for name, value in firing.inputs.items())
+    wanted = _wanted(request, firing)
+    admission = signature.admit(inference.request_id, inputs, wanted)
+    known = _known_sizes(firing, target, graph, wanted, admission.batch_size)
+    placed: dict[str, Place] = {}
+    try:
+        for name, byte_size in known.items():
+            placed[name] = memory.allocate(byte_size)
+    except BaseException:
+        for place in placed.values():
+            memory.free(place)
+        raise
+    outputs = tuple(
+        RequestedOutput(output.name, placed[output.name]) if output.name in placed else output
+        for output in wanted
+    )
+    correlation_id, flags = _sequence(inference, firing.inputs.values())
+
+    def pack(deadline_ns: int) -> bytes:
+        return pack_inference(
+            Inference(
+                inference.request_id,
+                inputs,
+                outputs,
+                inference.parameters,
+                correlation_id,
+                flags,
+                inference.timeout_us,
+                inference.priority,
+                deadline_ns,
+            )
+        )
+
+    try:
+        submit = make_submit(
+            number,
+            admission,
+            now_ns,
+            pack,
+            request_id=request.submit.request_id,
+            priority=request.submit.priority,
+            timeout_us=request.submit.timeout_us,
+            ends_ns=request.deadline_ns,
+        )
+    except BaseException:
+        for place in placed.values():
+            memory.free(place)
+        raise
+    return Prepared(submit, placed, frozenset(o.name for o in wanted if o.place is not None))
+
+
+def fitted(
+    shape: tuple[int, ...], dims: Sequence[int], batches: bool, batched: bool
+) -> tuple[int, ...]:
+    """The shape of a tensor that comes from a model that does batch (`batched`) or not, for one of
+    these `dims` that does (`batches`) or not: a batch dimension of 1 is added or taken away."""
+    if batches and not batched and agree(dims, shape):
+        return (1, *shape)
+    if batched and not batches and shape[:1] == (1,) and agree(dims, shape[1:]):
+        return shape if agree(dims, shape) else shape[1:]
+    return shape
+
+
+def _input(name: str, value: Value, signature: Signature, memory: EnsembleMemory) -> TensorRef:
+    tensor = value.tensor
+    assert tensor is not None
+    spec, data = signature.inputs.get(name), tensor.data
+    shape = tensor.shape
+    if spec is not None:
+        shape = fitted(shape, spec.dims, signature.max_batch_size > 0, value.batched)
+    if isinstance(data, Place):
+        data = memory.passed_on(data)
+    return TensorRef(name, tensor.datatype, shape, data)
+
+
+def _wanted(request: EnsembleRequest, firing: Firing) -> tuple[RequestedOutput, ...]:
+    """The outputs of a step that somebody uses; where the client says, if they are its own."""
+    places = {output.name: output.place for output in request.inference.outputs}
+    plan = request.plan
+    wanted: list[RequestedOutput] = []
+    for name, tensor in firing.step.outputs.items():
+        if not plan.uses[tensor]:
+            continue
+        place = places.get(tensor)
+        if place is not None and plan.follows[firing.step.index] != ONCE:
+            raise Unsupported(
+                f"output '{tensor}' follows a step that gives any number of responses: it cannot "
+                "go to shared memory"
+            )
+        wanted.append(RequestedOutput(name, place))
+    return tuple(wanted)
+
+
+def _known_sizes(
+    firing: Firing,
+    target: Target,
+    graph: Graph,
+    wanted: Sequence[RequestedOutput],
+    batch_size: int,
+) -> dict[str, int]:
+    """The sizes of the outputs that can be written to the ensemble's arena: not those that travel
+    inside the message, and of a model that gives any number of responses none, because each would
+    go over the one before it."""
+    if target.decoupled:
+        return {}
+    signature, outputs = target.signature, firing.step.outputs
+    sizes = {
+        output.name: signature.output_size(output.name, batch_size)
+        for output in wanted
+        if output.place is None and outputs[output.name] not in graph.conditions
+    }
+    known = {name: size for name, size in sizes.items() if size is not None}
+    return known if sum(known.values()) > INLINE_LIMIT else {}
+
+
+def _sequence(inference: Inference, inputs: Iterable[Value]) -> tuple[int | str, int]:
+    """The correlation id and the flags for a step: the request's own, unless a response that it
+    depends on has others."""
+    correlation_id, flags = inference.correlation_id, inference.flags
+    for value in inputs:
+        override = value.override
+        correlation_id = override.get("sequence_id", correlation_id)
+        for key, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
+            if key in override:
+                flags = flags | bit if override[key] else flags & ~bit
+    return correlation_id, flags

@@ -1,0 +1,75 @@
+"""Who serves the models of an ensemble's steps, as the supervisor has published it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.scheduler.ensemble.graph import Graph, Step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A model version that serves: its scheduler's endpoint, what it takes, and whether it gives
+    any number of responses to a request."""
+
+    endpoint: str
+    config: dict[str, Any]
+    signature: Signature
+    decoupled: bool
+
+
+class Targets:
+    """The models of an ensemble by name and version, "" for the latest. `changes` counts what may
+    change how a request goes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._names = frozenset(step.model for step in graph.steps)
+        self._known: dict[str, dict[str, Target]] = {}
+        self._latest: dict[str, str] = {}
+        self.changes = 0
+
+    def publish(self, message: ModelPublished) -> None:
+        """A version may be called, or is somewhere else now."""
+        if message.name not in self._names:
+            return
+        versions = self._known.setdefault(message.name, {})
+        known = versions.get(message.version)
+        if known is None or known.config != message.config:
+            policy = message.config.get("model_transaction_policy") or {}
+            signature = Signature(message.config, message.version)
+            decoupled = bool(policy.get("decoupled", False))
+            versions[message.version] = Target(
+                message.endpoint, message.config, signature, decoupled
+            )
+            self.changes += 1
+        else:
+            versions[message.version] = replace(known, endpoint=message.endpoint)
+        if message.latest and self._latest.get(message.name) != message.version:
+            self._latest[message.name] = message.version
+            self.changes += 1
+
+    def move(self, endpoint: str, successor: str) -> None:
+        """Another scheduler serves what the one at `endpoint` did; "": none does. Until then a
+        version that was withdrawn takes what requests have begun."""
+        for versions in self._known.values():
+            for version, target in list(versions.items()):
+                if target.endpoint != endpoint:
+                    continue
+                if successor:
+                    versions[version] = replace(target, endpoint=successor)
+                else:
+                    del versions[version]
+                    self.changes += 1
+
+    def find(self, step: Step) -> Target:
+        """Who runs a step now; raises Unavailable."""
+        versions = self._known.get(step.model, {})
+        target = versions.get(step.version or self._latest.get(step.model, ""))
+        if target is None:
+            version = f" version {step.version}" if step.version else ""
+            raise Unavailable(f"model '{step.model}'{version} is not at ready state")
+        return target

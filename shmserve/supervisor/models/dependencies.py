@@ -1,0 +1,71 @@
+"""What ensembles need: their steps' models are loaded before them, and never twice at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.status import ModelRegistry
+
+
+class Dependencies:
+    """Loads the models of ensembles' steps with `load(name)`, unless they serve."""
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        registry: ModelRegistry,
+        load: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._planner = planner
+        self._registry = registry
+        self._load = load
+        self._loading: dict[str, asyncio.Future[None]] = {}
+
+    @contextlib.contextmanager
+    def loading(self, names: list[str]) -> Iterator[None]:
+        """These are about to be loaded: whoever needs one waits until it is `loaded`."""
+        loop = asyncio.get_running_loop()
+        began = {name: loop.create_future() for name in names if name not in self._loading}
+        self._loading.update(began)
+        try:
+            yield
+        finally:
+            for name in began:
+                self.loaded(name)
+
+    def loaded(self, name: str) -> None:
+        """A load has ended, well or not."""
+        future = self._loading.pop(name, None)
+        if future is not None:
+            future.set_result(None)
+
+    async def satisfy(self, name: str, override: str) -> None:
+        """Load what a model needs, if it is an ensemble. What cannot be loaded, whoever looks at
+        the ensemble's graph will miss. Raises InvalidArgument where ensembles need one another."""
+        steps = await asyncio.to_thread(self._steps, name, override)
+        for step in steps:
+            await asyncio.to_thread(self._check_circles, step, [name])
+        await asyncio.gather(*map(self._ensure, steps))
+
+    async def _ensure(self, name: str) -> None:
+        while (coming := self._loading.get(name)) is not None:
+            await asyncio.shield(coming)
+        model = self._registry.get(name)
+        if model is not None and model.serving:
+            return
+        with self.loading([name]), contextlib.suppress(ShmserveError):
+            await self._load(name)
+
+    def _steps(self, name: str, override: str = "") -> list[str]:
+        return list(dict.fromkeys(step.name for step in self._planner.steps(name, override)))
+
+    def _check_circles(self, name: str, above: list[str]) -> None:
+        if name in above:
+            circle = " -> ".join([*above[above.index(name) :], name])
+            raise InvalidArgument(f"circular dependency between ensembles: {circle}")
+        for step in self._steps(name):
+            self._check_circles(step, [*above, name])

@@ -1,0 +1,110 @@
+"""Ensembles for tests, and the models of their steps, written on the spot."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.support.repositories import DATATYPES
+
+_MODEL = """\
+import os
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.name = args["model_name"]
+
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def input(self, request, name):
+        tensor = pb_utils.get_input_tensor_by_name(request, name)
+        return None if tensor is None else tensor.as_numpy()
+
+    def response(self, **outputs):
+        return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in outputs.items()])
+
+    def one(self, request):
+{body}
+"""
+
+
+def tensor(name: str, datatype: str = "FP32", dims: Sequence[int] = (-1,), more: str = "") -> str:
+    """A tensor as config.pbtxt has it."""
+    return f'{{ name: "{name}" data_type: {DATATYPES[datatype]} dims: {list(dims)} {more} }}'
+
+
+def add_model(
+    repository: Path,
+    name: str,
+    one: str,
+    inputs: Sequence[str] = (tensor("X"),),
+    outputs: Sequence[str] = (tensor("Y"),),
+    max_batch_size: int = 0,
+    more: str = "",
+) -> None:
+    """A Python model whose `one(self, request)` has this body; decoupled where it says so in
+    `more`."""
+    body = textwrap.indent(textwrap.dedent(one).strip("\n"), " " * 8)
+    _write(
+        repository,
+        name,
+        f"""
+        backend: "python"
+        max_batch_size: {max_batch_size}
+        input [ {", ".join(inputs)} ]
+        output [ {", ".join(outputs)} ]
+        instance_group [ {{ kind: KIND_CPU }} ]
+        {more}
+        """,
+    )
+    (repository / name / "1" / "model.py").write_text(_MODEL.replace("{body}", body))
+
+
+def step(
+    model: str, inputs: Mapping[str, str], outputs: Mapping[str, str], version: int = -1
+) -> str:
+    """A step as config.pbtxt has it; the maps from the model's names to the ensemble's."""
+    maps = " ".join(
+        f'{kind} {{ key: "{key}" value: "{value}" }}'
+        for kind, items in (("input_map", inputs), ("output_map", outputs))
+        for key, value in items.items()
+    )
+    return f'{{ model_name: "{model}" model_version: {version} {maps} }}'
+
+
+def add_ensemble(
+    repository: Path,
+    name: str,
+    steps: Sequence[str],
+    inputs: Sequence[str] = (tensor("IN"),),
+    outputs: Sequence[str] = (tensor("OUT"),),
+    max_batch_size: int = 0,
+    scheduling: str = "",
+    more: str = "",
+) -> None:
+    """An ensemble; `scheduling` is more of its ensemble_scheduling."""
+    _write(
+        repository,
+        name,
+        f"""
+        platform: "ensemble"
+        max_batch_size: {max_batch_size}
+        input [ {", ".join(inputs)} ]
+        output [ {", ".join(outputs)} ]
+        ensemble_scheduling {{ step [ {", ".join(steps)} ] {scheduling} }}
+        {more}
+        """,
+    )
+
+
+def _write(repository: Path, name: str, config: str) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    text = f'name: "{name}"\n{textwrap.dedent(config)}'
+    (repository / name / "config.pbtxt").write_text(text)
