@@ -8,9 +8,10 @@ from math import inf
 from pathlib import Path, PurePath
 
 from shmserve.errors import InvalidArgument
-from shmserve.model_config.composition_rules import ensemble_problems, sequence_problems
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
+from shmserve.model_config.ensemble_rules import ensemble_problems
 from shmserve.model_config.normalise import ENSEMBLE, LIBTORCH
+from shmserve.model_config.sequence_rules import sequence_problems
 from shmserve.model_config.tensor_rules import batch_io_problems, tensor_problems
 from shmserve.proto.model_config_pb2 import (
     ModelConfig,
