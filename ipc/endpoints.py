@@ -1,5 +1,5 @@
-"""Where a server's sockets are: all names derive from one private run directory, so two servers
-never collide."""
+"""Endpoints, the paths of a server's sockets: all derive from one private run directory, so two
+servers never collide."""
 
 from __future__ import annotations
 

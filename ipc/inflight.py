@@ -1,8 +1,8 @@
 """The in-flight table: requests that were submitted to schedulers and are not settled (sans IO).
 
-    add ──> pending ──Finished, Responded (final)───> answered, its memory is free
+    add ──> pending ──Finished, Responded (final)───> responded, its memory is free
               │  ├──Responded───────────────────────> pending: it never runs again from here on
-              │  ├──Failed──────────────────────────> answered, its memory is free
+              │  ├──Failed──────────────────────────> responded, its memory is free
               │  ├──Failed (early)──> settling ──Settled──> its memory is free
               │  └──Failed (UNAVAILABLE)────────────> its owner may take it elsewhere
               └──its scheduler is lost──> handed back, to be submitted to who serves the model now;
@@ -142,7 +142,7 @@ R = TypeVar("R", bound=InflightRequest)
 
 
 class InflightTable(Generic[R]):
-    """Requests by number: those `pending` are not answered, those `settling` are, and keep their
+    """Requests by number: those `pending` await a response, those `settling` had it, and keep their
     memory. At each step the table is right before its owner is told, so that telling may fail."""
 
     __slots__ = ("pending", "settling")

@@ -1,5 +1,5 @@
-"""What the system offers a parent and its children: names, parent death, orphans, privileges,
-timers."""
+"""Process control of Linux (prctl, /proc) for a parent and its children: names, parent death,
+orphans, privileges, timers."""
 
 from __future__ import annotations
 

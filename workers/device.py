@@ -1,4 +1,4 @@
-"""Where a model runs: the CPU, or one of the accelerators that torch finds (cuda, npu, ...).
+"""Compute devices: the CPU, or one of the accelerators that torch finds (cuda, npu, ...).
 
 Built on `torch.accelerator`, so that every kind takes the same path; a kind that lives in its own
 package registers itself with torch when that is imported (`npu`: torch_npu).

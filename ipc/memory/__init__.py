@@ -1,1 +1,1 @@
-"""Memory that processes share: arenas, mappings of regions, CUDA handles."""
+"""Shared memory: arenas, mappings of regions, POSIX objects, CUDA IPC handles."""

@@ -1,5 +1,5 @@
-"""Memory a process owns for tensors it creates: a sealed memfd that others map and never allocate
-in.
+"""An arena, memory a process owns for tensors it creates: a sealed memfd that others map and never
+allocate in.
 
     memfd   |#### in use ####|    free    |## in use ##|......... not committed .........|
             0                                          ^ high-water mark                 ^ capacity

@@ -1,10 +1,10 @@
-"""CUDA memory between processes: programs allocate and export it, workers open it.
+"""CUDA IPC: device memory that programs allocate and export, and workers open by its handle.
 
     exporter   cuMemAlloc -> cuIpcGetMemHandle -> 64 bytes ──> register, or share
     worker     open(handle, device) -> pointer -> extent: [base, base + byte_size) of the allocation
 
 Who owns what, when. The allocation is the exporter's: it must live, and not be freed, until its
-region is unregistered and the last request that uses it is answered. What it wrote must have
+region is unregistered and the last request that uses it has its response. What it wrote must have
 reached the device before it asks (synchronise the stream that wrote it): a handle carries no
 order between streams of two processes. What a worker wrote has reached the device when the answer
 comes: it waits for the device first.

@@ -1,4 +1,4 @@
-"""Copies that are larger than the caches go past them.
+"""Non-temporal copies: what is larger than the caches goes past them.
 
 The C library writes a copy of that size with non-temporal stores: the memory that is written is not
 read first, which is a third of what such a copy moves, and what is in the caches stays there. Where

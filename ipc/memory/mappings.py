@@ -1,4 +1,4 @@
-"""A process's mappings of memory that other processes hold, opened on first use and kept.
+"""Memory mappings, cached: what other processes hold is mapped on first use and kept.
 
 Only workers map clients' regions: a client that truncates its object kills whoever touches the
 lost pages. Those of clients who are not trusted are not mapped at all, but read and written by

@@ -1,4 +1,4 @@
-"""The server's events, for whoever listens at its events socket: what happened, and what is.
+"""Events of the publish/subscribe feed: what happened in the server, and snapshots of what is.
 
 A message there has two frames: a topic, and a frame as everybody's here: an `EventHeader`, then the
 event. On a topic that begins with `SNAPSHOT` there come, once, as many as it takes to say what is.

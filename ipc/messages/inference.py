@@ -1,4 +1,4 @@
-"""Requests on their way: between clients and a scheduler, and between that and its workers."""
+"""Messages of inference: between clients and a scheduler, and between that and its workers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Release:
 
 @message
 class ReportStatistics:
-    """Answer with `StatisticsReported`."""
+    """Respond with `StatisticsReported`."""
 
     id: int
 

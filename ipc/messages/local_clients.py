@@ -1,4 +1,5 @@
-"""The supervisor and local clients: programs on this host that are no process of the server."""
+"""Messages between the supervisor and local clients: programs on this host that are no process of
+the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients' memory: regions as they are registered, published, withdrawn and checked."""
+"""Messages about shared memory: regions registered, published, withdrawn and checked."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class RegionReleased:
 class RegisterRegion:
     """Register a client's POSIX shared memory object, for the user `uid`, who is in `groups`.
 
-    The answer is {"memory_id"}. `leased`: until `RegionAbandoned`, or until the sender ends. `pin`:
-    have workers on CUDA devices lock its pages.
+    The response is {"memory_id"}. `leased`: until `RegionAbandoned`, or until the sender ends.
+    `pin`: have workers on CUDA devices lock its pages.
     """
 
     id: int

@@ -1,5 +1,5 @@
-"""What processes are started with: records that the supervisor encodes and the new process decodes,
-once.
+"""Start records, the arguments of a new process: the supervisor encodes them, the process decodes
+them, once.
 
 A gateway's is shmserve.gateway.settings.GatewayStart: its settings are the gateways' own.
 """

@@ -1,4 +1,4 @@
-"""The supervisor and its processes: life, models, health, logging."""
+"""Messages between the supervisor and its processes: life, models, health, logging."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SetLogging:
 
 @message
 class Answered:
-    """The answer to the sender's numbered request."""
+    """The response to the sender's numbered request."""
 
     id: int
     payload: dict[str, Any]
@@ -104,7 +104,7 @@ class SchedulerLost:
 
 @message
 class HealthChanged:
-    """What health answers from now on. `exiting`: refuse new inferences."""
+    """What health checks respond from now on. `exiting`: refuse new inferences."""
 
     live: bool
     ready: bool
@@ -141,7 +141,7 @@ class UnloadModel:
 
 @message
 class IndexRepository:
-    """Answer with {"models": [...]}, as POST /v2/repository/index shows it."""
+    """Respond with {"models": [...]}, as POST /v2/repository/index shows it."""
 
     id: int
     ready: bool
@@ -149,7 +149,7 @@ class IndexRepository:
 
 @message
 class ChangeLogging:
-    """Change these log settings, in every process; answer with all of them, as `SetLogging` has
+    """Change these log settings, in every process; respond with all of them, as `SetLogging` has
     them."""
 
     id: int
@@ -253,7 +253,7 @@ class LoadInstance:
 @message
 class InstanceLoaded:
     """The model is loaded; the instance is about to offer itself to its scheduler. `checks_ready`:
-    it answers `CheckReady` as its model says."""
+    its response to `CheckReady` is its model's."""
 
     seconds: float
     checks_ready: bool = False
@@ -276,7 +276,7 @@ class Attach:
 
 @message
 class FindModel:
-    """A model wants to call another one: answer with {"endpoint", "config", "version"}; version ""
+    """A model wants to call another one: respond with {"endpoint", "config", "version"}; version ""
     means the latest."""
 
     id: int
@@ -286,7 +286,7 @@ class FindModel:
 
 @message
 class AskReady:
-    """Answer with {"ready": whether a model that says so itself is ready}; version "" means the
+    """Respond with {"ready": whether a model that says so itself is ready}; version "" means the
     latest."""
 
     id: int

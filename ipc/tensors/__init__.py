@@ -1,1 +1,1 @@
-"""Tensors between processes: datatypes, descriptors, what a model takes, and cached templates."""
+"""Tensors on the wire: datatypes, descriptors, packed requests and responses, model signatures."""

@@ -1,7 +1,7 @@
-"""Requests whose outputs go over their inputs.
+"""Aliasing: requests whose outputs overlap their inputs.
 
 Once a worker has begun to write, the inputs are gone: such a request can run only once, and where
-nobody knows whether it has begun, it fails. What it would give on its own output is no answer.
+nobody knows whether it has begun, it fails. What it would give on its own output is no response.
 """
 
 from __future__ import annotations

@@ -17,12 +17,13 @@ from shmserve.ipc.tensors.descriptors import (
 )
 from shmserve.ipc.transport.records import MalformedMessage, record
 
-# All tensor bytes of one request, or of one answer, up to this many travel inside the messages:
+# All tensor bytes of one request, or of one response, up to this many travel inside the messages:
 # below it the copies through two sockets cost less than an arena's allocation and release message.
 INLINE_LIMIT = 16 * 1024
 
 # Of `Inference.flags` and `Submit.flags`: the request is the first, or the last, of its sequence.
 SEQUENCE_START, SEQUENCE_END = 1, 2
+LONGEST_CORRELATION_ID = 128  # characters of one that is a text
 
 
 @record
@@ -55,7 +56,7 @@ class Inference:
 
 @record
 class Inferred:
-    """The answer to an `Inference`; an output that went to the client's place carries that
+    """The response to an `Inference`; an output that went to the client's place carries that
     place."""
 
     outputs: tuple[TensorRef, ...]
@@ -163,10 +164,10 @@ def unpack_inference(work: bytes) -> Inference:
         raise MalformedMessage(f"not an inference: {error}") from error
 
 
-def pack_inferred(answer: Inferred) -> bytes:
+def pack_inferred(response: Inferred) -> bytes:
     """An `Inferred` as bytes, for `Finished.body`."""
     packed: bytes = msgpack.packb(
-        ([pack_tensor(tensor) for tensor in answer.outputs], answer.parameters)
+        ([pack_tensor(tensor) for tensor in response.outputs], response.parameters)
     )
     return packed
 
@@ -176,12 +177,12 @@ class InferredTemplate:
 
     __slots__ = ("_pieces",)
 
-    def __init__(self, answer: Inferred) -> None:
+    def __init__(self, response: Inferred) -> None:
         packer = msgpack.Packer(autoreset=False)
         packer.pack_array_header(2)
-        packer.pack_array_header(len(answer.outputs))
+        packer.pack_array_header(len(response.outputs))
         self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
-        for tensor in answer.outputs:
+        for tensor in response.outputs:
             packer.pack_array_header(4)
             packed = pack_tensor(tensor)
             for value in packed:
@@ -189,7 +190,7 @@ class InferredTemplate:
             if type(data := packed[3]) is bytes:
                 self._pieces.append(packer.bytes().removesuffix(data))
                 packer.reset()
-        packer.pack(answer.parameters)
+        packer.pack(response.parameters)
         self._pieces.append(packer.bytes())
 
     def fill(self, datas: list[bytes]) -> bytes:

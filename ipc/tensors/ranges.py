@@ -1,4 +1,4 @@
-"""The one place where offsets and sizes that come from outside are checked."""
+"""Bounds checks: the one place where offsets and sizes that come from outside are checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a model takes and gives, and whether a request fits it: one check for every way in.
+"""A model's signature, its inputs and outputs, and the admission of requests: one check for every
+listener.
 
 Built from the model's configuration (the dict that `GET /v2/models/NAME/config` shows), used by
 the gateway and by models that call other models. Pure. The texts are Triton's.

@@ -1,9 +1,10 @@
-"""What requests and responses come to that were seen before: bounded caches, and templates.
+"""The template cache: packed requests and responses that differ from earlier ones in tensor bytes
+alone are not unpacked again; and the bounded cache under it.
 
-Programs send, and models answer, the same form again and again: the same names, types and shapes
-with other numbers, or the very same bytes where the numbers are in shared memory. What follows from
-the form alone is then known without unpacking. What differs each time by its nature, a deadline or
-an id, is not worth knowing.
+Programs send, and models return, the same template again and again: the same names, types and
+shapes with other numbers, or the very same bytes where the numbers are in shared memory. What
+follows from the template alone is then known without unpacking. What differs each time by its
+nature, a deadline or an id, is not worth knowing.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Cut(NamedTuple, Generic[T]):
     meaning: T
 
     def datas(self, packed: bytes) -> list[bytes] | None:
-        """The inline tensors' bytes, if `packed` is of this form."""
+        """The inline tensors' bytes, if `packed` is of this template."""
         at = 0
         datas: list[bytes] = []
         for piece, size in self.pieces:
@@ -110,8 +111,8 @@ class _Cut(NamedTuple, Generic[T]):
 
 
 class TemplateCache(Generic[T]):
-    """What the forms mean that packed requests, or responses, have lately had: of `most` forms with
-    inline tensors, once they come again, and as many without any; of up to `longest` bytes."""
+    """Templates of recent packed requests, or responses, and what they mean: `most` with inline
+    tensors, once they come again, and as many without any; of up to `longest` bytes."""
 
     __slots__ = ("_cuts", "_longest", "_whole")
 
@@ -121,14 +122,14 @@ class TemplateCache(Generic[T]):
         self._longest = longest
 
     def find(self, packed: bytes) -> tuple[T, list[bytes]] | None:
-        """What the form of `packed` means, and the bytes of its inline tensors in order."""
+        """What the template of `packed` means, and the bytes of its inline tensors in order."""
         cut = self._cuts.find(len(packed))
         if cut is not None and (datas := cut.datas(packed)) is not None:
             return cut.meaning, datas
         return self._whole.find(packed) if self._whole and len(packed) <= self._longest else None
 
     def learn(self, packed: bytes, unpacked: Inference | Inferred, meaning: T) -> None:
-        """Know the form of `packed`, which was not known."""
+        """Enter the template of `packed`, which was not known."""
         if len(packed) > self._longest or _is_unique(unpacked):
             return
         tensors = unpacked.inputs if isinstance(unpacked, Inference) else unpacked.outputs

@@ -1,4 +1,4 @@
-"""Whether to look again and again for a moment before sleeping (pure).
+"""Adaptive busy-polling: whether to spin for a moment before sleeping (pure).
 
 Falling asleep and being woken costs as much as a small execution, and more on a core that has
 nothing else to do: it has to be woken, too. Where requests have lately come one at a time, and what
@@ -15,7 +15,7 @@ _FEW = 1.5  # requests at a time; where there are more, the cores have better th
 
 
 class BusyPoll:
-    """What one process has seen; `cores`: how many it may use, by default as the kernel says."""
+    """The estimate of one process; `cores`: how many it may use, by default as the kernel says."""
 
     def __init__(self, cores: int = 0) -> None:
         self._allowed = (cores or len(os.sched_getaffinity(0))) > 1

@@ -1,4 +1,4 @@
-"""A unix socket between two ends that speak ZMTP, and how long its last bytes may take."""
+"""A ZMTP connection over a unix socket, with buffered output, and its linger at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The connecting end of a link: typed messages, many a frame, never blocking."""
+"""The dealer (ZeroMQ's DEALER), the connecting end of a link: typed messages, many a frame, never
+blocking."""
 
 from __future__ import annotations
 

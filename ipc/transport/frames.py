@@ -1,4 +1,4 @@
-"""Messages as bytes, and bytes as messages: typed at both ends.
+"""Serialisation: messages to MessagePack frames and back, type-checked at both ends.
 
 A frame is MessagePack: [VERSION, [tag, field, ...], [tag, field, ...], ...], several messages a
 frame, fields in the order of the class. Field types are checked on arrival, so a handler may rely

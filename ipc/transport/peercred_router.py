@@ -1,4 +1,5 @@
-"""A `Router` for the server's own processes, which believes nobody's name but the kernel's.
+"""The peer-credential router: a `Router` for the server's own processes, whose identity must name
+the pid that the kernel reports (SO_PEERCRED).
 
 Models run foreign code as the server's user: that code may connect wherever a worker may. An
 identity holds the pid of whose link it is; a connection that was made by another process is ended.

@@ -1,4 +1,4 @@
-"""Values that travel between processes."""
+"""Records: dataclasses that travel between processes."""
 
 from __future__ import annotations
 

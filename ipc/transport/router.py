@@ -1,4 +1,5 @@
-"""The bound end of links: peers told apart by identity, no one of which can block another."""
+"""The router (ZeroMQ's ROUTER), the bound end of links: peers by identity, none of which can block
+another."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A `Router` whose peers are programs outside the server: none may cost the others anything.
+"""The untrusted router: a `Router` for programs outside the server, with limits, so that none may
+cost the others anything.
 
 - Who has no identity that is admitted gets no further than the handshake, and few may be on the way
   to one: the one that has been there for longest makes room for the next.
-- A peer that does not read its answers is not read until it does.
+- A peer that does not read its responses is not read until it does.
 - Frames have a bound, and so has what is kept of all that are not whole yet.
 - Who sends what is no message is let off a few times.
 """

@@ -132,7 +132,7 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
                         return text, 0.0
             if not dealer.connected:
                 return "its scheduler ended", 0.0
-        return f"no response within {_PATIENCE_S:.0f} s", 0.0
+        return f"no answer within {_PATIENCE_S:.0f} s", 0.0
     finally:
         dealer.close()
 

@@ -1,7 +1,7 @@
-"""`shmserve client infer`: one request from the shell, its answer as JSON.
+"""`shmserve client infer`: one request from the shell, its response as JSON.
 
-Datatypes and shapes come from what the server says of the model, and every way to it (doors/) gives
-the same answer.
+Datatypes and shapes come from what the server says of the model, and every way to it (transports/)
+gives the same response.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from shmserve.cli.client_tensors import WrongInput, encode, load
-from shmserve.cli.doors import Door, Failed, Request, Tensor
-from shmserve.cli.doors.http import HttpDoor
+from shmserve.cli.transports import Failed, Request, Tensor, Transport
+from shmserve.cli.transports.http import HttpTransport
 from shmserve.client.errors import Disconnected
 from shmserve.client.server.discovery import VARIABLE
 from shmserve.errors import InvalidArgument, ShmserveError
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser, metavar="VERB")
     infer = verbs.add_parser(
         "infer",
-        help="send one request and print its answer",
-        description="Send one request to a model and print its answer as JSON.",
+        help="send one request and print its response",
+        description="Send one request to a model and print its response as JSON.",
         epilog="Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong.",
     )
     infer.add_argument("model", metavar="MODEL")
@@ -75,14 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     infer.add_argument("--model-version", default="", metavar="V", help="[the latest]")
     infer.add_argument("--request-id", default="", metavar="ID", help="shown in the server's log")
     infer.add_argument(
-        "--timeout-us", type=int, default=0, metavar="N", help="microseconds to answer in [none]"
+        "--timeout-us", type=int, default=0, metavar="N", help="microseconds to respond in [none]"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit status.
 
-    0: the answer is on stdout. 1: the server failed or refused. 2: the command line is wrong.
+    0: the response is on stdout. 1: the server failed or refused. 2: the command line is wrong.
     Whatever is wrong is one line on stderr.
     """
     try:
@@ -105,15 +105,15 @@ def _complain(text: str, status: int) -> int:
 def _infer(args: argparse.Namespace) -> dict[str, Any]:
     given = [_split(text) for text in args.inputs]
     values = [(name, load(name, value)) for name, value in given]
-    with contextlib.closing(_door(args)) as door:
-        model = door.inputs(args.model, args.model_version)
+    with contextlib.closing(_transport(args)) as transport:
+        model = transport.inputs(args.model, args.model_version)
         inputs = []
         for name, value in values:
             if name not in model:
                 raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model)}")
             shape, raw = encode(model[name], value)
             inputs.append(Tensor(name, model[name].datatype, shape, raw))
-        return door.infer(
+        return transport.infer(
             Request(
                 args.model,
                 args.model_version,
@@ -132,38 +132,38 @@ def _split(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _door(args: argparse.Namespace) -> Door:
+def _transport(args: argparse.Namespace) -> Transport:
     """The way to the server that the command line names; else this user's, if one runs."""
-    from shmserve.cli.doors.native import NativeDoor
+    from shmserve.cli.transports.native import NativeTransport
 
     if args.url:
-        return _door_at(args.url)
+        return _transport_at(args.url)
     try:
-        return NativeDoor(args.run_dir)
+        return NativeTransport(args.run_dir)
     except (Disconnected, InvalidArgument):
         if args.run_dir or os.environ.get(VARIABLE):
             raise
-        return HttpDoor("127.0.0.1", 8000)
+        return HttpTransport("127.0.0.1", 8000)
 
 
-def _door_at(url: str) -> Door:
+def _transport_at(url: str) -> Transport:
     try:
         if url.startswith("unix:"):
-            return HttpDoor("", unix_socket=url.removeprefix("unix:").replace("///", "/", 1))
+            return HttpTransport("", unix_socket=url.removeprefix("unix:").replace("///", "/", 1))
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme in _USUAL_PORTS and parts.hostname and parts.path in ("", "/"):
             port = parts.port or _USUAL_PORTS[parts.scheme]
             if parts.scheme == "http":
-                return HttpDoor(parts.hostname, port)
-            return _grpc_door(parts.hostname, port)
+                return HttpTransport(parts.hostname, port)
+            return _grpc_transport(parts.hostname, port)
     except ValueError:
         pass
     raise WrongInput(f"--url takes http://HOST:PORT, unix:PATH or grpc://HOST:PORT, not '{url}'")
 
 
-def _grpc_door(host: str, port: int) -> Door:
+def _grpc_transport(host: str, port: int) -> Transport:
     if importlib.util.find_spec("grpc") is None:
         raise WrongInput("--url grpc://... takes the extra: pip install 'shmserve[grpc]'")
-    from shmserve.cli.doors.grpc import GrpcDoor
+    from shmserve.cli.transports.grpc import GrpcTransport
 
-    return GrpcDoor(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    return GrpcTransport(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

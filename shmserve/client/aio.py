@@ -172,10 +172,13 @@ class Server:
         priority: int = 0,
         request_id: str = "",
         parameters: Mapping[str, Any] | None = None,
+        sequence: int | str = 0,
+        start: bool = False,
+        end: bool = False,
         **tensors: Any,
     ) -> Result:
         """As `shmserve.client.Server.infer`; cancelling the task cancels the request."""
-        options = options_of(request_id, parameters, priority, timeout)
+        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
         turns = await self._connected()
         built = self._session.built(model, inputs, outputs, version, options, tensors)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -217,6 +220,9 @@ class Server:
         priority: int = 0,
         request_id: str = "",
         parameters: Mapping[str, Any] | None = None,
+        sequence: int | str = 0,
+        start: bool = False,
+        end: bool = False,
         **tensors: Any,
     ) -> ResponseStream:
         """As `shmserve.client.Server.stream`: `async for response in server.stream(...)`.
@@ -224,9 +230,9 @@ class Server:
         The request is sent when the first response is asked for, or by `async with`; cancelling the
         task that waits for a response cancels the request.
         """
-        options = options_of(request_id, parameters, priority, timeout)
+        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
 
-        async def start(on_item: Callable[[], None]) -> tuple[_Turns, StreamPending]:
+        async def begin(on_item: Callable[[], None]) -> tuple[_Turns, StreamPending]:
             turns = await self._connected()
             built = self._session.built(
                 model, inputs, outputs, version, options, tensors, stream=True
@@ -235,7 +241,7 @@ class Server:
             turns.flush_soon()
             return turns, pending
 
-        return ResponseStream(start)
+        return ResponseStream(begin)
 
     async def allocate(self, tensors: Specs, **options: Any) -> Region:
         """As `shmserve.client.Server.allocate`."""

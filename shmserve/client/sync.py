@@ -40,17 +40,22 @@ class Server:
         priority: int = 0,
         request_id: str = "",
         parameters: Mapping[str, Any] | None = None,
+        sequence: int | str = 0,
+        start: bool = False,
+        end: bool = False,
         **tensors: Any,
     ) -> Result:
         """Run a model and wait: inputs by keyword, or as a mapping or a region.
 
         An input is a numpy array, a torch tensor, anything with DLPack, or lists of numbers; its
         shape has the batch dimension if the model has one. `outputs` names those wanted, or says
-        where they go: a region, or {name: array of a region}. `timeout` is in seconds.
+        where they go: a region, or {name: array of a region}. `timeout` is in seconds. For a model
+        that keeps state `sequence` is the id of the request's sequence, whose first has `start`,
+        and whose last `end`.
 
         Raises the server's error (ShmserveError, with its code), TimedOut or Disconnected.
         """
-        options = options_of(request_id, parameters, priority, timeout)
+        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
         waiter = self._waiting()
         built = self._session.built(model, inputs, outputs, version, options, tensors)
         return waiter.wait(waiter.submit(built))
@@ -98,6 +103,9 @@ class Server:
         priority: int = 0,
         request_id: str = "",
         parameters: Mapping[str, Any] | None = None,
+        sequence: int | str = 0,
+        start: bool = False,
+        end: bool = False,
         **tensors: Any,
     ) -> ResponseStream:
         """Run a model that gives any number of responses, and iterate over them as they come.
@@ -110,7 +118,7 @@ class Server:
         ...     for response in responses:
         ...         print(response["WORD"])
         """
-        options = options_of(request_id, parameters, priority, timeout)
+        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
         way = self._waiting()
         built = self._session.built(model, inputs, outputs, version, options, tensors, stream=True)
         return ResponseStream(way, way.open(built), self)
@@ -127,10 +135,13 @@ class Server:
         priority: int = 0,
         request_id: str = "",
         parameters: Mapping[str, Any] | None = None,
+        sequence: int | str = 0,
+        start: bool = False,
+        end: bool = False,
         **tensors: Any,
     ) -> Future[Result]:
         """`infer`, in the background. Cancelling the future cancels the request."""
-        options = options_of(request_id, parameters, priority, timeout)
+        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
         built = self._session.built(model, inputs, outputs, version, options, tensors)
         future = SharedChannel(self._session.connection()).submit(built)
         future.add_done_callback(lambda _: self._session)  # until then somebody needs this client

@@ -1,1 +1,1 @@
-"""What several rooms of the server share: names, counters, access, credentials."""
+"""Code that several rooms share: access control, counters, limits, names."""

@@ -1,4 +1,4 @@
-"""How many accelerators the host has, found without touching one: the control plane never loads a
+"""Accelerator discovery, by device files, without touching one: the control plane never loads a
 driver."""
 
 from __future__ import annotations

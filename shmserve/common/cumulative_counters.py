@@ -1,4 +1,4 @@
-"""Counters that go on over a reload (pure).
+"""Cumulative counters, which survive a reload of their model (pure).
 
 A scheduler reports what it has counted itself, as GET /v2/models/NAME/stats shows it, and with it
 what those before it under the same name and version had counted. Metrics show both together: a

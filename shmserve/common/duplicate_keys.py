@@ -1,4 +1,4 @@
-"""Names that stand twice in one JSON object: parsers keep one of the values and say nothing (pure).
+"""Duplicate keys of JSON objects, refused: parsers keep one of the values and say nothing (pure).
 
 Two readers of one text may then see two requests, so such a text is refused.
 """

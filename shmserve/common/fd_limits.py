@@ -1,4 +1,5 @@
-"""How many descriptors a process may have, what clients may take of them, and the first three."""
+"""File descriptor limits: a process's own (RLIMIT_NOFILE), the shares of clients, and the standard
+streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The histogram of times to a request's first response, which a model's configuration may change.
+"""The time-to-first-response histogram, whose buckets a model's configuration may change.
 
 Models with a decoupled transaction policy have it. `model_metrics` of a configuration names it by
 its family and gives other buckets.

@@ -1,4 +1,4 @@
-"""Metrics of models' own: what their instances report, added up, and as Prometheus text (pure).
+"""Custom metrics of models: aggregated over instances, and exposed as Prometheus text (pure).
 
     counters, histograms   sum over all instances; what an instance counted stays when it ends
     gauges                 the value set last by an instance that lives, and all their increments

@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for."""
+"""Background tasks of asyncio: kept alive, their errors logged."""
 
 from __future__ import annotations
 

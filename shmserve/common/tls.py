@@ -1,4 +1,4 @@
-"""The files of gRPC's TLS: looked at before gRPC takes them, so that what is wrong is said in one
+"""TLS files of gRPC: validated before gRPC takes them, so that what is wrong is said in one
 line that names the flag."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who speaks on a connection, and what it may: found out once, remembered for every request.
+"""Client identity and authorisation of a connection: found out once, cached for every request.
 
-Listener     one listening socket, and what its clients may do there
-Caller   one connection through it
+Listener         one listening socket, and what its clients may do there
+ClientIdentity   the client of one connection through it
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MisdirectedHost(PermissionDenied):
 
 
 class Listener:
-    """What is the same for every connection that one listening socket accepts.
+    """The access rules of one listening socket, the same for every connection that it accepts.
 
     `allow_shm`: over every listener, none, or (None) those that only this host reaches. `names` are
     host names that the server goes by, beside addresses and localhost.
@@ -150,7 +150,7 @@ class ClientIdentity:
         if self.listener.kind is ListenerKind.REMOTE:
             return REMOTE
         # No client of this host counts as one of another: what the kernel knows of it is gone as
-        # soon as it hangs up, and the server's own objects are not for whoever does that.
+        # soon as it hangs up, and the server's own objects are not for a client that does.
         found: Peer | None = None
         if self.listener.kind is ListenerKind.LOOPBACK:
             with contextlib.suppress(OSError):

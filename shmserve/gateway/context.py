@@ -1,10 +1,11 @@
-"""Everything one gateway process holds, for its handlers."""
+"""The state of one gateway process, for its handlers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.links.dispatcher import Dispatcher
 from shmserve.gateway.links.supervisor import Supervisor
 from shmserve.gateway.model_table import ModelTable
@@ -20,7 +21,7 @@ class Gateway:
     """`arena` holds request bodies, of which `body_budget` accounts for those that are arriving;
     `mappings` are of workers' arenas, never of clients' regions.
 
-    `health` is the supervisor's word. `draining`: connections end with their next response.
+    `health` is the supervisor's verdict. `draining`: connections end with their next response.
     """
 
     settings: Settings
@@ -30,6 +31,7 @@ class Gateway:
     supervisor: Supervisor
     arena: Arena
     body_budget: BodyBudget
+    malloc_trim: MallocTrim
     mappings: Mappings
     health: HealthChanged
     draining: bool = False

@@ -1,4 +1,4 @@
-"""The models this gateway may call, as the supervisor published them."""
+"""The routing table of models: name and version to a scheduler, as the supervisor publishes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class Model:
-    """One version of a model.
+    """One version of a model, with its cache of prepared requests.
 
     `ready` is for health: a model that is starting again still takes requests, which wait. `tags`
     are further labels of its nv_* metrics, `labels` the texts for the indices of each output that
@@ -42,6 +42,7 @@ class Model:
         "ready",
         "scheduler",
         "signature",
+        "stateful",
         "tags",
         "version",
     )
@@ -58,6 +59,7 @@ class Model:
         self.scheduler = scheduler
         self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
+        self.stateful = published.config.get("sequence_batching") is not None
         self.tags = _tags(published.config)
         policy = published.config.get("model_transaction_policy") or {}
         self.decoupled = bool(policy.get("decoupled", False))
@@ -79,7 +81,7 @@ class ModelTable:
         self._withdrawn: dict[str, set[str]] = {}
 
     def publish(self, message: ModelPublished) -> None:
-        """A version may be called, or changed."""
+        """Add a version, or replace it."""
         scheduler = self._dispatcher.scheduler(message.endpoint)
         scheduler.use()
         versions = self._models.setdefault(message.name, {})
@@ -92,7 +94,7 @@ class ModelTable:
             old.scheduler.leave()
 
     def withdraw(self, name: str, version: str) -> None:
-        """A version must not be called any more; what is in flight on it finishes."""
+        """Remove a version; what is in flight on it finishes."""
         versions = self._models.get(name, {})
         model = versions.pop(version, None)
         if not versions:
@@ -116,10 +118,11 @@ class ModelTable:
         return versions.get(version) or versions.get(whole_version(version))
 
     def current(self, model: Model) -> Model:
-        """Who serves now what was found as `model` when its request began to arrive.
+        """The version that serves now what was resolved to `model` when its request began to
+        arrive.
 
-        Raises NotFound or Unavailable when nobody does, and Unavailable when it is configured in
-        another way: the request was read by the old one.
+        Raises NotFound or Unavailable when none does, and Unavailable when its configuration is
+        another: the request was checked against the old one.
         """
         now = self._models.get(model.name, {}).get(model.version)
         if now is None:

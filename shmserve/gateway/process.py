@@ -1,7 +1,7 @@
-"""What the process of every gateway does, whatever it speaks to its clients.
+"""The life of a gateway process, whatever its protocol: start-up, readiness, drain, stop.
 
 GatewayReady ──> the supervisor says what there is, last HealthChanged ──> clients are let in
-Drain ──> inferences are refused, what is in flight finishes ──> Drained ──> Stop
+Drain ──> connections end with their next response, what is in flight finishes ──> Drained ──> Stop
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from shmserve import logs
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.links.dispatcher import Dispatcher
 from shmserve.gateway.links.supervisor import Supervisor
 from shmserve.gateway.model_table import ModelTable
@@ -32,30 +33,30 @@ from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
 
-_LAST_ANSWERS_S = 1.0
+_LAST_RESPONSES_S = 1.0
 
 
 class Front(ABC):
-    """Where a gateway's clients come in."""
+    """The protocol server of a gateway: its listeners and connections."""
 
     @abstractmethod
     async def open(self) -> None:
-        """Take requests from now on; the gateway knows everything that the supervisor knows."""
+        """Accept connections; the gateway has been told of all models and regions."""
 
     def health_changed(self) -> None:  # noqa: B027
-        """The gateway's `health` is another one now."""
+        """The gateway's `health` has changed."""
 
     @abstractmethod
     def drain(self, drained: Callable[[], None]) -> None:
-        """Call `drained` once no inference is in flight; new ones are refused already."""
+        """Call `drained` once no inference is in flight."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End every connection, now."""
+        """Close every connection."""
 
 
 def prepare(role: str, title: str, log: LogSettings) -> None:
-    """Set up this process: its log, its name for `ps`, and no ending but the supervisor's."""
+    """Set up this process: its log, its title for `ps`; signals that end it are ignored."""
     logs.configure(role, log)
     name_process(title)
     # The supervisor decides when this ends; a Ctrl-C reaches the whole process group.
@@ -69,12 +70,15 @@ async def serve(start: GatewayStart, make_front: Callable[[Gateway], Front]) -> 
 
 
 class _Process:
+    """A gateway, wired; a state machine driven by the supervisor's messages."""
+
     def __init__(
         self, name: str, run_dir: Path, settings: Settings, make_front: Callable[[Gateway], Front]
     ) -> None:
         self._informed = asyncio.Event()
         self._stopped = asyncio.Event()
         dispatcher = Dispatcher()
+        trim = MallocTrim()
         supervisor = Supervisor(
             endpoints.control(run_dir),
             f"gateway.{name}.{os.getpid()}",
@@ -90,7 +94,8 @@ class _Process:
             ),
             supervisor=supervisor,
             arena=Arena(settings.arena_byte_size),
-            body_budget=BodyBudget(max(settings.arena_byte_size, settings.max_input_size)),
+            body_budget=BodyBudget(max(settings.arena_byte_size, settings.max_input_size), trim),
+            malloc_trim=trim,
             mappings=Mappings(),
             health=m.HealthChanged(live=True, ready=False, exiting=False),
         )
@@ -136,9 +141,9 @@ class _Process:
                 self._front.health_changed()
                 self._informed.set()
             case m.ProcessExited(pid):
-                # Responses that it gave may be here, and still to be read: they lie in its memory.
+                # Responses of it may be here, and still to be read: they lie in its memory.
                 later = asyncio.get_running_loop().call_later
-                later(_LAST_ANSWERS_S, gateway.mappings.drop_process, pid)
+                later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)
             case m.SetLogging(settings):
                 logs.apply(LogSettings(**settings))
             case m.Drain():

@@ -1,7 +1,7 @@
-"""Registered shared memory regions: where tensors are, and how long a region is in use.
+"""Registered shared memory regions: a replica of the supervisor's table, with reference counts.
 
-The supervisor registers; here is a copy of its table. A gateway never maps a region: it checks that
-a range lies within one and tells the worker where that is.
+A gateway never maps a region: it checks that a range lies within one and tells the worker where
+that is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Region:
-    """One generation of a name. `requests` counts those in flight that use it."""
+    """One generation of a name. `requests` is its reference count: those in flight that use it."""
 
     __slots__ = (
         "byte_size",
@@ -94,7 +94,8 @@ class Region:
 
 
 class Spans:
-    """The ranges of one shared memory object that requests in flight write to, by their start.
+    """An interval set: the ranges of one shared memory object that requests in flight write to, by
+    their start.
 
     Only ranges that overlap no other are kept, so that one look to each side tells.
     """
@@ -123,7 +124,7 @@ class Spans:
 
 
 class Uses:
-    """The regions that one request uses and the ranges that it writes; given back at once."""
+    """One request's references to regions and the ranges that it writes; released together."""
 
     __slots__ = ("_spans", "_table", "_writes", "regions")
 
@@ -147,7 +148,7 @@ class Uses:
     def renew(
         self, regions: Iterable[Region], spans: Iterable[tuple[Region, tuple[int, int]]]
     ) -> None:
-        """Use what another request used, which was checked then. Raises AlreadyExists."""
+        """Refer to what another request did, which was checked then. Raises AlreadyExists."""
         self.regions += regions
         for region in self.regions:
             region.requests += 1
@@ -164,7 +165,7 @@ class Uses:
             self._overlaps(region)
 
     def pattern(self) -> Pattern:
-        """What is used, for other requests that use the same."""
+        """What is referred to, for a prepared request."""
         return Pattern(self._table, tuple(self.regions), tuple(self._spans))
 
     def _overlaps(self, region: Region) -> None:
@@ -194,7 +195,7 @@ class Uses:
 
 
 class Pattern:
-    """The uses of a request, to be made again for one with the same header."""
+    """The references of a prepared request, to be taken again for each with its header."""
 
     __slots__ = ("_regions", "_spans", "_table", "_version")
 
@@ -210,7 +211,7 @@ class Pattern:
         self._spans = spans
 
     def again(self) -> Uses | None:
-        """The same uses, or None when the names may mean something else by now.
+        """The same references, or None when the names may mean something else by now.
 
         Raises AlreadyExists when an output overlaps another one and may not.
         """
@@ -226,10 +227,10 @@ class Pattern:
 
 
 class RegionTable:
-    """The regions by name.
+    """The regions by name, and by id until nothing refers to them.
 
-    `on_released(memory_id)` hears when the last request leaves a withdrawn generation. `overlap`
-    says what becomes of outputs of two requests in one place: "error", "warn" or "ignore".
+    `on_released(memory_id)` is called when the last request leaves a withdrawn generation.
+    `overlap` is the policy for outputs of two requests in one place: "error", "warn" or "ignore".
     """
 
     def __init__(self, on_released: Callable[[int], None], overlap: str = "warn") -> None:
@@ -242,7 +243,7 @@ class RegionTable:
         self._by_id: dict[int, Region] = {}
 
     def publish(self, message: RegionPublished) -> None:
-        """A region may be used under its name, or is listed while requests use it."""
+        """Add a region under its name, or list one that only requests in flight use."""
         if message.draining:
             self._draining[message.memory_id] = Region(message)
         elif message.memory_id not in self._by_id:
@@ -267,11 +268,11 @@ class RegionTable:
             self.released(region)
 
     def drained(self, memory_id: int) -> None:
-        """No request uses a withdrawn generation any more, here or in another gateway."""
+        """No request refers to a withdrawn generation any more, here or in another gateway."""
         self._draining.pop(memory_id, None)
 
     def released(self, region: Region) -> None:
-        """Nothing uses a withdrawn generation any more."""
+        """Nothing refers to a withdrawn generation any more."""
         if self._by_id.pop(region.memory.id, None) is not None:
             region.spans.regions -= 1
             if not region.spans.regions:

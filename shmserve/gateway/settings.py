@@ -1,4 +1,4 @@
-"""What a gateway is started with: frozen, decoded once."""
+"""The start message of a gateway, with its settings: frozen, decoded once."""
 
 from __future__ import annotations
 

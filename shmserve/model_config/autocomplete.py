@@ -1,9 +1,10 @@
-"""Merges what a loaded model says about itself into what its author wrote."""
+"""Auto-completion: what a loaded model says about itself, merged into what its author wrote."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from shmserve.common.batching_strategy import STRATEGY, TARGET
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
@@ -15,6 +16,8 @@ _COMPLETABLE = (
     "dynamic_batching",
     "model_transaction_policy",
 )
+# Of the parameters, what a class may have as an attribute.
+_PARAMETERS = (STRATEGY, TARGET)
 
 
 def merge_autocomplete(
@@ -23,16 +26,21 @@ def merge_autocomplete(
     """`config`, and of `completed` what `config` leaves open.
 
     `completed` is a configuration in JSON form, whole or only what the model adds; of it only
-    max_batch_size, input, output, dynamic_batching and model_transaction_policy count. What the
-    author wrote (in `source`) stays, but for a max_batch_size that the model raises. Raises
-    InvalidArgument, one line a conflict as `Source.check` writes it, where the model contradicts
-    it.
+    max_batch_size, input, output, dynamic_batching and model_transaction_policy count, and of its
+    parameters `batching_strategy` and `target_p99_ms`. What the author wrote (in `source`) stays,
+    but for a max_batch_size that the model raises. Raises InvalidArgument, one line a conflict as
+    `Source.check` writes it, where the model contradicts it.
     """
     given = {name: completed[name] for name in _COMPLETABLE if name in completed}
+    parameters = completed.get("parameters") or {}
+    given["parameters"] = {name: parameters[name] for name in _PARAMETERS if name in parameters}
     model = from_json(given, "auto-completed configuration")
     merged = ModelConfig()
     merged.CopyFrom(config)
     conflicts = _merge_batching(merged, model, stated="max_batch_size" in given)
+    for name in model.parameters:
+        if name not in merged.parameters:
+            merged.parameters[name].CopyFrom(model.parameters[name])
     for kind, written, derived in (
         ("input", merged.input, model.input),
         ("output", merged.output, model.output),

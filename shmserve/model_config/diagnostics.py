@@ -1,4 +1,4 @@
-"""Where a configuration was written, and a line for everything that is wrong with it."""
+"""Diagnostics: a line for each problem of a configuration, with its position in the source."""
 
 from __future__ import annotations
 

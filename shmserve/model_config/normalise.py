@@ -1,4 +1,5 @@
-"""Fills in what a configuration leaves open: backend, version policy, instances, defaults."""
+"""Normalisation: defaults for what a configuration leaves open. Backend, version policy,
+instances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: config.pbtxt text, or the JSON of a load request."""
+"""Parsing a configuration: config.pbtxt text, or the JSON of a load request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules a normalised configuration must keep, in Triton's words; all broken ones at once."""
+"""Validation of a normalised configuration, in Triton's words; all problems at once."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from pathlib import Path, PurePath
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
-from shmserve.model_config.ensemble_rules import ensemble_problems
 from shmserve.model_config.normalise import ENSEMBLE, LIBTORCH
-from shmserve.model_config.sequence_rules import sequence_problems
-from shmserve.model_config.tensor_rules import batch_io_problems, tensor_problems
-from shmserve.proto.model_config_pb2 import (
-    ModelConfig,
-    ModelDynamicBatching,
-    ModelInstanceGroup,
-    ModelQueuePolicy,
-)
+from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems
+from shmserve.model_config.rules.ensembles import ensemble_problems
+from shmserve.model_config.rules.sequences import sequence_problems
+from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems
+from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 # Of one group: each is a process, and the supervisor keeps a place for it before it is started.
 _MOST_INSTANCES = 4096
 
-_DYNAMIC: Key = ("dynamic_batching",)
 _GROUP: Key = ("instance_group",)
 
 
@@ -48,7 +43,7 @@ def validate(
     Raises InvalidArgument with one line for each broken rule, as `Source.check` writes it;
     LoadProblem where all of them concern tensors, instances and label files.
     """
-    of_file = list(_file_problems(config))
+    of_file = [*_file_problems(config), *strategy_problems(config, complete=complete)]
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
     kind = InvalidArgument if of_file or source.problems else LoadProblem
     source.check(config, problems, kind)
@@ -62,7 +57,7 @@ def _file_problems(config: ModelConfig) -> Iterator[Problem]:
         text = f"'max_batch_size' must be non-negative value for {config.name}"
         yield Problem(("max_batch_size",), text)
     if config.HasField("dynamic_batching"):
-        yield from _dynamic_problems(config)
+        yield from dynamic_problems(config)
     if config.HasField("sequence_batching"):
         yield from sequence_problems(config)
     if _is_ensemble(config):
@@ -109,51 +104,6 @@ def _platform_problems(config: ModelConfig) -> Iterator[Problem]:
     elif backend == "pytorch" and platform not in ("", LIBTORCH):
         text = f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}"
         yield Problem(("platform",), text, (("backend",),))
-
-
-def _dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
-    name, batching = config.name, config.dynamic_batching
-    for index, size in enumerate(batching.preferred_batch_size):
-        key = (*_DYNAMIC, "preferred_batch_size", index)
-        if size <= 0:
-            yield Problem(key, f"dynamic batching preferred size must be positive for {name}")
-        if size > config.max_batch_size:
-            text = f"dynamic batching preferred size must be <= max batch size for {name}"
-            yield Problem(key, text, (("max_batch_size",),))
-    levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
-    if levels:
-        if not 1 <= batching.default_priority_level <= levels:
-            text = f"default priority level must be in range [1, {levels}] for {name}"
-            yield Problem((*_DYNAMIC, "default_priority_level"), text, (levels_at,))
-        for level in sorted(batching.priority_queue_policy):
-            if not 1 <= level <= levels:
-                text = (
-                    f"priority queue policy must have priority level in range [1, {levels}] "
-                    f"for {name}"
-                )
-                yield Problem((*_DYNAMIC, "priority_queue_policy", level), text, (levels_at,))
-    if batching.preserve_ordering:
-        if levels > 1:
-            text = f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
-            yield Problem(levels_at, text)
-        for key in _delays(batching):
-            text = (
-                "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is "
-                f"true for {name}"
-            )
-            yield Problem(key, text)
-
-
-def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
-    """The queue policies that let a request wait on after its time."""
-    policies: dict[Key, ModelQueuePolicy] = {
-        (*_DYNAMIC, "default_queue_policy"): batching.default_queue_policy
-    }
-    for level, policy in sorted(batching.priority_queue_policy.items()):
-        policies[*_DYNAMIC, "priority_queue_policy", level] = policy
-    for key, policy in policies.items():
-        if policy.timeout_action == ModelQueuePolicy.DELAY and policy.default_timeout_microseconds:
-            yield key
 
 
 def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]:

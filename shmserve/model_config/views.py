@@ -1,4 +1,4 @@
-"""What others ask of a configuration: its JSON, its metadata, what of it is not acted on."""
+"""Views of a configuration: its JSON, the model metadata, the fields without effect."""
 
 from __future__ import annotations
 

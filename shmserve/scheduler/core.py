@@ -95,10 +95,8 @@ class Scheduler:
         self.stopped = False
 
     def _dispatcher(self, settings: Settings) -> Dispatcher:
-        queue, pool, executions = self._queue, self._pool, self._executions
-        if settings.sequences is not None:
-            return SequenceDispatch(settings, queue, pool, executions, self._responses)
-        return Dispatch(settings, queue, pool, executions)
+        kind = Dispatch if settings.sequences is None else SequenceDispatch
+        return kind(settings, self._queue, self._pool, self._executions, self._responses)
 
     # --- clients ----------------------------------------------------------------------------------
 

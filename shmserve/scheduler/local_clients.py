@@ -14,7 +14,11 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.messages import Failed, Submit
 from shmserve.ipc.tensors.descriptors import Memory, Place
-from shmserve.ipc.tensors.inference import Inference, unpack_inference
+from shmserve.ipc.tensors.inference import (
+    LONGEST_CORRELATION_ID,
+    Inference,
+    unpack_inference,
+)
 from shmserve.ipc.tensors.signature import Admission, Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 from shmserve.ipc.transport.records import MalformedMessage
@@ -101,6 +105,11 @@ class LocalClientRules:
             raise InvalidArgument(
                 f"a request of {size} bytes is larger than {LARGEST_WORK}: large "
                 "tensors go through shared memory"
+            )
+        if submit.correlation_id < 0 or len(submit.correlation_text) > LONGEST_CORRELATION_ID:
+            raise InvalidArgument(
+                "a sequence's id must be an integer from 0 on, or a text of "
+                f"{LONGEST_CORRELATION_ID} characters at most"
             )
         admission = self._admission(number, submit)
         arrived_ns = submit.arrived_ns

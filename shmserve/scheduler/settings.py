@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.common import first_response
+from shmserve.common import batching_strategy, first_response
+from shmserve.common.batching_strategy import Strategy
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
@@ -23,11 +24,13 @@ _MOST_SEQUENCES = 16384  # that wait for a slot
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """The dynamic batcher's rules. Sizes are sums of request batch sizes, at least 1."""
+    """The dynamic batcher's rules. Sizes are sums of request batch sizes, at least 1. `target_ns`:
+    what it adapts to, 0: it does not."""
 
     max_batch_size: int
     preferred: frozenset[int]
     delay_ns: int
+    target_ns: int = 0
 
     @property
     def largest_preferred(self) -> int:
@@ -136,7 +139,7 @@ class Settings:
             name=config["name"],
             version=version,
             max_batch_size=max_batch_size,
-            batching=None if dynamic is None else _batching(dynamic, max_batch_size),
+            batching=None if dynamic is None else _strategy(config, dynamic),
             policies=_policies(dynamic or {}, limits.max_queue_size),
             # What may never end cannot be waited for.
             preserve_ordering=ordered and not decoupled,
@@ -151,6 +154,18 @@ class Settings:
         )
 
 
+def _strategy(config: dict[str, Any], dynamic: dict[str, Any]) -> Batching:
+    rules = _batching(dynamic, config["max_batch_size"])
+    match _parameter(config, batching_strategy.STRATEGY):
+        case Strategy.PREFER_LATENCY:
+            return replace(rules, delay_ns=0)
+        case Strategy.ADAPTIVE:
+            target_ms = batching_strategy.target_ms(_parameter(config, batching_strategy.TARGET))
+            return replace(rules, target_ns=round((target_ms or 0) * 1e6))
+        case _:
+            return rules
+
+
 def _batching(dynamic: dict[str, Any], max_batch_size: int) -> Batching:
     largest = max(1, max_batch_size)
     preferred = frozenset(size for size in dynamic.get("preferred_batch_size") or () if size > 0)
@@ -159,6 +174,11 @@ def _batching(dynamic: dict[str, Any], max_batch_size: int) -> Batching:
         preferred=preferred or frozenset({largest}),
         delay_ns=int(dynamic.get("max_queue_delay_microseconds") or 0) * _NS_PER_US,
     )
+
+
+def _parameter(config: dict[str, Any], name: str) -> str:
+    parameter = (config.get("parameters") or {}).get(name) or {}
+    return str(parameter.get("string_value") or "")
 
 
 def _sequencing(config: dict[str, Any], limits: SchedulingLimits) -> Sequencing | None:

@@ -1,1 +1,17 @@
-"""The supervisor: starts every process, hears of every death, decides what is loaded."""
+"""The supervisor: the control plane's process. It owns the process tree, and restarts what dies.
+
+Its rooms:
+
+    main.py             `shmserve serve`: the parts of a server, wired
+    supervisor.py       its life: start, serve, drain, stop
+    context.py          what the rooms below share
+    gateways.py         the gateway processes
+    control_api.py      requests of gateways and models: load, register, log settings
+    health.py           liveness, readiness, and who is told of them
+    processes/          the process table, zygotes that fork, the control socket, backoff
+    models/             what is loaded: planning, versions, rollout, the repository index
+    regions/            the registry of shared memory, its quotas
+    local_clients/      programs on this host that use shmserve.client
+    events/             the event stream: who subscribes, what is published
+    host/               listeners, the run directory, the log file, the start-up report
+"""

@@ -1,4 +1,4 @@
-"""What the rooms of the supervisor share: its processes, its socket, its settings."""
+"""The supervisor's context: what its rooms share. Settings, zygotes, the control socket, tasks."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class SupervisorContext:
 
     @property
     def log(self) -> LogSettings:
-        """What a process is to log that starts now."""
+        """The log settings for a process that starts now."""
         return self.logging.settings
 
     def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
-        """Give what process `pid` says to `handler`; `role` is "gateway", "scheduler",
+        """Route messages of process `pid` to `handler`; `role` is "gateway", "scheduler",
         "ensemble" or "worker"."""
 
-        def heard(message: Any) -> None:
-            self.logging.heard(pid, message)
+        def handle(message: Any) -> None:
+            self.logging.on_message(pid, message)
             handler(message)
 
-        self.control.enrol(pid, role, heard)
+        self.control.enrol(pid, role, handle)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to every process with one of these roles; LOCAL_CLIENT: to every program

@@ -1,4 +1,4 @@
-"""The control plane's requests, which gateways and models make: regions, models, the log."""
+"""The control API: requests of gateways and models to the control plane, and its responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
 
-# What is asked for and answered, by number; and what is told.
+# Those with a response, by number; and notifications.
 _Requests = (
     m.RegisterRegion
     | m.RegisterCudaRegion
@@ -32,11 +32,11 @@ _Requests = (
     | m.FindModel
     | m.AskReady
 )
-_News = m.RegionReleased | m.RegionAbandoned | m.MemoryChecked | m.ReadyChecked
+_Notifications = m.RegionReleased | m.RegionAbandoned | m.MemoryChecked | m.ReadyChecked
 
 
 class ControlApi:
-    """Answers each request with `Answered` or `Refused`."""
+    """Dispatches requests to the rooms; the response is `Answered` or `Refused`."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class ControlApi:
         self._models = models
         self._registry = registry
         self._readiness = readiness
-        context.control.serve(typing.get_args(_News), self._heard)
-        context.control.serve(typing.get_args(_Requests), self._asked)
+        context.control.serve(typing.get_args(_Notifications), self._notified)
+        context.control.serve(typing.get_args(_Requests), self._requested)
 
-    def _heard(self, pid: int, message: Any) -> None:
+    def _notified(self, pid: int, message: Any) -> None:
         match message:
             case m.RegionReleased(memory_id):
                 self._regions.draining.released(pid, memory_id)
@@ -67,13 +67,13 @@ class ControlApi:
             case m.ReadyChecked():
                 self._readiness.checked(pid, message)
 
-    def _asked(self, pid: int, message: Any) -> None:
-        self._context.background(self._answer(pid, message))
+    def _requested(self, pid: int, message: Any) -> None:
+        self._context.background(self._respond(pid, message))
 
-    async def _answer(self, pid: int, request: Any) -> None:
+    async def _respond(self, pid: int, request: Any) -> None:
         number, send = request.id, self._context.control.send
         try:
-            payload = await self._done(pid, request)
+            payload = await self._handle(pid, request)
         except ShmserveError as error:
             send(pid, m.Refused(number, error.code, error.message))
         except Exception:
@@ -83,7 +83,7 @@ class ControlApi:
         else:
             send(pid, m.Answered(number, payload or {}))
 
-    async def _done(self, pid: int, request: Any) -> dict[str, Any] | None:
+    async def _handle(self, pid: int, request: Any) -> dict[str, Any] | None:
         match request:
             case m.LoadModel(name=name, config=config, files=files):
                 await self._models.load_on_request(name, config, files)

@@ -1,5 +1,4 @@
-"""The gateways: started on the supervisor's listening sockets, told everything, started again when
-they die."""
+"""The gateway processes: started on the supervisor's listening sockets, restarted when they die."""
 
 from __future__ import annotations
 

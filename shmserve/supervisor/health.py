@@ -1,4 +1,4 @@
-"""The server's health, and who is told when it or a model's state changes."""
+"""Health: whether the server is live and ready, and publication of what changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Health:
 
     @property
     def current(self) -> HealthChanged:
-        """As it was last told."""
+        """As it was last published."""
         return self._current
 
     def started(self) -> None:
@@ -46,7 +46,7 @@ class Health:
 
 
 class Snapshot:
-    """What those must know who come now."""
+    """The state that a new gateway or local client is sent."""
 
     def __init__(self, registry: ModelRegistry, regions: RegionRegistry, health: Health) -> None:
         self._registry = registry
@@ -66,7 +66,7 @@ class Snapshot:
 
 
 class Announcer:
-    """Tells gateways, local clients and whoever listens to events."""
+    """Publishes changes to gateways, local clients and subscribers of events."""
 
     def __init__(self, context: SupervisorContext, health: Health, feed: EventFeed) -> None:
         self._context = context
@@ -74,7 +74,7 @@ class Announcer:
         self._feed = feed
 
     def states_changed(self) -> None:
-        """A model is in another state, which is told as an event."""
+        """A model is in another state: an event."""
         self._feed.models_changed()
 
     def health_changed(self) -> None:

@@ -1,4 +1,4 @@
-"""`shmserve serve`: the parts of a server, put together in the order in which they need each other.
+"""`shmserve serve`: the composition root, where the parts of a server are wired by constructor.
 
 listening sockets -> run directory -> compose -> Supervisor.run -> the run directory is removed
 """

@@ -1,5 +1,4 @@
-"""The supervisor: one event loop that starts every process, hears of every death, and ends in
-order.
+"""The supervisor's event loop: starts every process, reaps every exit, and shuts down in order.
 
 zygotes -> gateways, models -> "ready" -> ... -> drain -> stop
 """
@@ -196,7 +195,7 @@ class Supervisor:
             await end_all(refused)
 
     async def _refuse(self) -> None:
-        """Have what is in flight answered: that it cannot be finished."""
+        """Fail what is in flight: it cannot be finished."""
         await self.models.kill()
         await self.gateways.drain()
         await self.gateways.stop()

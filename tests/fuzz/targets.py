@@ -16,9 +16,9 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.api.shared_memory import check_name
+from shmserve.gateway.http.body.inference import header_size
 from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding
 from shmserve.gateway.http.handlers import shared_memory
-from shmserve.gateway.http.infer_body import header_size
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes

@@ -62,6 +62,7 @@ class Rig:
         parameters: dict[str, str] | None = None,
         decoupled: bool = False,
         buckets_ms: list[float] | None = None,
+        sequences: dict[str, Any] | None = None,
         **server: Any,
     ) -> None:
         config: dict[str, Any] = {"name": "m", "max_batch_size": max_batch_size}
@@ -72,6 +73,8 @@ class Rig:
             family = {"metric_identifier": {"family": first_response.FAMILY}}
             control = {**family, "histogram_options": {"buckets": buckets_ms}}
             config["model_metrics"] = {"metric_control": [control]}
+        if sequences is not None:
+            config["sequence_batching"] = sequences
         if dynamic is not None:
             config["dynamic_batching"] = dynamic
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()

@@ -48,7 +48,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "common": ("common.access",),
     "proto": (),
     "model_config.syntax": ("model_config",),
-    "model_config": ("common.*", "model_config.syntax"),
+    "model_config.rules": ("common.*", "model_config"),
+    "model_config": ("common.*", "model_config.*"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler", "scheduler.statistics"),
@@ -71,10 +72,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway.api": ("ipc.*", "common.*", "gateway"),
     "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference"),
     "gateway.http.json": ("ipc.*", "common.*", "gateway.inference"),
+    "gateway.http.body": (
+        *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.connection"),
+        "gateway.http.json",
+    ),
     "gateway.http.connection": ("common.*", "gateway", "gateway.http"),
     "gateway.http.handlers": ("ipc.*", "common.*", "gateway", "gateway.api", "gateway.http.*"),
     "gateway.http.streaming": (
-        *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.json"),
+        *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.body"),
+        "gateway.http.json",
     ),
     "gateway.http": (
         *("ipc.*", "common.*", "gateway", "gateway.links", "gateway.inference", "gateway.api"),
@@ -83,6 +89,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
     "gateway.grpc.admin": ("ipc.*", "gateway", "gateway.api", "proto"),
     "gateway.grpc.core": ("common.*", "gateway", "gateway.inference"),
+    "gateway.grpc.streaming": (
+        *("ipc.*", "gateway", "gateway.inference", "gateway.grpc", "gateway.grpc.core"),
+        "gateway.grpc.wire",
+    ),
     "gateway.grpc": (
         *("ipc.*", "common.*", "proto", "gateway", "gateway.links", "gateway.inference"),
         *("gateway.api", "gateway.grpc.*"),
@@ -110,10 +120,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client.inflight": ("ipc.*", "client", "client.memory", "client.request", "client.server"),
     "client.server": ("ipc.*", "client", "client.request"),
     "client": ("ipc.*", "client.*"),
-    "cli.doors": ("ipc.*", "proto", "client.*", "cli"),
+    "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
-        *("supervisor", "supervisor.host", "cli.doors"),
+        *("supervisor", "supervisor.host", "cli.transports"),
     ),
     "__main__": ("cli",),
 }

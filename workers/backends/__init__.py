@@ -1,4 +1,4 @@
-"""What a backend is, and how one is found by its name."""
+"""The backend interface, and the registry of backends by name (entry points)."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Backend(ABC):
         """Run one batch: one response for each request, in order; the error of one is its response.
 
         Let through what the model raises: the batch is then run again one by one, so that the
-        requests it is not about are answered, or with inputs that may be written, if that was it.
+        requests it is not about succeed, or with inputs that may be written, if that was it.
         Outputs may be views of inputs or of the backend's own buffers: they are copied before the
         next call.
         """

@@ -1,4 +1,4 @@
-"""One batch of an instance: unpack, run, scatter; how each of its requests ended."""
+"""The executor of batches: unpack, run, scatter; a failed batch is retried one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
-from shmserve.ipc.messages import BatchFinished, Reply
+from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.failures import WrongCount
@@ -123,7 +123,7 @@ class Executor:
         return self._run_streams([ResponseStream(self._writer, *each) for each in part])
 
     def _run_streams(self, streams: list[ResponseStream]) -> list[Reply]:
-        # Never again one by one: the model may have begun to answer.
+        # Never again one by one: the model may have begun to respond.
         before_ns = time.monotonic_ns()
         try:
             try:
@@ -133,15 +133,16 @@ class Executor:
             self._take_times(before_ns)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
             return _fail(streams, streams[0].explain(error))
-        return []
+        again = [stream.request.key for stream in streams if stream.rescheduled]
+        return [Reply(key, RESCHEDULED, "", b"") for key in again]
 
     # --- one response for each request
 
     def _run_together(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
         """Execute and scatter; a batch that fails as a whole is run again one by one.
 
-        So a request that the model cannot take fails alone, and its neighbours are answered. One
-        that fails alone with views of shared memory is run again with copies.
+        So a request that the model cannot take fails alone, and its neighbours have their
+        responses. One that fails alone with views of shared memory is run again with copies.
         """
         requests = [request for _, request in part]
         alone = len(part) == 1

@@ -1,4 +1,4 @@
-"""What a client is told of what a model, reading its inputs or writing its outputs raised."""
+"""Errors for clients, from what a model, reading its inputs or writing its outputs raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a batch's requests -> the batch of each input, as one stretch of bytes.
+"""Gathering: the rows of a batch's requests to one contiguous batch of each input.
 
 rows next to each other in one memory, or a batch of one    a view: nothing is copied
 anything else                                               one copy into a buffer kept
@@ -58,7 +58,7 @@ class Gatherer:
         if not own:
             raw = inputs[0].raw if len(inputs) == 1 else self._adjacent(inputs)
             if raw is not None:
-                return raw, shape, inputs[0].place is not None
+                return raw, shape, inputs[0].place is not None or inputs[0].kept
         total = sum(len(item.raw) for item in inputs)
         rows = sum(request.batch_size for request in requests)
         self._copied.inputs += total

@@ -1,4 +1,5 @@
-"""Whether a model is given views of shared memory or copies of it, learnt from failures (pure).
+"""Zero-copy or copied inputs: what a model that writes into its inputs is given, learnt from
+failures (pure).
 
 Views are read-only, and a model that writes into its inputs fails with them, in whatever words. So
 what fails with views is run once more with copies: if these cure it, the model gets copies from

@@ -1,7 +1,7 @@
-"""Written outputs -> the packed `Inferred` of a response, from templates where one was like it.
+"""Packing: written outputs to the packed `Inferred` of a response, from cached templates.
 
-Programs ask for the same again and again, and a model's responses are of few forms: what follows
-from the form alone is known, and only the bytes of small outputs are put in.
+Programs ask for the same again and again, and a model's responses have few templates: names, types
+and shapes. What follows from these alone is known, and only the bytes of small outputs are put in.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ResponsePacker:
 
     def __init__(self, copied: Copied) -> None:
         self._copied = copied
-        self._templates: dict[Any, InferredTemplate | None] = {}  # None: a form seen once
-        # By `_array_form`; with what the request wanted.
+        self._templates: dict[Any, InferredTemplate | None] = {}  # None: seen once
+        # By `_array_key`; with what the request wanted.
         self._inline: dict[Any, tuple[Any, InferredTemplate]] = {}
 
     def known(self, request: Request, response: Response) -> bytes | None:
@@ -44,7 +44,7 @@ class ResponsePacker:
         was inline and right before; else None."""
         if request.placed or response.parameters:
             return None
-        known = self._inline.get(_array_form(request, response))
+        known = self._inline.get(_array_key(request, response))
         if known is None or known[0] is not request.requested:
             return None
         datas = [output.data.tobytes() for output in response.outputs]
@@ -54,16 +54,16 @@ class ResponsePacker:
     def pack(
         self, ready: list[Ready], data: list[bytes | Place], request: Request, response: Response
     ) -> bytes:
-        """The response, packed; put together from one before where that was of the same form."""
-        form = _wire_form(ready)
+        """The response, packed; put together from the template of one before where there is one."""
+        key = _wire_key(ready)
         if not response.parameters:
             inline = [where for where in data if isinstance(where, bytes)]
             if len(inline) == len(data):
-                packed = self._filled(form, inline, ready)
+                packed = self._filled(key, inline, ready)
                 if not request.placed:
                     self._remember(request, response, ready)
                 return packed
-            known = request.bodies.get(form)
+            known = request.bodies.get(key)
             if known is not None:
                 return known
         packed = pack_inferred(Inferred(_refs(ready, data), response.parameters))
@@ -74,13 +74,13 @@ class ResponsePacker:
             and all(wanted[item.name].place is not None for item in ready)
         ):
             # All is where the request says: shapes and sizes are all that can be new next time.
-            request.bodies[form] = packed
+            request.bodies[key] = packed
         return packed
 
     def _remember(self, request: Request, response: Response, ready: list[Ready]) -> None:
-        form = _array_form(request, response)
-        template = self._templates.get(_wire_form(ready))
-        if form is None or template is None or len(ready) != len(response.outputs):
+        key = _array_key(request, response)
+        template = self._templates.get(_wire_key(ready))
+        if key is None or template is None or len(ready) != len(response.outputs):
             return
         # Not what is sent in another byte order.
         if all(
@@ -88,35 +88,35 @@ class ResponsePacker:
         ):
             if len(self._inline) >= _MOST_TEMPLATES:
                 self._inline.clear()
-            self._inline[form] = request.requested, template
+            self._inline[key] = request.requested, template
 
-    def _filled(self, form: Any, inline: list[bytes], ready: list[Ready]) -> bytes:
-        template = self._templates.get(form)
+    def _filled(self, key: Any, inline: list[bytes], ready: list[Ready]) -> bytes:
+        template = self._templates.get(key)
         if template is not None:
             return template.fill(inline)
         response = Inferred(_refs(ready, inline))
-        if form in self._templates:  # the second time: it was worth remembering
-            self._templates[form] = InferredTemplate(response)
+        if key in self._templates:  # the second time: it was worth remembering
+            self._templates[key] = InferredTemplate(response)
         else:
             if len(self._templates) >= _MOST_TEMPLATES:
                 self._templates.clear()
-            self._templates[form] = None
+            self._templates[key] = None
         return pack_inferred(response)
 
 
-def _wire_form(ready: list[Ready]) -> Any:
+def _wire_key(ready: list[Ready]) -> Any:
     return tuple([(*item[:3], item.byte_size) for item in ready])
 
 
-def _array_form(request: Request, response: Response) -> Any:
+def _array_key(request: Request, response: Response) -> Any:
     """What the checks of a response, and how it is packed, follow from; None where not all of it
     are arrays of numbers."""
-    form: list[Any] = [request.batch_size]
+    key: list[Any] = [request.batch_size]
     for name, datatype, data in response.outputs:
         if type(data) is not np.ndarray or datatype == "BYTES":
             return None
-        form += (name, datatype, data.dtype, data.shape)
-    return tuple(form)
+        key += (name, datatype, data.dtype, data.shape)
+    return tuple(key)
 
 
 def _refs(ready: list[Ready], data: Sequence[bytes | Place]) -> tuple[TensorRef, ...]:

@@ -1,4 +1,4 @@
-"""What a backend is given and gives back: requests with inputs as views, responses with arrays.
+"""Requests and responses as backends have them: inputs are views, outputs arrays.
 
 Request   key, client_pid, inference, batch_size
   └─ inputs: {name: Input}     name, datatype, shape and bytes; an array when asked for
@@ -45,9 +45,23 @@ class Input:
     view of an arena or of a client's region. What lies there may be used again, by the client or
     for a second try, so arrays over it are read-only (`shared`) until the loop has found that the
     model writes into its inputs and calls `detach`.
+
+    Of a sequence's state `raw` is where it is stored: `kept` where the model must not write there,
+    `writable` where it may on purpose.
     """
 
-    __slots__ = ("_array", "datatype", "model", "name", "place", "raw", "shape", "shared")
+    __slots__ = (
+        "_array",
+        "datatype",
+        "kept",
+        "model",
+        "name",
+        "place",
+        "raw",
+        "shape",
+        "shared",
+        "writable",
+    )
 
     def __init__(
         self,
@@ -65,6 +79,8 @@ class Input:
         self.place = place
         self.shared = place is not None and datatype != "BYTES"
         self.model = model
+        self.kept = False
+        self.writable = False
         self._array: Array | None = None
 
     @property
@@ -128,16 +144,23 @@ class Output(NamedTuple):
     datatype: str
     data: Any
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the array has it."""
+        return tuple(self.data.shape)
+
 
 @dataclass(slots=True)
 class Response:
     """The response to one request: outputs and parameters, or an error that is for the client.
-    `rescheduled`: none yet, the model asks for the request once more."""
+    `rescheduled`: none yet, the model asks for the request once more. `states` are outputs that are
+    for the next request of its sequence."""
 
     outputs: list[Output] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     error: ShmserveError | None = None
     rescheduled: bool = False
+    states: list[Output] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +172,8 @@ class Request:
     thread: whether nobody waits for it any more (looks at what has arrived until now).
     `bodies` keeps packed responses by the form of their outputs, where these all have their places:
     requests that are packed alike share it. `overlaid`: an output goes where an input is.
-    `byte_size`: of all inputs together. `placed`: an output has a place.
+    `byte_size`: of all inputs together. `placed`: an output has a place. `states` are the names of
+    the outputs that the model keeps for the next request of its sequence.
     """
 
     key: int
@@ -163,3 +187,4 @@ class Request:
     aliased: bool = False
     byte_size: int = 0
     placed: bool = False
+    states: tuple[str, ...] = ()

@@ -1,4 +1,5 @@
-"""The responses to a request of a decoupled model: any number, from any thread, until the last.
+"""Response streams of decoupled models, with back-pressure: any number of responses to a request,
+from any thread.
 
 send ──> credit? ──> scatter ──> ExecutionResponded, at once
 
@@ -52,7 +53,7 @@ class ResponseStream:
     Once the request is cancelled, what is sent is dropped, and only the end is told.
     """
 
-    __slots__ = ("_closed", "_open", "_overran", "_sent", "_writer", "request")
+    __slots__ = ("_closed", "_open", "_overran", "_sent", "_writer", "request", "rescheduled")
 
     def __init__(self, writer: ResponseWriter, opened: OpenRequest, request: Request) -> None:
         self.request = request
@@ -61,6 +62,7 @@ class ResponseStream:
         self._sent = False
         self._closed = False
         self._overran = False
+        self.rescheduled = False
         if any(output.place is not None for output in request.inference.outputs):
             opened.credit = min(opened.credit, 1)  # each response goes over the one before it
 
@@ -124,6 +126,14 @@ class ResponseStream:
                 return None
             self._end()
             return Reply(self._open.key, error.code, error.message, b"")
+
+    def reschedule(self) -> None:
+        """Its model wants the request once more, unless it has ended: that is told with its batch,
+        and another stream goes on from here."""
+        with self._writer.link.lock:
+            if not self._closed:
+                self.rescheduled = True
+                self._end()
 
     def abandon(self) -> None:
         """Nobody is left who could send. May be called by the garbage collector, at any moment:

@@ -1,4 +1,4 @@
-"""A request's response -> the bytes that travel: outputs written once, where they are wanted.
+"""Scattering: the outputs of a response, written once, where the client wants them.
 
 the client's region    when the request names one for that output
 inside the message     when all the others together are small

@@ -1,4 +1,5 @@
-"""Packed `Inference`s -> requests with views of their inputs, checked against the model."""
+"""Unpacking: packed `Inference`s to requests with zero-copy views of their inputs, checked against
+the model."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def reshape(
     return tuple(next(sizes) if dim == -1 else dim for dim in target)
 
 
-class _Form(NamedTuple):
+class _Template(NamedTuple):
     """A packed request that was read: its inputs with the shapes that the model sees, and what
     responses to such requests were packed to (see `Request.bodies`)."""
 
@@ -64,7 +65,7 @@ class Unpacker:
         self._copied = copied or Copied()
         self._device_inputs = device_inputs
         self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
-        self._templates: TemplateCache[_Form] = TemplateCache()
+        self._templates: TemplateCache[_Template] = TemplateCache()
 
     def request(
         self,
@@ -79,30 +80,30 @@ class Unpacker:
         tensor's memory is not there.
         """
         inputs: dict[str, Input] = {}
-        form, inline = self._templates.find(work) or (self._read(work), None)
+        template, inline = self._templates.find(work) or (self._read(work), None)
         datas = iter(inline or ())
-        for tensor, shape in form.tensors:
+        for tensor, shape in template.tensors:
             data = tensor.data
             if inline and type(data) is bytes:
                 data = next(datas)
             inputs[tensor.name] = self._input(tensor, shape, data)
-        if form.strings:
-            _check_elements(inputs, form.strings, form.inference.request_id)
+        if template.strings:
+            _check_elements(inputs, template.strings, template.inference.request_id)
         return Request(
             key,
             client_pid,
-            form.inference,
-            form.batch_size,
+            template.inference,
+            template.batch_size,
             inputs,
-            form.requested,
+            template.requested,
             is_cancelled,
-            form.bodies,
-            form.aliased,
-            form.byte_size,
-            form.placed,
+            template.bodies,
+            template.aliased,
+            template.byte_size,
+            template.placed,
         )
 
-    def _read(self, work: bytes) -> _Form:
+    def _read(self, work: bytes) -> _Template:
         inference = unpack_inference(work)
         tensors: list[tuple[TensorRef, tuple[int, ...]]] = []
         batch_size = byte_size = 0
@@ -119,11 +120,11 @@ class Unpacker:
         in_place = aliased(inference)
         placed = any(output.place is not None for output in inference.outputs)
         strings = [tensor.name for tensor, _ in tensors if tensor.datatype == "BYTES"]
-        form = _Form(
+        template = _Template(
             inference, tensors, batch_size, requested, {}, in_place, byte_size, placed, strings
         )
-        self._templates.learn(work, inference, form)
-        return form
+        self._templates.learn(work, inference, template)
+        return template
 
     def _checked_shape(self, tensor: TensorRef) -> tuple[int, ...]:
         """The shape that the model sees; raises InvalidArgument for what is no input of it."""

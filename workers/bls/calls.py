@@ -1,4 +1,4 @@
-"""Calls of other models in flight: which scheduler has each, and where it goes when that is lost.
+"""Calls of other models in flight: routed to schedulers, and re-routed when one is lost.
 
 FindModel ──> supervisor: where?  ──> Submit ──> scheduler ──> Finished | Failed ──> CallResponse
 
@@ -96,7 +96,7 @@ class Call(InflightRequest):
         self.router.memory.free(self.inputs.taken)
 
     def end(self, outcome: CallResponse | ShmserveError) -> None:
-        """That is how it ended."""
+        """Settle it with this outcome."""
         self.outcome = outcome
         future = self.future
         if future is None:
@@ -132,7 +132,7 @@ class _Doubt(NamedTuple):
 
 
 class CallRouter:
-    """Which scheduler has which call: submits calls, takes their responses, and sends them on when
+    """Submits calls, takes their responses, and sends them on when
     a scheduler is lost. `waiting` has who waits for them; its lock guards all that is here.
 
     `arena_byte_size` bytes hold large inputs. Any thread may call it.
@@ -198,6 +198,7 @@ class CallRouter:
             call.arrived_ns,
             pack,
             request_id=request.request_id,
+            priority=request.priority,
             timeout_us=request.timeout_us,
             ends_ns=request.deadline_ns,
             flags=request.flags,

@@ -1,4 +1,5 @@
-"""Where the models are that this worker's model calls: asked of the supervisor once, then known."""
+"""The model directory, a cache of service discovery: which scheduler serves a model that is
+called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of another model: what it asks for, the memory its inputs take, and its reply."""
+"""The request and the response of a call of another model, and the memory of its inputs."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ class CallRequest:
     flags: int = 0
     timeout_us: int = 0
     deadline_ns: int = 0
+    priority: int = 0
 
     def admit(
         self, signature: Signature, inputs: tuple[TensorRef, ...]
@@ -70,6 +71,7 @@ class CallRequest:
                     self.correlation_id,
                     self.flags,
                     self.timeout_us,
+                    self.priority,
                     deadline_ns=deadline_ns,
                 )
             )

@@ -1,4 +1,5 @@
-"""Threads and event loops that wait for the same sockets: whoever wakes takes all that came."""
+"""A shared wait (leader and followers): threads and event loops on the same sockets; whoever wakes
+takes all that came."""
 
 from __future__ import annotations
 

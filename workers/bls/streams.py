@@ -1,4 +1,4 @@
-"""A call of a model that gives any number of responses."""
+"""Streamed calls: of decoupled models, with credit for responses."""
 
 from __future__ import annotations
 

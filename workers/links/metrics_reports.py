@@ -1,4 +1,4 @@
-"""When an instance reports its model's own metrics.
+"""Reports of a model's own metrics, and when an instance makes them.
 
 Before the response in which they changed: who has a response sees what it counted. And between
 batches, because a model may have threads of its own, but not for each change.

@@ -1,4 +1,5 @@
-"""A worker's link to the supervisor, shared by the loop and by models that ask for something."""
+"""A worker's link to the supervisor, shared by the loop and by models' requests to the control
+API."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ News = ModelWithdrawn | SchedulerLost | ProcessExited
 
 
 class Control:
-    """Sorts what comes: answers, news of other models, the rest for the loop.
+    """Dispatches what arrives: responses to requests, news of other models, the rest for the loop.
 
     A model may ask from threads of its own, so each use of the socket is under one lock, and what
     such a thread takes from it for the loop wakes the loop. `on_models_changed` is called in the
@@ -40,8 +41,8 @@ class Control:
         self.on_models_changed: Callable[[News], None] = lambda news: None
         self._lock = threading.RLock()
         self._next = 1
-        self._waiting: dict[int, int] = {}  # question -> descriptor that says it is answered
-        self._answers: dict[int, Answered | Refused] = {}
+        self._waiting: dict[int, int] = {}  # request -> eventfd of its response
+        self._responses: dict[int, Answered | Refused] = {}
         self._loop_thread = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
@@ -96,7 +97,7 @@ class Control:
                 match message:
                     case Answered() | Refused():
                         if message.id in self._waiting:
-                            self._answers[message.id] = message
+                            self._responses[message.id] = message
                             os.eventfd_write(self._waiting[message.id], 1)
                     case SetLogging(settings):
                         logs.apply(logs.LogSettings(**settings))
@@ -108,39 +109,39 @@ class Control:
                         self.inbox.append(message)
                         self.wake()
 
-    def ask(self, question: Callable[[int], Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """Send `question(number)` and wait for the payload of its answer.
+    def ask(self, request: Callable[[int], Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """Send `request(number)` and wait for the payload of its response.
 
         Raises the ShmserveError that the supervisor refused with, Unavailable when the time is
         over.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        answered = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with self._lock:
             number = self._next
             self._next += 1
-            self._waiting[number] = answered
+            self._waiting[number] = arrived
         try:
-            self.send(question(number))
-            while (answer := self._taken(number)) is None:
+            self.send(request(number))
+            while (response := self._taken(number)) is None:
                 if not self.dealer.connected:
                     raise Unavailable("the server is gone")
                 # Whoever reads the socket next, this thread or another, it is not missed.
-                if not _wait(deadline, self.dealer.fd, answered):
+                if not _wait(deadline, self.dealer.fd, arrived):
                     raise Unavailable("the server did not answer in time")
         finally:
             with self._lock:
                 del self._waiting[number]
-                self._answers.pop(number, None)
-            os.close(answered)
-        if isinstance(answer, Refused):
-            raise from_code(answer.code, answer.message)
-        return answer.payload
+                self._responses.pop(number, None)
+            os.close(arrived)
+        if isinstance(response, Refused):
+            raise from_code(response.code, response.message)
+        return response.payload
 
     def _taken(self, number: int) -> Answered | Refused | None:
         with self._lock:
             self.pump()
-            return self._answers.pop(number, None)
+            return self._responses.pop(number, None)
 
 
 def _wait(deadline: float | None, *fds: int) -> bool:

@@ -1,4 +1,5 @@
-"""One large copy by several threads: a single core moves bytes slower than the memory takes them.
+"""Parallel copies, one by several threads: a single core moves bytes slower than the memory takes
+them.
 
 The copying thread cuts the copy into pieces and takes one after the other; its helpers, once they
 run, take from the same pieces. Where no core is free for them, nothing is lost but their wake-up.

@@ -1,4 +1,4 @@
-"""Clients' memory on a device: opened once a handle, seen as tensors, closed when nobody has one.
+"""Device memory of clients: each IPC handle opened once, viewed as tensors, closed when unused.
 
     region (memory id) ─┐
     region (memory id) ─┴─> Allocation (handle, device) <── views that a model still holds

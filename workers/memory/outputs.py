@@ -1,4 +1,5 @@
-"""Memory for outputs without a client's place: who reads each block, when it comes back."""
+"""Output memory: arena blocks for outputs without a place of the client's, freed by their
+readers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Work that a zygote does before it forks workers, so that none of them pays for it."""
+"""Preloads: imports and warm-up that a zygote does before it forks workers, so that none pays."""

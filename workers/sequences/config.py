@@ -31,5 +31,14 @@ def as_model_sees(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "input": inputs, "output": outputs}
 
 
+def of_sequences(config: dict[str, Any]) -> frozenset[str]:
+    """The names of the control inputs and of the states: what only the model sees."""
+    batching = config.get("sequence_batching") or {}
+    states = batching.get("state") or ()
+    names = [control.name for control in controls.read(config)]
+    names += [state[field] for state in states for field in ("input_name", "output_name")]
+    return frozenset(names)
+
+
 def _tensor(state: dict[str, Any], name: str) -> dict[str, Any]:
     return {"name": name, "data_type": state["data_type"], "dims": state["dims"]}

@@ -6,7 +6,7 @@ whose client has left is not passed over either.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Reply, SequenceRow
@@ -19,8 +19,10 @@ from shmserve.workers.batch.response_stream import ResponseStream, ResponseWrite
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import Batch, OpenRequest
 from shmserve.workers.sequences import controls
+from shmserve.workers.sequences.state import States, read
 
 _NOBODY = Inference("", ())
+_NO_ROW = SequenceRow(0, 0)
 _STRING_HEAD = 4  # the bytes of a text's length
 
 
@@ -40,6 +42,10 @@ class SequenceExecutor(Executor):
         self._controls = controls.read(config)
         self._batched = config["max_batch_size"] > 0
         self._policy.copies = True  # no second try would find out that a model needs them
+        self._states = States(read(config, context.model_dir), backend.read_only_inputs)
+        # Those that clients get, too.
+        self._returned = frozenset(output["name"] for output in config["output"])
+        self._keeps_rows = config["sequence_batching"].get("oldest") is None
         self._largest_part = 1 << 63  # rows stay together
         self._rows: list[SequenceRow] = []
 
@@ -52,52 +58,72 @@ class SequenceExecutor(Executor):
         return False
 
     def _run(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
-        known = {opened.key: (opened, request) for opened, request in part}
-        first = part[0][1]
-        real: list[tuple[OpenRequest, Request]] = []
-        batch: list[Request] = []
+        known = {opened.key: _Row(opened, request) for opened, request in part}
+        by_shape: dict[Any, list[_Row]] = {}
         for row in self._rows:
-            pair = known.get(row.key)
-            if pair is None and self._decoupled:
-                continue
-            if pair is None:
-                request = _null(first)
-                row = SequenceRow(row.slot, 0)
-            else:
-                request = pair[1]
-                request.inference = _identified(request.inference, row)
-                real.append(pair)
-            request.inputs |= controls.inputs(self._controls, row, self._batched)
-            batch.append(request)
+            real = known.get(row.key)
+            if real is not None:
+                real.row = row
+                real.request.inference = _identified(real.request.inference, row)
+                real.request.inputs |= controls.inputs(self._controls, row, self._batched)
+                shapes = self._states.lend(real.request, row)
+                by_shape.setdefault(shapes, []).append(real)
         if self._decoupled:
-            return self._run_streams([ResponseStream(self._writer, *pair) for pair in real])
-        return self._run_rows(real, batch)
+            each = [(real.opened, real.request) for real in known.values()]
+            return self._run_streams([ResponseStream(self._writer, *pair) for pair in each])
+        # States of other shapes cannot be in one batch.
+        return [reply for rows in by_shape.values() for reply in self._run_rows(rows)]
 
-    def _run_rows(
-        self, real: list[tuple[OpenRequest, Request]], batch: list[Request]
-    ) -> list[Reply]:
+    def _run_rows(self, real: list[_Row]) -> list[Reply]:
+        requests = [each.request for each in real]
+        if self._keeps_rows:
+            requests = self._with_gaps(real)
         try:
-            responses = self._execute(batch)
+            responses = self._execute(requests)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            return [self._failed(opened, self._explain(error, each)) for opened, each in real]
-        answered = {
-            id(request): response for request, response in zip(batch, responses, strict=True)
-        }
+            return [self._failed(each.opened, self._explain(error, each.request)) for each in real]
+        answered = {id(request): each for request, each in zip(requests, responses, strict=True)}
         with self._link.lock:
             self._link.pump()
-            replies = [
-                self._answer(opened, request, answered[id(request)]) for opened, request in real
-            ]
+            replies = [self._answer(each, answered[id(each.request)]) for each in real]
             self._writer.scatterer.settle()
         return replies
 
-    def _answer(self, opened: OpenRequest, request: Request, response: Response) -> Reply:
+    def _with_gaps(self, real: list[_Row]) -> list[Request]:
+        """The requests in their rows, with null rows before and between them."""
+        by_slot = {each.row.slot: each.request for each in real}
+        return [by_slot.get(row.slot) or self._null(real[0], row) for row in self._rows]
+
+    def _null(self, like: _Row, row: SequenceRow) -> Request:
+        """A null row: nobody's request, with zeros in the shapes of another one."""
+        inputs: dict[str, Input] = {}
+        for name, item in like.request.inputs.items():
+            size = ITEM_SIZE[item.datatype] or _STRING_HEAD
+            zeros = memoryview(bytearray(size * element_count(item.shape)))
+            inputs[name] = Input(name, item.datatype, item.shape, zeros, None, item.model)
+        inputs |= controls.inputs(self._controls, SequenceRow(row.slot, 0), self._batched)
+        null = Request(0, 0, _NOBODY, like.request.batch_size, inputs, {})
+        null.states = like.request.states
+        return null
+
+    def _answer(self, each: _Row, response: Response) -> Reply:
+        opened, request = each.opened, each.request
+        self._states.keep(each.row, response, self._returned)
         if response.rescheduled:
             self._link.close(opened)
             return Reply(opened.key, RESCHEDULED, "", b"")
         reply = self._scatter(opened, request, response)
         assert reply is not None  # which would have it run again
         return reply
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A request and where it is in the batch."""
+
+    opened: OpenRequest
+    request: Request
+    row: SequenceRow = _NO_ROW
 
 
 def _identified(inference: Inference, row: SequenceRow) -> Inference:
@@ -107,13 +133,3 @@ def _identified(inference: Inference, row: SequenceRow) -> Inference:
     if (inference.correlation_id, inference.flags) == (correlation_id, row.flags):
         return inference
     return replace(inference, correlation_id=correlation_id, flags=row.flags)
-
-
-def _null(like: Request) -> Request:
-    """A null row: nobody's request, with zeros in the shapes of another one."""
-    inputs: dict[str, Input] = {}
-    for name, item in like.inputs.items():
-        size = ITEM_SIZE[item.datatype] or _STRING_HEAD
-        zeros = memoryview(bytearray(size * element_count(item.shape)))
-        inputs[name] = Input(name, item.datatype, item.shape, zeros, None, item.model)
-    return Request(0, 0, _NOBODY, like.batch_size, inputs, {})

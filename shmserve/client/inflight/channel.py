@@ -92,6 +92,8 @@ class RequestChannel:
             priority=options.priority,
             timeout_us=options.timeout_us,
             ends_ns=options.deadline_ns,
+            flags=options.flags,
+            correlation_id=options.sequence,
         )
         try:
             self.send(pending)

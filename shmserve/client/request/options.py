@@ -3,6 +3,7 @@ than they should is dropped by the server, and would not be answered."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -11,6 +12,11 @@ from operator import index
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.inference import (
+    LONGEST_CORRELATION_ID,
+    SEQUENCE_END,
+    SEQUENCE_START,
+)
 
 _FOREVER_S = 2e6  # a timeout from here on is none: epoll knows no longer one
 _INTEGERS = range(-(1 << 63), 1 << 64)  # what travels
@@ -24,24 +30,58 @@ class Options(NamedTuple):
     priority: int = 0
     timeout_us: int = 0
     deadline_ns: int = 0
+    sequence: int | str = 0
+    flags: int = 0
 
 
 PLAIN = Options()
 
 
 def options_of(
-    request_id: str, parameters: Mapping[str, Any] | None, priority: int, timeout_s: float | None
+    request_id: str,
+    parameters: Mapping[str, Any] | None,
+    priority: int,
+    timeout_s: float | None,
+    sequence: int | str = 0,
+    start: bool = False,
+    end: bool = False,
 ) -> Options:
     """The options of a call; the same object whenever there are none.
 
     Raises InvalidArgument for what a request cannot have.
     """
-    if not request_id and not parameters and not priority and timeout_s is None:
+    flags = SEQUENCE_START * bool(start) | SEQUENCE_END * bool(end)
+    few = not request_id and not parameters and not priority
+    if few and timeout_s is None and not sequence and not flags:
         return PLAIN
     timeout_us = _timeout_us(timeout_s)
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
     name = _text("request_id", request_id or "")
-    return Options(name, _parameters(parameters), _priority(priority), timeout_us, deadline_ns)
+    return Options(
+        name,
+        _parameters(parameters),
+        _priority(priority),
+        timeout_us,
+        deadline_ns,
+        _sequence(sequence),
+        flags,
+    )
+
+
+def _sequence(sequence: int | str) -> int | str:
+    if isinstance(sequence, str):
+        text = _text("sequence", sequence)
+        if len(text) <= LONGEST_CORRELATION_ID:
+            return text
+    else:
+        with contextlib.suppress(TypeError):
+            number = index(sequence)
+            if 0 <= number < 1 << 64:
+                return number
+    raise InvalidArgument(
+        f"sequence must be an integer of 64 bits without a sign, or a text of "
+        f"{LONGEST_CORRELATION_ID} characters at most, got {sequence!r:.80}"
+    )
 
 
 def _timeout_us(timeout_s: float | None) -> int:

@@ -63,6 +63,8 @@ def _inference(
         tuple(inputs),
         tuple(outputs),
         dict(options.parameters or {}),
+        options.sequence,
+        options.flags,
         timeout_us=options.timeout_us,
         priority=options.priority,
         deadline_ns=options.deadline_ns,

@@ -1,1 +1,2 @@
-"""Who is at the other end of a connection, and what it may."""
+"""Access control: who is at the other end of a connection (authentication), and what it may do
+(authorisation)."""

@@ -1,4 +1,4 @@
-"""Who may use which API: bearer tokens with scopes, and Triton's restricted APIs on top (pure).
+"""Authorisation: bearer tokens with scopes, and Triton's restricted APIs on top (pure).
 
     scope       the API that a route or an RPC belongs to; Triton's categories, and our metrics page
     token       `Authorization: Bearer TOKEN`; opens the scopes that its file gives it

@@ -1,4 +1,4 @@
-"""Which user is at the other end of a connection, as the kernel says.
+"""Peer credentials: the user at the other end of a local connection, from the kernel.
 
     unix socket     SO_PEERCRED, SO_PEERGROUPS: who connected
     loopback TCP    sock_diag, or /proc/net/tcp: who has the other end's socket; asked once a

@@ -1,4 +1,4 @@
-"""Who may pass which shared memory to the server (pure).
+"""The access policy of shared memory: who may pass which to the server (pure).
 
 A client is a user of this host, whom the kernel names: the uid at the other end of a unix socket or
 of a loopback connection. A region belongs to the user who registered it.

@@ -1,4 +1,4 @@
-"""Asking the kernel about one TCP socket, by both its addresses (sock_diag(7)).
+"""The owner of a TCP socket, by both its addresses, from the kernel (sock_diag(7)).
 
 /proc/net/tcp tells the same, and all others with it: a host that has just ended some ten thousand
 connections takes a tenth of a second to list them.
@@ -28,34 +28,34 @@ _LARGEST = 4096
 
 Address = tuple[str, int]
 
-# A kernel without this answers like one that knows no such socket, until it has found one.
-_answers = False
+# A kernel without this responds like one that knows no such socket, until it has found one.
+_supported = False
 
 
 def owner(end: Address, other: Address) -> tuple[int, int] | None:
     """The uid and the inode of the socket at `end` of a connection of this host with `other`; inode
     0: no process has it any more. None when there is none.
 
-    Raises OSError where the kernel does not answer such questions.
+    Raises OSError where the kernel does not support such queries.
     """
     a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (end, other))
     family = socket.AF_INET if a.version == b.version == 4 else socket.AF_INET6
-    global _answers
+    global _supported
     body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
     body += _SOCKET.pack(end[1], other[1], a.packed, b.packed, _ANY_COOKIE)
     size = _HEADER.size + len(body)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asked:
         asked.sendto(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0) + body, (0, 0))
-        answer = asked.recv(_LARGEST, socket.MSG_DONTWAIT)
-    _, kind, *_ = _HEADER.unpack_from(answer)
+        response = asked.recv(_LARGEST, socket.MSG_DONTWAIT)
+    _, kind, *_ = _HEADER.unpack_from(response)
     if kind == _NLMSG_ERROR:
-        number = -struct.unpack_from("=i", answer, _HEADER.size)[0]
-        if number == errno.ENOENT and _answers:
+        number = -struct.unpack_from("=i", response, _HEADER.size)[0]
+        if number == errno.ENOENT and _supported:
             return None
         raise OSError(number, "sock_diag")
-    _answers = True
+    _supported = True
     # Where nobody has the connection, whoever listens at that port is found.
-    if _ENDS.unpack_from(answer, _ENDS_AT) != (end[1], other[1]):
+    if _ENDS.unpack_from(response, _ENDS_AT) != (end[1], other[1]):
         return None
-    uid, inode = _OWNER.unpack_from(answer, _OWNER_AT)
+    uid, inode = _OWNER.unpack_from(response, _OWNER_AT)
     return uid, inode

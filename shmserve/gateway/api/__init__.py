@@ -1,1 +1,1 @@
-"""What every protocol offers beside inference; no HTTP or gRPC type in here."""
+"""The APIs beside inference, for every protocol; no HTTP or gRPC type in here."""

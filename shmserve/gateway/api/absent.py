@@ -1,4 +1,4 @@
-"""Extensions of Triton's that this server does not have: each is refused by its name."""
+"""Triton's extensions that are not supported: each is refused by its name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Registering CUDA shared memory, as every listener offers it.
+"""The CUDA shared memory extension: registering the IPC handle of an allocation.
 
-The handle is 64 bytes that mean an allocation of another process. A gateway passes it on and never
+The handle is 64 bytes that name an allocation of another process. A gateway passes it on and never
 opens it. On a host without a CUDA device nothing can be registered.
 """
 

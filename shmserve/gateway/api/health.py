@@ -1,4 +1,4 @@
-"""Health: what the supervisor said last, and whether models are ready."""
+"""Liveness and readiness, of the server and of models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shmserve.ipc.messages import AskReady
 
 
 def check_staying(gateway: Gateway) -> None:
-    """Raise Unavailable when the server is on its way out."""
+    """Raise Unavailable when the server drains or exits."""
     if is_leaving(gateway):
         raise Unavailable("Server exiting")
 
 
 def is_leaving(gateway: Gateway) -> bool:
-    """Whether the server is on its way out."""
+    """Whether the server drains or exits."""
     return gateway.health.exiting or gateway.draining
 
 

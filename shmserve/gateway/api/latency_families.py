@@ -1,5 +1,6 @@
-"""The families of latencies that --metrics-config switches on: the histogram of times to the first
-response, and summaries with the quantiles of the last minute. Names and labels are Triton's."""
+"""The metric families of latencies that --metrics-config switches on: the histogram of times to the
+first response, and summaries with the quantiles of the last minute; with Triton's names and labels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata and configuration: what a gateway answers from what it knows."""
+"""Metadata of the server and of models, and configurations: served by a gateway alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus text, made for each scrape from what the schedulers report.
+"""The Prometheus exporter: a page of metrics, made for each scrape of what the schedulers report.
 
 Nothing is kept on disk, and nothing is lost with a gateway. Names and labels of nv_* are Triton's;
 what Triton does not have is called shmserve_*.
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from shmserve.common import cumulative_counters, model_metrics
 from shmserve.gateway.api import statistics
 from shmserve.gateway.api.latency_families import first_responses, summaries
-from shmserve.gateway.api.process_stats import cpu_utilization, memory_bytes, processes
+from shmserve.gateway.api.process_stats import CpuUtilization, memory_bytes, processes
 from shmserve.gateway.context import Gateway
 
 logger = logging.getLogger(__name__)
@@ -79,17 +79,21 @@ _EVENTS = (
 )
 
 
-async def page(gateway: Gateway) -> bytes:
-    """The text of a scrape: what the schedulers report now, and the state of this host."""
-    return exposition(gateway, await statistics.collect(gateway, gateway.models.all()))
+class Exporter:
+    """Makes the page of a gateway's metrics."""
 
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._cpu = CpuUtilization()
 
-def exposition(gateway: Gateway, reports: list[dict[str, Any]]) -> bytes:
-    """The text for the schedulers' reports and the state of this host."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(gateway, reports))
-    text = _SUFFIX.sub(rb"\1 ", generate_latest(registry))
-    return _WHOLE.sub(_plain, text) + _models_own(reports, set(_FAMILY.findall(text)))
+    async def page(self) -> bytes:
+        """The text of a scrape: what the schedulers report now, and the state of this host."""
+        gateway = self._gateway
+        reports = await statistics.collect(gateway, gateway.models.all())
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(gateway, reports, self._cpu.read()))
+        text = _SUFFIX.sub(rb"\1 ", generate_latest(registry))
+        return _WHOLE.sub(_plain, text) + _models_own(reports, set(_FAMILY.findall(text)))
 
 
 def _models_own(reports: list[dict[str, Any]], taken: set[bytes]) -> bytes:
@@ -110,8 +114,13 @@ def _plain(match: re.Match[bytes]) -> bytes:
 
 
 class _Families(Collector):
-    def __init__(self, gateway: Gateway, reports: list[dict[str, Any]]) -> None:
+    """The metric families of one scrape."""
+
+    def __init__(
+        self, gateway: Gateway, reports: list[dict[str, Any]], cpu_utilization: float
+    ) -> None:
         self._gateway = gateway
+        self._cpu_utilization = cpu_utilization
         self._reports = [
             (
                 {"model": str(report["name"]), "version": str(report["version"])},
@@ -208,7 +217,9 @@ class _Families(Collector):
 
     def _hosts(self) -> Iterator[Metric]:
         total, used = memory_bytes()
-        yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", cpu_utilization())
+        yield _gauge(
+            "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu_utilization
+        )
         yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
         yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
         # There is no such pool here: memory is pinned where it lies.

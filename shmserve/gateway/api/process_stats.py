@@ -1,4 +1,4 @@
-"""What /proc says about this host and the server's processes."""
+"""Host and process statistics, read from /proc."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ _TITLE = "shmserve: "
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
-_last_cpu = (0, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -24,15 +22,21 @@ class Process:
     cpu_seconds: float
 
 
-def cpu_utilization() -> float:
-    """How busy the processors were since the last call (at first: since boot), 0 to 1."""
-    global _last_cpu
-    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    total, idle = sum(fields), fields[3] + fields[4]
-    before_total, before_idle = _last_cpu
-    _last_cpu = (total, idle)
-    passed = total - before_total
-    return 1.0 - (idle - before_idle) / passed if passed > 0 else 0.0
+class CpuUtilization:
+    """A meter of the host's processors, from one reading to the next."""
+
+    def __init__(self) -> None:
+        self._last = (0, 0)
+
+    def read(self) -> float:
+        """How busy they were since the last reading (at first: since boot), 0 to 1."""
+        first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
+        fields = [int(word) for word in first_line.split()[1:9]]
+        total, idle = sum(fields), fields[3] + fields[4]
+        before_total, before_idle = self._last
+        self._last = (total, idle)
+        passed = total - before_total
+        return 1.0 - (idle - before_idle) / passed if passed > 0 else 0.0
 
 
 def memory_bytes() -> tuple[int, int]:

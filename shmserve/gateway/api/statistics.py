@@ -1,4 +1,4 @@
-"""The statistics of models, as their schedulers report them."""
+"""The statistics extension: aggregated of what the schedulers report."""
 
 from __future__ import annotations
 

@@ -2,16 +2,16 @@
 
     main.py, settings.py     the server, and what it is told at its start
     service.py               the table of RPCs: authorise, handle, errors to a status (status.py)
-    infer.py                 a request to its scheduler and back
-    stream.py                many in one call; streamed_request.py: one with any number of responses
+    infer_calls.py           the inference RPCs as calls, directly on gRPC's core and by grpc.aio
+    infer.py                 an inference request to its scheduler and back
+    streaming/               ModelStreamInfer: many requests in one call, and many responses
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin/                   the other RPCs
-    client_identity.py       who calls
-    core/                    close to gRPC's core: event_loop.py under it, and readers.py, who reads
-                             connections; direct_unary.py, calls without a task;
-                             direct_stream.py, responses that go out together;
-                             call_watchdog.py, calls that wait for their client; sockets.py and
-                             connection_limits.py, its connections
+    client_identity.py       who calls, and whether it is authorised
+    core/                    close to gRPC's core: readers.py, who reads connections;
+                             direct_unary.py, calls without a task; direct_stream.py, responses
+                             written in batches; call_watchdog.py, timeouts of calls; sockets.py
+                             and connection_limits.py, its connections
 
 What it shares with the HTTP listener is in gateway/inference and gateway/api.
 """

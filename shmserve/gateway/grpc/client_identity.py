@@ -1,4 +1,4 @@
-"""The clients of gRPC's calls: where each comes from, and which user it is.
+"""The clients of gRPC's calls: which user each is, and whether it is authorised.
 
 gRPC tells a call's peer by its address alone, and a moment later that address may be another
 user's. So a user is remembered with the connection, which is found among our own descriptors.
@@ -6,10 +6,12 @@ user's. So a user is remembered with the connection, which is found among our ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from shmserve.common.access.peer_credentials import Address, loopback_peer
 from shmserve.common.access.shm_access import Peer
+from shmserve.errors import ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity, Listener
 from shmserve.gateway.grpc.core import sockets as core_sockets
 
@@ -51,3 +53,23 @@ class Users:
             self._known.clear()
         self._known[client] = (connection, peer)
         return peer
+
+
+class Access:
+    """The authorisation of calls by the rules of a listener, and the identity of their clients."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._users = Users()
+
+    def refuse(self, scope: str, metadata: Callable[[], Any]) -> ShmserveError | None:
+        """Why a call to an API of `scope` is refused; None when it is not."""
+        rules = self._listener.authorisation
+        if not (rules.asks_for_tokens or rules.restrictions):
+            return None
+        given = {key: value for key, value in metadata() if type(value) is str}
+        return rules.authorise(scope, given)
+
+    def client(self, call: Any) -> ClientIdentity:
+        """The client of a call."""
+        return CallIdentity(self._listener, self._users, call)

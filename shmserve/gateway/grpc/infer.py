@@ -1,4 +1,4 @@
-"""ModelInfer: from a request's bytes to a scheduler and back, for single calls and for streams."""
+"""Inference requests over gRPC: from a message to a scheduler and back, for calls and streams."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import wire_request
-from shmserve.gateway.grpc.wire.response import ResponseTemplate, encode
+from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.builder import build
-from shmserve.gateway.inference.classification import as_asked
+from shmserve.gateway.inference.classification import classified_as_requested
 from shmserve.gateway.inference.header_forwarding import forwarded_headers
 from shmserve.gateway.inference.open_request import Message, OpenRequest
 from shmserve.gateway.inference.pipeline import admit, failure, log_failure
@@ -38,8 +38,8 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 
 
 class Submitted:
-    """A request that a scheduler has; every one must be left, when its response is sent, or
-    abandoned."""
+    """A request in flight for one response, as a future; every one must be left, when that is
+    sent, or abandoned."""
 
     __slots__ = (
         *("_gateway", "_given_up", "_inferences", "_left", "_model", "_pending", "_built"),
@@ -76,15 +76,15 @@ class Submitted:
             raise
         return self.response()
 
-    def when_answered(self, action: Callable[[Submitted], None]) -> None:
+    def when_done(self, action: Callable[[Submitted], None]) -> None:
         """Call this once there is a response, to take with `response`; never if it is abandoned."""
 
-        def done(_: asyncio.Future[m.Finished | m.Responded | m.Failed]) -> None:
+        def resolved(_: asyncio.Future[m.Finished | m.Responded | m.Failed]) -> None:
             # The response may have come just before it was abandoned.
             if not self._given_up:
                 action(self)
 
-        self._pending.future.add_done_callback(done)
+        self._pending.future.add_done_callback(resolved)
 
     def response(self) -> bytes:
         """The response that is there, as `wait` gives it."""
@@ -103,20 +103,21 @@ class Submitted:
             template, contents = known
             filled: bytes = template.fill(contents)
             return filled
-        response = unpack(body)
+        inferred = unpack(body)
         try:
-            message = encoded(self._gateway, self._model, self._built.wire, response)
+            message = self._inferences.encode(self._model, self._built.wire, inferred)
         finally:
             # The message is a copy: the worker's memory is free again.
-            self._pending.scheduler.release_outputs(response)
-        if templates is not None and _is_plain(self._built.wire, response):
-            sizes = [len(tensor.data) for tensor in response.outputs if type(tensor.data) is bytes]
-            found = ResponseTemplate(self._model, self.request_id, response, sizes)
-            templates.learn(body, response, found)
+            self._pending.scheduler.release_outputs(inferred)
+        if templates is not None and _is_plain(self._built.wire, inferred):
+            sizes = [len(tensor.data) for tensor in inferred.outputs if type(tensor.data) is bytes]
+            encoder = self._inferences.encoder
+            template = encoder.template(self._model, self.request_id, inferred, sizes)
+            templates.learn(body, inferred, template)
         return message
 
     @property
-    def answered(self) -> bool:
+    def done(self) -> bool:
         """Whether there is a response to take with `response`."""
         return self._pending.future.done() and not self._given_up
 
@@ -128,33 +129,17 @@ class Submitted:
         self._gateway.dispatcher.cancel(self._pending)
 
     def leave(self) -> None:
-        """Nothing is left to be done for it: what it was answered with is sent."""
+        """Nothing is left to be done for it: its response is sent."""
         if not self._left:
             self._left = True
             self._inferences.left()
 
 
-def encoded(gateway: Gateway, model: Model, wire: WireRequest, response: Inferred) -> bytes:
-    """A worker's response as a serialized ModelInferResponse."""
-    response = as_asked(gateway, model, wire, response)
-    placed = {out.name for out in wire.outputs if out.place is not None}
-    contents: list[bytes | memoryview] = []
-    for tensor in response.outputs:
-        if tensor.name in placed:
-            contents.append(b"")
-            continue
-        raw = tensor.data
-        data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
-        check_size(tensor, len(data))
-        contents.append(data)
-    return encode(model, wire.id, response, contents)
-
-
-def _is_plain(wire: WireRequest, response: Inferred) -> bool:
+def _is_plain(wire: WireRequest, inferred: Inferred) -> bool:
     """Whether all that a response has is sent, and as it is."""
     return (
-        bool(response.outputs)
-        and all(type(tensor.data) is bytes for tensor in response.outputs)
+        bool(inferred.outputs)
+        and all(type(tensor.data) is bytes for tensor in inferred.outputs)
         and not any(output.place is not None or output.classes for output in wire.outputs)
     )
 
@@ -175,22 +160,23 @@ class Refused(Exception):
 
 
 class Inferences:
-    """The way in for inferences, in calls of their own and in streams.
+    """Submits inferences, of unary calls and of streams, and encodes their responses.
 
-    `count` is how many responses are not sent yet; `on_idle` hears when none is left.
+    `count` is how many responses are not sent yet; `on_idle` is called when none is left.
     """
 
-    __slots__ = ("_prepared", "count", "gateway", "on_idle")
+    __slots__ = ("_prepared", "count", "encoder", "gateway", "on_idle")
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
+        self.encoder = ResponseEncoder()
         self._prepared = PreparedRequests(gateway.models)
         self.count = 0
         self.on_idle: Callable[[], None] | None = None
 
     def came(self) -> bool:
         """One more, or another call that is taken; whether it counts. What comes while the server
-        drains is answered as long as its model is there, and keeps no drain waiting."""
+        drains is handled as long as its model is there, and keeps no drain waiting."""
         counts = not self.gateway.draining
         self.count += counts
         return counts
@@ -239,6 +225,22 @@ class Inferences:
         if not model.decoupled:
             return self._submitted(model, built, order)
         return OpenRequest(self.gateway, model, built, order, on_response)
+
+    def encode(self, model: Model, wire: WireRequest, inferred: Inferred) -> bytes:
+        """A worker's response as a serialized ModelInferResponse; raises InvalidArgument or
+        Internal."""
+        inferred = classified_as_requested(self.gateway, model, wire, inferred)
+        placed = {out.name for out in wire.outputs if out.place is not None}
+        contents: list[bytes | memoryview] = []
+        for tensor in inferred.outputs:
+            if tensor.name in placed:
+                contents.append(b"")
+                continue
+            raw = tensor.data
+            data = raw if isinstance(raw, bytes) else self.gateway.mappings.view(raw)
+            check_size(tensor, len(data))
+            contents.append(data)
+        return self.encoder.encode(model, wire.id, inferred, contents)
 
     def _submitted(self, model: Model, built: BuiltRequest, order: m.Submit) -> Submitted:
         pending = self.gateway.dispatcher.submit(model.scheduler, order, built.release)
@@ -292,7 +294,7 @@ class Inferences:
                 return model, build(self.gateway, model, wire, b"", 0)[0]
             key, contents = parts
             if contents:
-                _behind(wire)
+                _concatenate(wire)
             prepare = all(tensor.data is None for tensor in wire.inputs)
             body = b"".join(contents)
             built, prepared = build(self.gateway, model, wire, body, 0, prepare=prepare)
@@ -303,7 +305,7 @@ class Inferences:
         return model, built
 
 
-def _behind(wire: WireRequest) -> None:
+def _concatenate(wire: WireRequest) -> None:
     """Have the raw contents one behind the other, as binary tensors are in an HTTP body."""
     for tensor in wire.inputs:
         if tensor.place is None:

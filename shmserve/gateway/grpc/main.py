@@ -1,4 +1,4 @@
-"""The process of the gRPC gateway.
+"""The process of the gRPC gateway: a grpc.aio server, some of whose calls are taken from its core.
 
 gRPC makes the listening sockets itself, on the addresses that the supervisor holds for it.
 """
@@ -22,7 +22,8 @@ from shmserve.common.tls import Tls
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import Listener, ListenerKind
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.core import event_loop
+from shmserve.gateway.grpc.client_identity import Access
+from shmserve.gateway.grpc.core import readers
 from shmserve.gateway.grpc.core.call_watchdog import Calls, client_left
 from shmserve.gateway.grpc.core.connection_limits import ConnectionLimits
 from shmserve.gateway.grpc.core.direct_unary import acceptors
@@ -35,13 +36,13 @@ from shmserve.ipc.messages.start import decode
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 0.2
+_STOP_S = 0.2
 # gRPC's core queues calls until we ask for them, all clients' in one queue. A client that begins
 # calls and resets them without end fills it, and where it is full the core refuses calls at random,
 # whoever sent them (from the 1000th on, if not told otherwise). So a connection has its share, past
 # which its own calls wait at the client or are refused, and the queue has room for many shares.
 # Calls that have ended are a share of their own until they are cleared away: a client that begins
-# the next call as soon as one is answered does not wait for that.
+# the next call as soon as one has its response does not wait for that.
 _MOST_CALLS = 512
 _MOST_QUEUED = 128 * _MOST_CALLS
 # So much of a call's messages is taken before anybody asks for them; one that is asked for comes as
@@ -58,11 +59,11 @@ def run(data: bytes) -> None:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     ours = start.grpc
     assert ours is not None
-    event_loop.run(process.serve(start, lambda gateway: GrpcFront(gateway, ours)))
+    readers.run(process.serve(start, lambda gateway: GrpcFront(gateway, ours)))
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record of gRPC's is worth a line: a client that has left before its answer was
+    """Whether a record of gRPC's is worth a line: a client that has left before its response was
     sent, which it reports with a traceback, is not."""
     error = record.exc_info[1] if record.exc_info else None
     return error is None or not client_left(error)
@@ -78,22 +79,22 @@ class GrpcFront(process.Front):
         self._inferences = Inferences(gateway)
         self._calls = Calls(gateway.settings.body_timeout_s)
         listener = _listener(gateway, settings)
-        self._service = Service(gateway, self._inferences, listener, self._calls)
+        self._service = Service(gateway, self._inferences, Access(listener), self._calls)
         ports = {port for _, port in settings.addresses}
-        self._crowds = ConnectionLimits(self._calls, listener.kind, ports, self._most)
+        self._limits = ConnectionLimits(self._calls, listener.kind, ports, self._most)
         self._server: Any = None
 
     async def open(self) -> None:
         """Listen and accept calls."""
         settings = self._settings
-        patience_ms = int(self._header_timeout_s * 1000)
+        timeout_ms = int(self._header_timeout_s * 1000)
         server = grpc.aio.server(
             handlers=(self._service,),
             options=(
                 ("grpc.so_reuseport", 0),  # the port is ours alone
                 # Who connects and says nothing, or half of it, is shown out.
-                ("grpc.server_handshake_timeout_ms", patience_ms),
-                ("grpc.http2.settings_timeout", patience_ms),
+                ("grpc.server_handshake_timeout_ms", timeout_ms),
+                ("grpc.http2.settings_timeout", timeout_ms),
                 # More are turned away until others have made room (connection_limits.py): what is
                 # here needs descriptors of its own to go on.
                 ("grpc.max_allowed_incoming_connections", self._most),
@@ -115,27 +116,26 @@ class GrpcFront(process.Front):
                 server.add_insecure_port(address)
             else:
                 _add_secure_port(server, address, settings.tls)
-        service = self._service
+        service, inference = self._service, self._service.inference
         direct = acceptors(
             server,
             {
-                MODEL_INFER: (service.infer_handler, service.begin_infer),
-                MODEL_STREAM_INFER: (service.stream_handler, service.begin_stream),
+                MODEL_INFER: (service.infer_handler, inference.begin_infer),
+                MODEL_STREAM_INFER: (inference.stream_handler, inference.begin_stream),
             },
         )
         await server.start()
         self._server = server
-        self._crowds.open()
+        self._limits.open()
         for accepting in direct:
             accepting.open()
 
     def health_changed(self) -> None:
-        """Those who watch hear of it."""
+        """Notify the Watch calls."""
         self._service.health_changed()
 
     def drain(self, drained: Callable[[], None]) -> None:
-        """Every request counts, in a stream or not; who is silent in a stream, or watches, does
-        not."""
+        """Every request counts, in a stream or not; a stream without any, or a Watch, does not."""
 
         def idle() -> None:
             self._inferences.on_idle = None
@@ -146,11 +146,11 @@ class GrpcFront(process.Front):
             idle()
 
     async def close(self) -> None:
-        """What was answered is still sent; streams that wait for requests are cut off."""
-        self._crowds.close()
+        """What is written is still sent; streams that wait for requests are cut off."""
+        self._limits.close()
         if self._server is not None:
             with contextlib.suppress(asyncio.CancelledError):
-                await self._server.stop(_LAST_WORDS_S)
+                await self._server.stop(_STOP_S)
 
 
 def _listener(gateway: Gateway, settings: GrpcSettings) -> Listener:

@@ -1,4 +1,4 @@
-"""How a call ends: our errors as gRPC's status, text and trailing metadata (pure)."""
+"""The status of a call: our errors mapped to gRPC's code, details and trailing metadata (pure)."""
 
 from __future__ import annotations
 

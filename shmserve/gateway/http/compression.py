@@ -1,4 +1,4 @@
-"""gzip and deflate, a piece at a time and under a ceiling (pure).
+"""Content coding: gzip and deflate, incremental, with a limit against decompression bombs (pure).
 
 What a name means is Triton's: "gzip" and "deflate" (zlib); both are recognised by their content.
 """

@@ -1,4 +1,4 @@
-"""POST /v2/models/NAME/infer: the hot path from a request's bytes to a scheduler and back."""
+"""POST /v2/models/NAME/infer: the hot path of a unary inference, to a scheduler and back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.body.inference import read_request
 from shmserve.gateway.http.compression import accepted_encoding, deflated
-from shmserve.gateway.http.infer_body import read_request
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.infer_response import ResponseTemplate
 from shmserve.gateway.http.json.output_text import joined, output_text
 from shmserve.gateway.http.request import ACCEPT_ENCODING, Request
-from shmserve.gateway.http.response import JSON, Reply
+from shmserve.gateway.http.response import JSON, Response
 from shmserve.gateway.http.streaming.infer import accepted_stream, infer_stream
-from shmserve.gateway.inference.classification import as_asked
+from shmserve.gateway.inference.classification import classified_as_requested
 from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import WireRequest
@@ -33,7 +33,7 @@ _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction p
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
 
-async def infer(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
+async def infer(gateway: Gateway, request: Request, name: str, version: str | None) -> Response:
     """Run one inference."""
     arrived_ns = time.monotonic_ns()
     model = gateway.models.resolve(name, version or "")
@@ -43,7 +43,7 @@ async def infer(gateway: Gateway, request: Request, name: str, version: str | No
         raise Unsupported(_DECOUPLED)
     built = await read_request(gateway, model, request)
     try:
-        reply = await _run(gateway, model, request, built, arrived_ns)
+        response = await _run(gateway, model, request, built, arrived_ns)
     except ShmserveError as error:
         log_failure(model, built.wire.id, error)
         raise
@@ -51,12 +51,12 @@ async def infer(gateway: Gateway, request: Request, name: str, version: str | No
         passed_us = (time.monotonic_ns() - arrived_ns) // 1000
         extra = {"request_id": built.wire.id}
         logger.debug("inference of model '%s' took %d us", model.name, passed_us, extra=extra)
-    return reply
+    return response
 
 
 async def _run(
     gateway: Gateway, model: Model, request: Request, built: BuiltRequest, arrived_ns: int
-) -> Reply:
+) -> Response:
     order = admit(gateway, built, request.connection.client, arrived_ns)
     try:
         scheduler = gateway.models.current(model).scheduler
@@ -74,66 +74,65 @@ async def _run(
     body = message.body
     templates = built.templates if ACCEPT_ENCODING not in request.headers else None
     if templates is not None and (known := templates.find(body)) is not None:
-        return _small_reply(*known)
-    response = unpack(body)
-    if _at_hand(built.wire, response):
-        shown = as_asked(gateway, model, built.wire, response)
+        return _from_template(*known)
+    inferred = unpack(body)
+    if _needs_no_release(built.wire, inferred):
+        shown = classified_as_requested(gateway, model, built.wire, inferred)
         template = ResponseTemplate(built.wire, model.name, model.version, shown)
-        if templates is not None and template.whole and shown is response:
-            templates.learn(body, response, template)
-        return await _reply(request, template, _views(gateway, template.datas(shown)))
+        if templates is not None and template.whole and shown is inferred:
+            templates.learn(body, inferred, template)
+        return await _encode(gateway, request, template, template.datas(shown))
     scheduler = pending.scheduler
     scheduler.use()
 
     def sent() -> None:
-        scheduler.release_outputs(response)
+        scheduler.release_outputs(inferred)
         scheduler.leave()
 
     try:
-        shown = as_asked(gateway, model, built.wire, response)
+        shown = classified_as_requested(gateway, model, built.wire, inferred)
         template = ResponseTemplate(built.wire, model.name, model.version, shown)
-        reply = await _reply(request, template, _views(gateway, template.datas(shown)))
+        response = await _encode(gateway, request, template, template.datas(shown))
     except BaseException:
         sent()
         raise
-    reply.on_sent = sent
-    return reply
+    response.on_sent = sent
+    return response
 
 
-def _at_hand(wire: WireRequest, response: Inferred) -> bool:
-    """Whether all outputs are in the response or in clients' regions, none in a worker's memory."""
+def _needs_no_release(wire: WireRequest, inferred: Inferred) -> bool:
+    """Whether all outputs are inline or in clients' regions, none in a worker's memory."""
     placed = {output.name for output in wire.outputs if output.place is not None}
-    return all(type(tensor.data) is bytes or tensor.name in placed for tensor in response.outputs)
+    return all(type(tensor.data) is bytes or tensor.name in placed for tensor in inferred.outputs)
 
 
-def _views(gateway: Gateway, datas: list[bytes | Place]) -> list[bytes | memoryview]:
-    return [data if isinstance(data, bytes) else gateway.mappings.view(data) for data in datas]
-
-
-def _small_reply(template: ResponseTemplate, datas: Sequence[bytes]) -> Reply:
+def _from_template(template: ResponseTemplate, datas: Sequence[bytes]) -> Response:
     """The response of a template with these tensors, those that are sent."""
     pairs = list(zip(template.outputs, datas, strict=True))
     arrays = [tensors.encode(d, o.datatype, o.shape, o.name) for o, d in pairs if not o.binary]
-    return _response(template, arrays, [data for output, data in pairs if output.binary])
+    return _assemble(template, arrays, [data for output, data in pairs if output.binary])
 
 
-async def _reply(
-    request: Request, template: ResponseTemplate, datas: Sequence[bytes | memoryview]
-) -> Reply:
-    """The same for tensors of any size, compressed if the client takes it."""
-    pairs = list(zip(template.outputs, datas, strict=True))
-    arrays = [await output_text(output, data) for output, data in pairs if not output.binary]
-    reply = _response(template, arrays, [data for output, data in pairs if output.binary])
+async def _encode(
+    gateway: Gateway, request: Request, template: ResponseTemplate, datas: Sequence[bytes | Place]
+) -> Response:
+    """The same for tensors of any size, zero-copy where they are binary, compressed if the client
+    takes it."""
+    views = [data if isinstance(data, bytes) else gateway.mappings.view(data) for data in datas]
+    pairs = list(zip(template.outputs, views, strict=True))
+    trim = gateway.malloc_trim
+    arrays = [await output_text(output, data, trim) for output, data in pairs if not output.binary]
+    response = _assemble(template, arrays, [data for output, data in pairs if output.binary])
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
-            reply.pieces = [await joined(deflated(reply.pieces, encoding))]
-            reply.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
-    return reply
+            response.pieces = [await joined(deflated(response.pieces, encoding), trim)]
+            response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
+    return response
 
 
-def _response(
+def _assemble(
     template: ResponseTemplate, arrays: Sequence[bytes], binary: Sequence[bytes | memoryview]
-) -> Reply:
+) -> Response:
     json = template.json(arrays)
-    return Reply(200, (json, *binary), _BINARY % len(json) if any(map(len, binary)) else JSON)
+    return Response(200, (json, *binary), _BINARY % len(json) if any(map(len, binary)) else JSON)

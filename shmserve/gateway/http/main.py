@@ -1,4 +1,4 @@
-"""The process of an HTTP gateway, on the supervisor's listening sockets."""
+"""The process of an HTTP gateway: servers on the listening sockets of the supervisor."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import uvloop
 from shmserve.common import fd_limits
 from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
+from shmserve.gateway.api.metrics import Exporter
 from shmserve.gateway.client_identity import Listener, listener_kind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
@@ -46,7 +47,7 @@ class HttpFront(process.Front):
         self._app = App(gateway)
         self._http = http
         self._scrapes = scrapes
-        self._listeners: list[asyncio.Server] = []
+        self._accepting: list[asyncio.Server] = []
         self._servers: list[Server] = []
 
     async def open(self) -> None:
@@ -55,7 +56,7 @@ class HttpFront(process.Front):
         restrictions = decode_restrictions(settings.http_restricted)
         http = Authorisation(settings.tokens, restrictions)
         scrapes = Authorisation(settings.tokens, {})
-        page = functools.partial(metrics.metrics, self._gateway)
+        page = functools.partial(metrics.metrics, Exporter(self._gateway))
         for sock in self._http:
             await self._serve(sock, self._app.handle, http)
         for sock in self._scrapes:
@@ -64,19 +65,19 @@ class HttpFront(process.Front):
     async def _serve(self, sock: socket.socket, handle: Handle, rules: Authorisation) -> None:
         settings = self._gateway.settings
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
-        entrance = Listener(listener_kind(sock), rules, settings.allow_client_shm, names)
+        listener = Listener(listener_kind(sock), rules, settings.allow_client_shm, names)
         spared = fd_limits.for_connections(len(self._http) + len(self._scrapes))
-        server = Server(handle, settings, entrance, min(settings.max_connections, spared))
-        make = asyncio.get_running_loop()
+        server = Server(handle, settings, listener, min(settings.max_connections, spared))
+        loop = asyncio.get_running_loop()
         if sock.family == socket.AF_UNIX:
-            listener = await make.create_unix_server(server, sock=sock, backlog=_BACKLOG)
+            accepting = await loop.create_unix_server(server, sock=sock, backlog=_BACKLOG)
         else:
-            listener = await make.create_server(server, sock=sock, backlog=_BACKLOG)
-        self._listeners.append(listener)
+            accepting = await loop.create_server(server, sock=sock, backlog=_BACKLOG)
+        self._accepting.append(accepting)
         self._servers.append(server)
 
     def drain(self, drained: Callable[[], None]) -> None:
-        """Every request counts: the last one to be answered ends the wait."""
+        """Every request counts until its response is sent."""
 
         def idle() -> None:
             self._app.on_idle = None
@@ -87,9 +88,9 @@ class HttpFront(process.Front):
             idle()
 
     async def close(self) -> None:
-        """Drop listeners and connections."""
-        for listener in self._listeners:
-            listener.close()
+        """Close listeners and connections."""
+        for accepting in self._accepting:
+            accepting.close()
         for server in self._servers:
             for connection in server.connections:
                 connection.force_close()

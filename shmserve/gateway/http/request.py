@@ -1,4 +1,4 @@
-"""An HTTP request as handlers see it."""
+"""An HTTP request as handlers see it: head, body stream, connection."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from multidict import CIMultiDictProxy, istr
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpVersion,
+    HttpVersion10,
     RawRequestMessage,
     StreamReader,
 )
@@ -25,7 +26,7 @@ TRANSFER_ENCODING = istr("Transfer-Encoding")
 
 
 class Channel(Protocol):
-    """What a request and its reply need of their connection."""
+    """What a request and its response need of their connection."""
 
     transport: asyncio.Transport | None
     client: ClientIdentity
@@ -78,3 +79,8 @@ class Request:
         self.version: HttpVersion = message.version
         self.content = content
         self.connection = connection
+
+    @property
+    def is_http10(self) -> bool:
+        """Whether the client knows neither chunks nor keep-alive by default."""
+        return self.version <= HttpVersion10

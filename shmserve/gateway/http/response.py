@@ -1,4 +1,5 @@
-"""Responses: a status, header lines and the pieces of a body, written with one call if small."""
+"""HTTP responses: a status, header lines and the pieces of a body, gathered into one write if
+small, else streamed zero-copy, with back-pressure."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from shmserve.gateway.http.connection.aiohttp_parts import HttpVersion10
+from shmserve.gateway.http.json.events import error_json
 from shmserve.gateway.http.request import Request
 
 # What is larger goes to the socket piece by piece, as fast as the client reads.
@@ -24,7 +25,7 @@ _STATUS_LINES = {
 }
 
 
-class Reply:
+class Response:
     """A whole response.
 
     `headers` are complete lines; `on_sent` runs once nobody needs `pieces` any more.
@@ -51,7 +52,7 @@ class Reply:
         start = b"%b%d\r\n" % (_STATUS_LINES[self.status], size)
         if self.close:
             start += b"Connection: close\r\n"
-        elif request is not None and request.version == HttpVersion10:
+        elif request is not None and request.is_http10:
             start += b"Connection: keep-alive\r\n"
         return b"%b%bX-Content-Type-Options: nosniff\r\n\r\n" % (start, self.headers)
 
@@ -100,11 +101,13 @@ async def drain(request: Request, transport: asyncio.Transport, stall_s: float) 
         raise ConnectionResetError("the client does not read its response") from None
 
 
-def json_reply(value: Any, status: int = 200) -> Reply:
+def json_response(value: Any, status: int = 200) -> Response:
     """`value` as JSON."""
-    return Reply(status, (orjson.dumps(value),), JSON)
+    return Response(status, (orjson.dumps(value),), JSON)
 
 
-def error_reply(status: int, message: str, *, headers: bytes = b"", close: bool = False) -> Reply:
+def error_response(
+    status: int, message: str, *, headers: bytes = b"", close: bool = False
+) -> Response:
     """{"error": message}."""
-    return Reply(status, (orjson.dumps({"error": message}),), JSON + headers, close=close)
+    return Response(status, (error_json(message),), JSON + headers, close=close)

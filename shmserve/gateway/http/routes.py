@@ -1,4 +1,5 @@
-"""The route table, and the way of every request: route, authorise, handle, errors to responses."""
+"""The route table, and the dispatch of every request: route, authorise, handle, errors mapped to
+responses."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ from urllib.parse import unquote
 from shmserve.errors import PermissionDenied, QueueFull, ShmserveError, Unauthenticated
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import infer
-from shmserve.gateway.http.body import BodyTimeout, BrokenBody
+from shmserve.gateway.http.body.arrival import BodyTimeout
+from shmserve.gateway.http.body.reader import BrokenBody
 from shmserve.gateway.http.compression import UnsupportedEncoding
 from shmserve.gateway.http.handlers import repository, server, shared_memory
 from shmserve.gateway.http.request import FETCH_SITE, Request
-from shmserve.gateway.http.response import Reply, error_reply
+from shmserve.gateway.http.response import Response, error_response
 from shmserve.gateway.http.streaming import generate
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[..., Awaitable[Reply]]
+Handler = Callable[..., Awaitable[Response]]
 
 _MODEL = r"/v2/models/([^/]+)(?:/versions/([0-9]+))?"
 _REPOSITORY = r"/v2/repository(?:/([^/]+))?"
@@ -120,9 +122,9 @@ def authorise(route: Route, request: Request) -> None:
 
 
 class App:
-    """Answers requests.
+    """The application of a listener: dispatches requests to handlers.
 
-    `active` counts those that are not answered yet; `on_idle` hears when none is left.
+    `active` counts those whose response is not sent yet; `on_idle` is called when none is left.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -130,19 +132,19 @@ class App:
         self.active = 0
         self.on_idle: Callable[[], None] | None = None
 
-    async def handle(self, request: Request) -> Reply:
+    async def handle(self, request: Request) -> Response:
         """One request, whatever it is."""
         self.active += 1
         try:
-            reply = await self._answer(request)
+            response = await self._dispatch(request)
         except BaseException:
             self._left()
             raise
         if self._gateway.draining:
-            reply.close = True
-        then = reply.on_sent
-        reply.on_sent = self._left if then is None else partial(self._left, then)
-        return reply
+            response.close = True
+        then = response.on_sent
+        response.on_sent = self._left if then is None else partial(self._left, then)
+        return response
 
     def _left(self, then: Callable[[], None] | None = None) -> None:
         self.active -= 1
@@ -151,24 +153,24 @@ class App:
         if not self.active and self.on_idle is not None:
             self.on_idle()
 
-    async def _answer(self, request: Request) -> Reply:
+    async def _dispatch(self, request: Request) -> Response:
         found = find_route(request.target, request.method)
         if found is None:
-            return error_reply(404, "Not Found")
+            return error_response(404, "Not Found")
         route, groups = found
         try:
             authorise(route, request)
             if request.method != route.method:
-                return error_reply(405, "Method Not Allowed")
+                return error_response(405, "Method Not Allowed")
             return await route.handler(self._gateway, request, *groups)
         except ShmserveError as error:
-            return _error(error)
+            return _mapped(error)
         except Exception:
             logger.exception("%s %s failed", request.method, request.target)
-            return error_reply(500, "internal error")
+            return error_response(500, "internal error")
 
 
-def _error(error: ShmserveError) -> Reply:
+def _mapped(error: ShmserveError) -> Response:
     headers = b""
     if isinstance(error, QueueFull):
         headers = b"Retry-After: %d\r\n" % error.retry_after_s
@@ -177,4 +179,4 @@ def _error(error: ShmserveError) -> Reply:
     elif isinstance(error, Unauthenticated):
         headers = b"WWW-Authenticate: Bearer\r\n"
     close = isinstance(error, BodyTimeout | BrokenBody)
-    return error_reply(error.status, error.message, headers=headers, close=close)
+    return error_response(error.status, error.message, headers=headers, close=close)

@@ -1,1 +1,1 @@
-"""An inference request, whatever protocol it came by: built, admitted, answered."""
+"""Inference requests, whatever protocol they came by: built, admitted, submitted; responses."""

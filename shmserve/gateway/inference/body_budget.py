@@ -1,5 +1,6 @@
-"""The memory that request bodies may hold while the rest of them is still arriving, and eviction of
-the slowest where it is full: clients may take minutes to send the rest of theirs."""
+"""Admission control for the memory of request bodies that are arriving: a limit to what they hold
+together, and eviction of the slowest where it is full, for a client may take minutes to send the
+rest of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from shmserve.errors import Unavailable
+from shmserve.gateway.inference.malloc_trim import MallocTrim
 
 # A body may take the body timeout and a second more for each of these bytes that came.
 SLOWEST_RATE = 64 * 1024
@@ -20,27 +22,28 @@ class ArrivingBody(Protocol):
 
     @property
     def has_block(self) -> bool:
-        """Whether `dismiss` gives back a block of the arena."""
+        """Whether eviction gives back a block of the arena."""
 
     def is_slow(self, now: float) -> bool:
-        """Whether it must give way when memory is full."""
+        """Whether it may be evicted."""
 
     def rate(self, now: float) -> float:
         """Bytes for each second that was waited until now."""
 
-    def dismiss(self) -> None:
-        """Give its memory back now; who waits for the rest is told."""
+    def evict(self) -> None:
+        """Give its memory back now; the wait for the rest ends with an error."""
 
     def check(self) -> None:
-        """Raise what it ends with if it had to give way."""
+        """Raise what it ends with if it was evicted."""
 
 
 class BodyBudget:
     """Accounts for the bodies that are arriving; `most` bounds, in bytes, what they hold together
-    outside of the arena. One alone has its own limit."""
+    outside of the arena. One alone has its own limit. `trim` is told what is given back."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, trim: MallocTrim) -> None:
         self._most = most
+        self._trim = trim
         self._used = 0
         self._bodies: set[ArrivingBody] = set()
 
@@ -54,7 +57,7 @@ class BodyBudget:
         self._used += more
         if self._used > max(self._most, body.held):
             for slow in self._slow(lambda other: other.held > 0):
-                slow.dismiss()
+                slow.evict()
                 if self._used <= max(self._most, body.held):
                     break
             else:
@@ -63,9 +66,10 @@ class BodyBudget:
 
     def give(self, body: ArrivingBody) -> None:
         """What was taken is no longer here, or belongs to a whole body."""
-        self._used -= body.held
-        body.held = 0
+        held, body.held = body.held, 0
+        self._used -= held
         self._bodies.discard(body)
+        self._trim.soon(held)
 
     def keep(self, body: ArrivingBody) -> None:
         """It has a block of the arena."""
@@ -75,7 +79,7 @@ class BodyBudget:
         """The arena is full: at each step, the slowest of the bodies that hardly come and have a
         block of it has given that back."""
         for body in self._slow(lambda body: body.has_block):
-            body.dismiss()
+            body.evict()
             yield
 
     def _slow(self, useful: Callable[[ArrivingBody], bool]) -> list[ArrivingBody]:

@@ -1,8 +1,8 @@
-"""Builds requests: their tensors are placed, and they are admitted to their model.
+"""The request builder: places the tensors of a request, and admits it to its model.
 
 all tensor bytes <= INLINE_LIMIT   inline, in the message to the scheduler
 more                               one arena block, each tensor on its own 64-byte boundary
-in a region                        where they are: a place is passed on, nothing is touched
+in a region                        where they are: a place is passed on, nothing is copied
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.signature import Signature
 
 
 def resources_of(gateway: Gateway) -> Resources:
-    """What a new request may occupy: nothing yet."""
+    """The resources of a new request: none yet."""
     return Resources(gateway.arena, gateway.body_budget, gateway.regions)
 
 

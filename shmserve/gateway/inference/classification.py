@@ -1,4 +1,4 @@
-"""The classification extension: an output as its largest values, with index and label.
+"""The classification extension: top-k of an output, each value with its index and label.
 
 [0.1, 0.7, 0.2], the 2 largest, labels cat dog cow  ->  "0.700000:1:dog" "0.200000:2:cow"
 """
@@ -23,25 +23,27 @@ _MOST_ELEMENTS = 1_000_000
 _UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))  # as in Triton
 
 
-def as_asked(gateway: Gateway, model: Model, wire: WireRequest, response: Inferred) -> Inferred:
+def classified_as_requested(
+    gateway: Gateway, model: Model, wire: WireRequest, inferred: Inferred
+) -> Inferred:
     """A response with those of its outputs classified that the request wants so. Raises
     InvalidArgument."""
     classes = wire.classes
     if not classes:
-        return response
+        return inferred
     batched = bool(model.signature.max_batch_size)
-    return classified(response, classes, model.labels, gateway.mappings.view, batched=batched)
+    return classified(inferred, classes, model.labels, gateway.mappings.view, batched=batched)
 
 
 def classified(
-    answer: Inferred,
+    inferred: Inferred,
     classes: Mapping[str, int],
     labels: Mapping[str, Sequence[str]],
     view: Callable[[Place], memoryview],
     *,
     batched: bool,
 ) -> Inferred:
-    """An answer with some outputs as BYTES tensors of their `classes[name]` largest values, those
+    """A response with some outputs as BYTES tensors of their `classes[name]` largest values, those
     of each row of a batch if it is `batched`.
 
     `labels` has the texts of an output's indices, "" for none; `view` gives the bytes at a place.
@@ -56,7 +58,7 @@ def classified(
         data = raw if isinstance(raw, bytes) else view(raw)
         return _shown(tensor, data, count, labels.get(tensor.name, ()), batched=batched)
 
-    return replace(answer, outputs=tuple(map(shown, answer.outputs)))
+    return replace(inferred, outputs=tuple(map(shown, inferred.outputs)))
 
 
 def _shown(
@@ -97,8 +99,8 @@ def _texts(row: NDArray[np.generic], count: int, labels: Sequence[str]) -> list[
 
 
 def largest(row: NDArray[np.generic], count: int) -> list[int]:
-    """The indices of the `count` largest values, in descending order; of equal ones the first comes
-    first, and NaN is larger than any."""
+    """Top-k selection: the indices of the `count` largest values, in descending order; of equal
+    ones the first comes first, and NaN is larger than any."""
     found = np.arange(len(row))
     if not count:
         return []

@@ -1,4 +1,4 @@
-"""Headers of a client's call that become parameters of its request (pure)."""
+"""Header forwarding: headers of a client's call that become parameters of its request (pure)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[
     """Those whose names match somewhere, whatever their case, in the order of the headers; of one
     that comes twice the last. An empty pattern matches none.
 
-    Raises InvalidArgument for one that would be a parameter with a meaning to the server.
+    Raises InvalidArgument for one that would be a parameter with a meaning to the server, and for
+    one that is not UTF-8, which no parameter can be.
     """
     if not pattern:
         return {}
@@ -31,7 +32,14 @@ def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[
             raise InvalidArgument(
                 f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
             )
+        if not _is_text(found[name]):
+            raise InvalidArgument(f"Header '{name}' is not UTF-8 and cannot be forwarded.")
     return found
+
+
+def _is_text(value: str) -> bool:
+    # Parsers have bytes that are not UTF-8 as surrogates.
+    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 @lru_cache(maxsize=4)

@@ -1,10 +1,10 @@
-"""A request that gets any number of responses: flow control by credit, the end, cancellation.
+"""A request that gets any number of responses: a state machine with credit-based flow control.
 
     opened ──> response* ──> the last one: a final `Responded`, or a `Failed`
        └──> abandoned: cancelled at the scheduler, what comes after that is discarded
 
-A response may be sent to us only for credit; whoever has passed one on to the client says so, and
-the credit is granted again, for several small ones at a time.
+The scheduler may send a response only for credit. When one has gone on to the client its credit is
+granted again, for several small ones at a time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ Message = m.Responded | m.Failed
 
 
 class OpenRequest:
-    """`on_response(request, message)` hears of each response, in the event loop, the end included.
+    """`on_response(request, message)` is called for each response, the last included, in the
+    event loop.
 
-    `passed_on` is to be told of each that the client has got; where the client is gone, `discard`
-    of those whose `outputs` were not taken, and then `abandon`.
+    Each that has gone on to the client is to be followed by a `grant`. Where the client is gone,
+    those whose outputs are not released are to be discarded, and the request abandoned.
     """
 
-    __slots__ = ("_dispatcher", "_owed", "_pending", "_together", "model", "over", "wire")
+    __slots__ = ("_credit", "_dispatcher", "_grant_at", "_pending", "model", "over", "wire")
 
     def __init__(
         self,
@@ -44,28 +45,28 @@ class OpenRequest:
         on_response: Callable[[OpenRequest, Message], None],
     ) -> None:
         self._dispatcher = gateway.dispatcher
-        self._owed = 0  # responses that were passed on and are not granted again yet
+        self._credit = 0  # of responses that have gone on, not granted again yet
         # Each response goes over the one before it where they have places: they come one by one.
         placed = any(output.place is not None for output in built.wire.outputs)
-        self._together = 1 if placed else _GRANTED_TOGETHER
+        self._grant_at = 1 if placed else _GRANTED_TOGETHER
         self.model = model
         self.wire = built.wire
-        self.over = False  # the last response is here, or nobody waits for one
+        self.over = False  # the last response is here, or it is abandoned
 
-        def heard(message: Message) -> None:
+        def responded(message: Message) -> None:
             if not self.over:
                 self.over = is_last(message)
                 on_response(self, message)
 
         self._pending: Pending = self._dispatcher.open(
-            model.scheduler, submit, built.release, heard
+            model.scheduler, submit, built.release, responded
         )
 
     def outputs(self, message: Message) -> Inferred | None:
-        """What a response has; None for one that only says that it was the last. Its memory is in
-        use until the `release`.
+        """The outputs of a response; None for one that only says that it was the last. Their memory
+        is in use until the `release`.
 
-        Raises the error that it is.
+        Raises the error that the response is.
         """
         try:
             if (error := error_of(message)) is not None:
@@ -76,19 +77,19 @@ class OpenRequest:
             log_failure(self.model, self.wire.id, error)
             raise
 
-    def release(self, answer: Inferred | None) -> None:
-        """The memory of these outputs is free: what they have is copied."""
-        if answer is not None:
-            self._pending.scheduler.release_outputs(answer)
+    def release(self, inferred: Inferred | None) -> None:
+        """The memory of these outputs is free: they are copied."""
+        if inferred is not None:
+            self._pending.scheduler.release_outputs(inferred)
 
-    def passed_on(self, answer: Inferred | None) -> None:
-        """The client has the response with these outputs, and takes another."""
+    def grant(self, inferred: Inferred | None) -> None:
+        """The response with these outputs has gone on to the client, which takes another."""
         if self.over:
             return
-        self._owed += 1
-        if self._owed >= self._together or _is_elsewhere(answer):
-            self._dispatcher.grant(self._pending, self._owed)
-            self._owed = 0
+        self._credit += 1
+        if self._credit >= self._grant_at or _has_outputs_in_memory(inferred):
+            self._dispatcher.grant(self._pending, self._credit)
+            self._credit = 0
 
     def discard(self, message: Message) -> None:
         """The client does not get this response."""
@@ -114,7 +115,7 @@ def is_last(message: Message) -> bool:
     return isinstance(message, m.Failed) or message.final
 
 
-def _is_elsewhere(answer: Inferred | None) -> bool:
+def _has_outputs_in_memory(inferred: Inferred | None) -> bool:
     """Whether a response has outputs in shared memory: credit counts bytes, too, and those of small
     ones cannot keep a worker waiting."""
-    return answer is not None and any(type(t.data) is not bytes for t in answer.outputs)
+    return inferred is not None and any(type(t.data) is not bytes for t in inferred.outputs)

@@ -1,5 +1,5 @@
-"""What every inference passes, whatever protocol it came by: admission, the message to its
-scheduler, failures."""
+"""The common pipeline of inferences, whatever protocol they came by: access to regions, the message
+to the scheduler, failures."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def admit(
     arrived_ns: int,
     call_limit_us: int = 0,
 ) -> m.Submit:
-    """What a scheduler is to be told of a request, if its regions are `client`'s to use; else what
-    it holds is released.
+    """The message that submits a request, if its regions are `client`'s to use; else the resources
+    of the request are released.
 
     `call_limit_us` is how long the client's own call lasts, 0: any. Raises NotFound,
     PermissionDenied or Unsupported.
@@ -61,14 +61,14 @@ def submission(
 
 
 def failure(message: m.Failed) -> ShmserveError:
-    """The exception for a scheduler's refusal."""
+    """The exception for a `Failed`."""
     if message.retry_after_s > 0:
         return QueueFull(message.message, message.retry_after_s)
     return from_code(message.code, message.message)
 
 
 def log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
-    """Log what is our fault, and at debug level what is the client's."""
+    """Log a failure: a server's fault as an error, a client's at debug level."""
     if error.server_fault:
         logger.error(
             "inference of model '%s' failed: %s",

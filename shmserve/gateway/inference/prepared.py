@@ -1,7 +1,7 @@
-"""Requests that were built and admitted, and what is kept of one for others with its header.
+"""Built requests, and prepared ones: templates, as prepared statements are for a database.
 
-Programs send the same header again and again with other numbers behind it. What such a header comes
-to is then known without parsing, checking and placing: only the tensors' bytes are new.
+Programs send the same header again and again with other numbers behind it. A header that came
+before needs no parsing, checking and placing: only the tensors' bytes are new.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ _MOST_TEMPLATES = 8  # of responses to requests with one header
 
 
 def nothing() -> None:
-    """The release of a request that holds nothing."""
+    """The release of a request without resources."""
 
 
 class BuiltRequest:
-    """A request with its tensors in place, and what it was admitted as.
+    """A request with its tensors in place, admitted to its model.
 
-    `pack(deadline_ns)` gives its work for a worker; `release` ends what it holds, which may be uses
-    of `regions`. `templates` are for the listener to know responses by: to it, and to others with
-    its header.
+    `pack(deadline_ns)` gives its work for a worker; `release` frees its resources, which may be
+    references to `regions`. `templates` are of responses, shared by all requests with its header.
     """
 
     __slots__ = ("admission", "pack", "regions", "release", "templates", "wire")
@@ -51,7 +50,7 @@ class BuiltRequest:
 
 
 class PreparedRequest:
-    """What a header that describes small tensors and places in regions always comes to."""
+    """The template of the requests with one header, of small tensors and of places in regions."""
 
     __slots__ = ("_admission", "_template", "_templates", "_uses", "_wire")
 

@@ -1,5 +1,5 @@
-"""An inference request as its client states it, whatever protocol it came by: not checked against
-its model yet."""
+"""The neutral form of an inference request, whatever protocol it came by: parsed, not checked
+against its model yet."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unsupported
-
-LONGEST_CORRELATION_ID = 128
+from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID
 
 # More than any program sends: millions fit into a request, and take every process that handles them
 # seconds in which it does nothing else. Inputs, outputs and parameters.
@@ -80,8 +79,8 @@ class WireRequest:
 
 
 def check_number(members: Sized, noun: str) -> None:
-    """Raise InvalidArgument for more than any model has: nobody else is answered while a request is
-    understood, and there is room for millions in it."""
+    """Raise InvalidArgument for more than any model has: no other request is handled while one is
+    parsed, and there is room for millions in it."""
     if len(members) > _MOST_OF_A_KIND:
         raise InvalidArgument(
             f"a request may have {_MOST_OF_A_KIND} {noun} at most, this one has {len(members)}"

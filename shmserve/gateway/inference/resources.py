@@ -1,4 +1,5 @@
-"""What a request occupies until no worker can touch it: an arena block, uses of regions."""
+"""The resources of a request, held until no worker can touch them: an arena block, references to
+regions."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ _ALIGNMENT = 64
 
 
 class Resources:
-    """The resources of one request, given back together.
+    """The resources of one request, released together.
 
-    `budget` is what makes room where the arena is full.
+    Where the arena is full, `budget` evicts slow bodies.
     """
 
     __slots__ = ("_arena", "_budget", "_offset", "_table", "_uses")
@@ -31,7 +32,7 @@ class Resources:
 
     @property
     def uses(self) -> Uses:
-        """The request's uses of regions."""
+        """The request's references to regions."""
         if self._uses is None:
             self._uses = Uses(self._table)
         return self._uses
@@ -75,11 +76,11 @@ class Resources:
 
     @property
     def repeatable(self) -> bool:
-        """Whether another request with the same header would come to the same."""
+        """Whether another request with the same header could be made of the same template."""
         return self._offset < 0
 
     def release(self) -> None:
-        """Give everything back."""
+        """Release everything; a second time does nothing."""
         if self._offset >= 0:
             self._arena.free(self._offset)
             self._offset = -1

@@ -1,4 +1,4 @@
-"""A worker's response, unpacked and checked, before a protocol gives it its form."""
+"""A worker's response, unpacked and checked, before a protocol encodes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def unpack(body: bytes) -> Inferred:
-    """What a worker gave; raises Internal when that is malformed."""
+    """The outputs of a packed response; raises Internal when it is malformed."""
     try:
         return unpack_inferred(body)
     except MalformedMessage as error:

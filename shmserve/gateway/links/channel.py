@@ -1,6 +1,6 @@
-"""Sockets in the event loop: a link to a scheduler or to the supervisor.
+"""A message link to a scheduler or to the supervisor, in the event loop, with write coalescing.
 
-What is posted during a turn of the loop leaves as one frame at its end.
+What is posted during a turn of the loop is sent as one frame at its end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shmserve.ipc.transport.dealer import Dealer
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 1.0
+_CLOSE_DELAY_S = 1.0
 
 
 class Link:
@@ -30,7 +30,7 @@ class Link:
         self._dealer = Dealer(endpoint, identity)
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._dealer.fd, self._drain)
+        self._loop.add_reader(self._dealer.fd, self._receive)
         self._flushing = False
         self._closed = False
 
@@ -42,17 +42,17 @@ class Link:
             self._loop.call_soon(self._flush)
 
     def hurry(self) -> None:
-        """Send what is posted now: nothing else will come this turn that could go with it."""
+        """Flush now: nothing else will come this turn that could be coalesced."""
         self._flush()
 
     def _flush(self) -> None:
         if not self._flushing:
-            return  # hurried already
+            return  # done already
         self._flushing = False
         if not self._closed:
             self._dealer.flush()
 
-    def _drain(self) -> None:
+    def _receive(self) -> None:
         for message in self._dealer.receive():
             try:
                 self._on_message(message)
@@ -65,23 +65,23 @@ class Link:
         return self._dealer.connected
 
     def hear_out(self) -> None:
-        """Handle all that has been said: whoever is there has ended."""
+        """Handle all messages that are here: the other end is gone."""
         while self._dealer.wait(0):
-            self._drain()
+            self._receive()
 
     def retire(self) -> None:
         """Receive no more; close once the last posts are on their way."""
         if not self._closed:
             self._flush()
-            self._deafen()
-            self._loop.call_later(_LAST_WORDS_S, self._dealer.close)
+            self._stop_reading()
+            self._loop.call_later(_CLOSE_DELAY_S, self._dealer.close)
 
     def close(self) -> None:
         """Close now."""
         if not self._closed:
-            self._deafen()
+            self._stop_reading()
             self._dealer.close()
 
-    def _deafen(self) -> None:
+    def _stop_reading(self) -> None:
         self._closed = True
         self._loop.remove_reader(self._dealer.fd)

@@ -1,7 +1,7 @@
-"""All schedulers that this gateway talks to: requests go out here, and move when one is lost.
+"""Dispatch to schedulers, with fail-over: requests move when a scheduler is lost.
 
 `shmserve.ipc.inflight` has the life of a request. A client that leaves frees no memory: its request
-is cancelled at the scheduler, and stays in flight until that answers.
+is cancelled at the scheduler, and stays in flight until that responds.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.errors import Unavailable
 from shmserve.gateway.links.scheduler import OnResponse, Pending, Scheduler
 from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import ENDED
 
 
 class Dispatcher:
-    """Schedulers by endpoint, and what doors do with requests: submit, grant, cancel."""
+    """Schedulers by endpoint, and the operations on requests: submit, grant, cancel."""
 
     def __init__(self) -> None:
         self._schedulers: dict[str, Scheduler] = {}
@@ -26,7 +25,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
 
     def scheduler(self, endpoint: str) -> Scheduler:
-        """The scheduler at `endpoint`; it lasts while it has users or owes responses."""
+        """The scheduler at `endpoint`; it lasts while it has users or requests in flight."""
         scheduler = self._schedulers.get(endpoint)
         if scheduler is None:
             scheduler = self._schedulers[endpoint] = Scheduler(endpoint, self._drop)
@@ -41,7 +40,7 @@ class Dispatcher:
             scheduler.successor.leave()
 
     def close(self) -> None:
-        """Drop every link; nothing is answered any more."""
+        """Close every link; requests in flight get no response."""
         for scheduler in self._schedulers.values():
             scheduler.link.close()
 
@@ -65,9 +64,9 @@ class Dispatcher:
         release: Callable[[], None],
         on_response: OnResponse,
     ) -> Pending:
-        """As `submit`, for a model that may give any number of responses: `on_response` hears of
-        each, in the event loop, the end included. Whoever has read some says so with `grant`:
-        `FIRST_CREDIT` of them come unasked, and no more before that."""
+        """As `submit`, for a model that may give any number of responses: `on_response` is
+        called for each, in the event loop, the last included. Flow control is by credit:
+        `FIRST_CREDIT` of them come unasked, and more as they are granted with `grant`."""
         return self._submit(scheduler, submit, release, on_response)
 
     def _submit(
@@ -91,7 +90,7 @@ class Dispatcher:
 
     def cancel(self, pending: Pending) -> None:
         """Nobody waits for this any more, or will read its response if that has come already; its
-        memory is in use until the scheduler answers."""
+        memory is in use until the scheduler responds."""
         future = pending.future
         if future.done() and not future.cancelled() and pending.on_response is None:
             pending.scheduler.discard(future.result())
@@ -100,8 +99,8 @@ class Dispatcher:
             pending.scheduler.link.post(m.Cancel(pending.submit.id))
 
     def lost(self, endpoint: str, successor: str) -> None:
-        """The scheduler at `endpoint` is gone: what it had not answered goes to `successor`, or, if
-        that is "", is refused."""
+        """Fail over: the scheduler at `endpoint` is gone, what was in flight there is submitted to
+        `successor`, or, if that is "", fails."""
         old = self._schedulers.get(endpoint)
         if old is None or old.successor is not None:
             return
@@ -117,18 +116,9 @@ class Dispatcher:
                 pending.fail(ENDED)
             else:
                 new.submit(pending)
-        for number in list(old.reports):
-            report = old.reports.pop(number)
-            if not report.done():
-                report.set_exception(Unavailable("statistics are not available now"))
+        old.fail_reports()
         old.leave()
 
     def report(self, scheduler: Scheduler) -> asyncio.Future[dict[str, Any]]:
-        """Ask a scheduler for its statistics; the caller sets the limit on time."""
-        scheduler = scheduler.latest()
-        number = self.next_number()
-        future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        scheduler.reports[number] = future
-        future.add_done_callback(lambda _: scheduler.reports.pop(number, None))
-        scheduler.link.post(m.ReportStatistics(number))
-        return future
+        """Request a scheduler's statistics; the caller sets the limit on time."""
+        return scheduler.latest().report(self.next_number())

@@ -1,4 +1,4 @@
-"""A scheduler as the gateway sees it: a link, the requests in flight on it, and its successor."""
+"""The gateway's end of a scheduler: a link, the in-flight table, its successor in a fail-over."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from shmserve.errors import Unavailable
 from shmserve.gateway.links.channel import Link
 from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response
@@ -18,8 +19,8 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
-# What a client that takes any number of responses hears: each one, and what ends them, which is
-# the last that it hears: a `Failed`, or a `Responded` that is final.
+# The callback of a request for any number of responses: called for each one, the last of which is a
+# `Failed`, or a `Responded` that is final.
 OnResponse = Callable[[m.Responded | m.Failed], None]
 
 
@@ -27,7 +28,8 @@ class Pending(InflightRequest):
     """A request of this gateway. `release` gives back what keeps its memory: its block of the
     arena, its references to regions.
 
-    `future` has the last response. Of a request that takes any number of them, `on_response` hears.
+    `future` has the last response; of a request for any number of them, `on_response` is called
+    for each.
     """
 
     __slots__ = ("future", "on_response", "release", "scheduler")
@@ -69,7 +71,7 @@ class Pending(InflightRequest):
 
 
 class Scheduler:
-    """A link to a scheduler, and what is in flight there.
+    """A link to a scheduler, and what is in flight there; reference counted.
 
     `users` counts the models that send to it and the responses that are being read; an unused, idle
     scheduler is dropped.
@@ -78,10 +80,10 @@ class Scheduler:
     def __init__(self, endpoint: str, on_idle: Callable[[Scheduler], None]) -> None:
         self.endpoint = endpoint
         self.inflight: InflightTable[Pending] = InflightTable()
-        self.reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.users = 0
         self.successor: Scheduler | None = None
-        self._unheard: list[m.Release] = []
+        self._unsent: list[m.Release] = []
         self._on_idle = on_idle
         # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
@@ -97,7 +99,7 @@ class Scheduler:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if not (self.users or self.inflight or self.reports):
+        if not (self.users or self.inflight or self._reports):
             self._on_idle(self)
 
     def latest(self) -> Scheduler:
@@ -120,13 +122,32 @@ class Scheduler:
                 if not self.inflight.take(message) and not isinstance(message, m.Settled):
                     self.discard(message)
             case m.StatisticsReported(id=number, statistics=statistics):
-                report = self.reports.pop(number, None)
+                report = self._reports.get(number)
                 if report is not None and not report.done():
                     report.set_result(statistics)
             case _:
                 logger.warning("a scheduler sent a %s", type(message).__name__)
         if not self.users:
             self._check_idle()
+
+    def report(self, number: int) -> asyncio.Future[dict[str, Any]]:
+        """Request its statistics; the caller sets the limit on time."""
+        report: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._reports[number] = report
+        report.add_done_callback(lambda _: self._report_ended(number))
+        self.link.post(m.ReportStatistics(number))
+        return report
+
+    def _report_ended(self, number: int) -> None:
+        del self._reports[number]
+        if not self.users:
+            self._check_idle()
+
+    def fail_reports(self) -> None:
+        """It is lost, and reports nothing any more."""
+        for report in self._reports.values():
+            if not report.done():
+                report.set_exception(Unavailable("statistics are not available now"))
 
     def discard(self, message: Response) -> None:
         """Nobody reads this response, and its outputs take up a worker's memory."""
@@ -135,12 +156,12 @@ class Scheduler:
         try:
             self.release_outputs(unpack_inferred(message.body))
         except MalformedMessage as error:
-            logger.error("a worker's answer is malformed: %s", error)
+            logger.error("a worker's response is malformed: %s", error)
 
-    def release_outputs(self, answer: Inferred) -> None:
+    def release_outputs(self, inferred: Inferred) -> None:
         """Tell the workers that their outputs have been read; clients' regions are not theirs."""
         offsets: dict[int, list[int]] = {}
-        for tensor in answer.outputs:
+        for tensor in inferred.outputs:
             place = tensor.data
             if isinstance(place, Place) and place.memory.sealed:
                 offsets.setdefault(place.memory.pid, []).append(place.offset)
@@ -152,11 +173,11 @@ class Scheduler:
         if scheduler.link.connected:
             scheduler.link.post(release)
         else:
-            scheduler._unheard.append(release)
+            scheduler._unsent.append(release)
 
     def give_way(self, successor: Scheduler) -> None:
-        """This one is gone: `successor` hears what it could not."""
+        """This one is gone: `successor` is sent what was not sent here."""
         self.successor = successor
-        unheard, self._unheard = self._unheard, []
-        for release in unheard:
+        unsent, self._unsent = self._unsent, []
+        for release in unsent:
             self._release(release)

@@ -1,4 +1,4 @@
-"""The gateway's link to the supervisor: what it says, and what clients ask of it."""
+"""The gateway's link to the supervisor: notifications, and requests with their responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """The link to the supervisor. `on_message` gets everything but the answers to `ask`."""
+    """The link to the supervisor. `on_message` gets everything but the responses to `ask`."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class Supervisor:
     ) -> None:
         self._on_message = on_message
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._link = Link(endpoint, identity, self._take)
 
     def tell(self, message: Any) -> None:
-        """Send a message that has no answer."""
+        """Send a notification, which has no response."""
         self._link.post(message)
 
     def close(self) -> None:
@@ -44,21 +44,21 @@ class Supervisor:
         """
         number = next(self._numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._asked[number] = future
+        self._pending[number] = future
         try:
             self._link.post(make(number))
             return await future
         finally:
-            del self._asked[number]
+            del self._pending[number]
 
     def _take(self, message: Any) -> None:
         match message:
             case m.Answered(number, payload):
-                future = self._asked.get(number)
+                future = self._pending.get(number)
                 if future is not None and not future.done():
                     future.set_result(payload)
             case m.Refused(number, code, text):
-                future = self._asked.get(number)
+                future = self._pending.get(number)
                 if future is not None and not future.done():
                     future.set_exception(from_code(code, text))
             case _:

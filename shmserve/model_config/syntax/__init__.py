@@ -1,1 +1,1 @@
-"""Reading a configuration's notations: protobuf text format and JSON, to a tree, to a message."""
+"""Syntax of configurations: protobuf text format and JSON, to a syntax tree, to a message."""

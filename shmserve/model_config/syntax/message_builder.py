@@ -1,4 +1,5 @@
-"""Fills a protobuf message from a tree, collecting everything that does not fit the schema."""
+"""The message builder: a syntax tree to a protobuf message, collecting what does not fit the
+schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads protobuf text format into a tree with the line and column of everything; no schema yet.
+"""The parser of protobuf text format: to a syntax tree with positions, without a schema.
 
 The grammar is https://protobuf.dev/reference/protobuf/textformat-spec without extensions and Any,
 which no field of a model's configuration can hold. Written out here because protobuf's own parser

@@ -1,4 +1,4 @@
-"""What a configuration file says before it is checked: nested entries with their positions."""
+"""The syntax tree of a configuration: nested entries with their positions, without a schema."""
 
 from __future__ import annotations
 

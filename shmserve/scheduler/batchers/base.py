@@ -5,7 +5,7 @@ It decides and does nothing else: the scheduler's core takes the requests out of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -19,6 +19,7 @@ class Closed(StrEnum):
     PREFERRED = "preferred"  # a preferred size was reached
     DELAY = "delay"  # the oldest request had waited long enough
     SHAPE = "shape"  # the next one has other shapes
+    TARGET = "target"  # waiting longer would have missed the latency target
     DEADLINE = "deadline"  # waiting longer would have missed a deadline
     IDLE = "idle"  # nothing to wait for
     RETRY = "retry"  # a request whose worker died runs alone
@@ -49,9 +50,10 @@ class WaitUntil:
 
 
 class Batcher(Protocol):
-    """Asked only while an instance can take a batch."""
+    """Asked only while an instance can take a batch. One that `learns` is told what happens."""
 
     grows: bool  # whether more requests in the queue may make a larger batch
+    learns: bool = False
 
     def decide(
         self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
@@ -63,3 +65,15 @@ class Batcher(Protocol):
 
     def hurry(self) -> None:
         """Nothing more comes that would be worth waiting for."""
+        return
+
+    def arrived(self, now_ns: int, here: int) -> None:
+        """A request was enqueued; `here` are not done now."""
+        return
+
+    def returned(
+        self, now_ns: int, here: int, units: int, took_ns: int, latencies_ns: Sequence[int]
+    ) -> None:
+        """A batch of `units` has been executed, which took so long; `here` requests are not done
+        now. Its requests are done after these times, from their arrival on."""
+        return

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmserve.scheduler.batchers.base import Batch, Closed, Pending
+from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending
 
 _ONE = Batch(1, Closed.IDLE)
 
 
-class DefaultBatcher:
+class DefaultBatcher(Batcher):
     """A `Batcher` that never waits."""
 
     grows = False
@@ -17,6 +17,3 @@ class DefaultBatcher:
     def decide(self, now_ns: int, pending: Iterable[Pending], reserve_ns: int) -> Batch | None:
         """As `Batcher` says."""
         return next((_ONE for _ in pending), None)
-
-    def hurry(self) -> None:
-        """As `Batcher` says."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
 from shmserve.scheduler.batchers.default import DefaultBatcher
-from shmserve.scheduler.batchers.dispatcher import Dispatcher
+from shmserve.scheduler.batchers.dispatcher import Dispatcher, Identity
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.request import NEVER, Request
+from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 
 _CANNOT_GROW = (Closed.FULL, Closed.SHAPE)
@@ -23,18 +25,30 @@ class Dispatch(Dispatcher):
     is sent ahead can be neither overtaken nor timed out."""
 
     def __init__(
-        self, settings: Settings, queue: RequestQueue, pool: Pool, executions: Executions
+        self,
+        settings: Settings,
+        queue: RequestQueue,
+        pool: Pool,
+        executions: Executions,
+        responses: Responses,
     ) -> None:
         self._batcher = _batcher(settings)
         self._queue = queue
         self._pool = pool
         self._executions = executions
+        self._responses = responses
+        executions.on_executed = self._batcher.returned if self._batcher.learns else None
         self._sends_ahead = not settings.policies.limited
 
     def hurry(self) -> None:
         """As `Dispatcher` says."""
         self._queue.release_hold()
         self._batcher.hurry()
+
+    def admitted(self, request: Request, identity: Identity | None) -> None:
+        """As `Dispatcher` says."""
+        if self._batcher.learns:
+            self._batcher.arrived(request.enqueued_ns, self._responses.live)
 
     def run(self, now_ns: int) -> int:
         """As `Dispatcher` says."""
@@ -73,4 +87,6 @@ class Dispatch(Dispatcher):
 def _batcher(settings: Settings) -> Batcher:
     if settings.batching is None:
         return DefaultBatcher()
+    if settings.batching.target_ns:
+        return AdaptiveBatcher(settings.batching)
     return DynamicBatcher(settings.batching)

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shmserve.scheduler.batchers.base import Batch, Closed, Pending, WaitUntil
+from shmserve.ipc.transport.records import record
+from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
 
-class DynamicBatcher:
+class DynamicBatcher(Batcher):
     """A `Batcher` by these rules."""
 
     grows = True
@@ -43,23 +44,37 @@ class DynamicBatcher:
         self._rules = replace(self._rules, delay_ns=0)
 
 
-def decide(
-    now_ns: int, pending: Iterable[Pending], rules: Batching, reserve_ns: int
-) -> Batch | WaitUntil | None:
-    """What to do with `pending`, in its order; None when it is empty.
+@record
+class Front:
+    """The first requests of the queue that may run together, `units` in all.
 
-    `reserve_ns`: how long before a deadline a batch must start to be done in time.
+    `best` of them (0: none) reach the largest preferred size, or come as near as they can. The next
+    one does not fit (`full`) or has other shapes; neither: there is none.
     """
+
+    requests: list[Pending]
+    units: int
+    best: int
+    full: bool
+    other_shape: bool
+    oldest_ns: int
+    hurry_ns: int
+
+
+def gather(pending: Iterable[Pending], rules: Batching) -> Front | None:
+    """How far the queue may run together; None where it is empty. Looks at no more requests than
+    fit a batch, and one."""
     largest, most, preferred = rules.largest_preferred, rules.max_batch_size, rules.preferred
-    count = total = best = 0
+    requests: list[Pending] = []
+    total = best = 0
     full = other_shape = False
     shape_key = b""
     oldest = hurry = NEVER
     for request in pending:
         grown = total + request.units
-        if count:
+        if requests:
             if grown > largest and not best:
-                best = count
+                best = len(requests)
             if grown > most:
                 full = True
                 break
@@ -69,30 +84,43 @@ def decide(
         else:
             shape_key = request.shape_key
         total = grown
-        count += 1
+        requests.append(request)
         oldest = min(oldest, request.enqueued_ns)
         hurry = min(hurry, request.hurry_ns)
         if total in preferred:
-            best = count
+            best = len(requests)
         if total >= most:
             full = True
             break
-    if not count:
+    if not requests:
         return None
-    delay = rules.delay_ns
-    waited_enough = 0 < delay <= now_ns - oldest
+    return Front(requests, total, best, full, other_shape, oldest, hurry)
+
+
+def decide(
+    now_ns: int, pending: Iterable[Pending], rules: Batching, reserve_ns: int
+) -> Batch | WaitUntil | None:
+    """What to do with `pending`, in its order; None when it is empty.
+
+    `reserve_ns`: how long before a deadline a batch must start to be done in time.
+    """
+    front = gather(pending, rules)
+    if front is None:
+        return None
+    count, best, delay = len(front.requests), front.best, rules.delay_ns
+    waited_enough = 0 < delay <= now_ns - front.oldest_ns
     if best and not waited_enough:
-        return Batch(best, Closed.FULL if full and best == count else Closed.PREFERRED)
-    if full:
+        return Batch(best, Closed.FULL if front.full and best == count else Closed.PREFERRED)
+    if front.full:
         return Batch(count, Closed.FULL)
-    if other_shape:
+    if front.other_shape:
         return Batch(count, Closed.SHAPE)
     if waited_enough:
         return Batch(count, Closed.DELAY)
-    if total >= largest:
+    if front.units >= rules.largest_preferred:
         return Batch(count, Closed.PREFERRED)
     if not delay:
         return Batch(count, Closed.IDLE)
-    if hurry - reserve_ns <= now_ns:
+    if front.hurry_ns - reserve_ns <= now_ns:
         return Batch(count, Closed.DEADLINE)
-    return WaitUntil(min(oldest + delay, hurry - reserve_ns))
+    return WaitUntil(min(front.oldest_ns + delay, front.hurry_ns - reserve_ns))

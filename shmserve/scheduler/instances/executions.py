@@ -37,7 +37,8 @@ _MOST_EARLY = 4096
 
 class Executions:
     """What instances do for requests. `misplaced` counts messages that made no sense;
-    `on_reschedule` takes the requests that a model asks for again."""
+    `on_reschedule` takes the requests that a model asks for again, and `on_executed` learns of each
+    execution, as `Batcher.returned` does."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Executions:
         self.service_time = ServiceTime()
         self.misplaced = 0
         self.on_reschedule: Callable[[Request], None] | None = None
+        self.on_executed: Callable[[int, int, int, int, list[int]], None] | None = None
         self._decoupled = settings.decoupled
         self._pool = pool
         self._losses = losses
@@ -73,7 +75,8 @@ class Executions:
     ) -> None:
         """Send a batch to a free instance, or ahead to one that has room; one with `rows` to the
         instance that is `wanted`."""
-        execution = Execution(next(self._ids), requests, reason, now_ns)
+        gaps = len(rows) - len(requests) if rows else 0
+        execution = Execution(next(self._ids), requests, reason, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
         work = [Work(request.key, request.client.pid, request.work) for request in requests]
         self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
@@ -136,10 +139,7 @@ class Executions:
         self._pool.finish(slot, now_ns)
         timing = Timing.of(message, execution.sent_ns, now_ns)
         if message.executed:
-            units = sum([request.units for request in requests])
-            self._statistics.executions.executed(execution.reason, units, timing, now_ns)
-            took_ns = max(now_ns - execution.started_ns, timing.total_ns)
-            self.service_time.observe(took_ns, timing.total_ns, len(requests))
+            self._observe(execution, timing, now_ns)
         self._statistics.executions.copied(message.copied_in, message.copied_out)
         if self._decoupled:
             self._returned_open(slot, execution, message.replies, timing, now_ns)
@@ -160,6 +160,18 @@ class Executions:
                 if not code:
                     self._responses.drop_outputs(request, body)
                 self._responses.close(request, now_ns)
+
+    def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
+        """Learn from an execution, whose requests are about to be answered."""
+        requests = execution.requests
+        units = sum([request.units for request in requests]) + execution.gaps
+        self._statistics.executions.executed(execution.reason, units, timing, now_ns)
+        took_ns = max(now_ns - execution.started_ns, timing.total_ns)
+        self.service_time.observe(took_ns, timing.total_ns, len(requests))
+        if self.on_executed is not None:
+            left = self._responses.live - len(requests)
+            latencies = [now_ns - request.arrived_ns for request in requests]
+            self.on_executed(now_ns, left, units, took_ns, latencies)
 
     def _again(self, request: Request) -> bool:
         """The model asks for a request once more; whether it gets it."""
@@ -186,6 +198,8 @@ class Executions:
             ended = slot.requests.get(reply.key)
             if ended is None:
                 self.misplaced += 1
+            elif reply.code == RESCHEDULED and self._again(ended):
+                del slot.requests[reply.key]
             else:
                 self._ended(slot, ended, reply, now_ns)
         for request in execution.requests:

@@ -69,12 +69,14 @@ class Execution:
 
     `started_ns`: since when we know of nothing before it there. The worker may have begun earlier,
     though not before `sent_ns`: it goes on at once, and its word of the last batch takes a while.
+    `gaps`: rows of the batch that are nobody's.
     """
 
     id: int
     requests: list[Request]
     reason: Closed
     sent_ns: int
+    gaps: int = 0
     started_ns: int = field(init=False)
 
     def __post_init__(self) -> None:

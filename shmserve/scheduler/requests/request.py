@@ -61,6 +61,7 @@ LIFE: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
+        Event.RETURN: State.QUEUED,  # its model asks for it once more
         Event.FINISH: State.DONE,
         Event.FAIL_EARLY: State.FAILED_EARLY,
         Event.CANCEL: State.CANCELLED,

@@ -1,1 +1,1 @@
-"""The server's events, for whoever listens."""
+"""The event stream: a publish/subscribe feed of what happens in the server, over ZeroMQ."""

@@ -1,4 +1,4 @@
-"""The counters of a model version that an operator looks at."""
+"""The counters of a model version as an event."""
 
 from __future__ import annotations
 

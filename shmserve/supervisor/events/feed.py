@@ -1,5 +1,5 @@
-"""Events that somebody has to look for: the models' states, their counters once a second, and what
-there is when somebody begins to listen."""
+"""Events that are derived: changes of models' states, counters once a second, and a snapshot for
+each new subscriber."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ States = Mapping[tuple[str, str], tuple[str, str]]
 
 
 class EventFeed:
-    """Follows the models for who listens to them.
+    """Derives events, while somebody subscribes to them.
 
     models(): the state of each version; processes(), regions(), health(): what there is;
     count(): have the counters of every model published.
@@ -50,9 +50,9 @@ class EventFeed:
         self._timer: asyncio.TimerHandle | None = None
 
     def subscribed(self, prefix: str, wanted: bool) -> None:
-        """Somebody listens to topics that begin with this, or nobody does any more."""
+        """Somebody subscribes to topics that begin with this, or nobody does any more."""
         if wanted and prefix.startswith(SNAPSHOT):
-            self._publisher.answer(prefix, self.snapshot())
+            self._publisher.respond(prefix, self.snapshot())
         if wanted and MODELS.startswith(prefix):
             self._known = self._models()
         if self._timer is None:
@@ -66,7 +66,7 @@ class EventFeed:
                 self._publisher.publish(event)
 
     def snapshot(self) -> Iterator[Any]:
-        """What there is."""
+        """The server's state, as events."""
         yield self._health()
         yield from changes({}, self._models())
         for child in self._processes():
@@ -83,7 +83,7 @@ class EventFeed:
 
 
 def changes(before: States, after: States) -> Iterator[ModelChanged]:
-    """What happened to the models between two looks at them."""
+    """The difference of two snapshots of the models' states, as events."""
     for name, version in before.keys() - after.keys():
         yield ModelChanged(name, version, "", "")
     for (name, version), state in after.items():

@@ -1,6 +1,6 @@
-"""Who listens to which of the server's events: only those are sent, and only then.
+"""The publisher of events: serialises and sends only what somebody subscribes to.
 
-Subscribers say which topics they want, and XPUB tells that here. Each subscriber has a queue of
+Subscribers name the topics they want, which XPUB reports here. Each subscriber has a queue of
 bounded length of its own: one that does not read loses events, and keeps nobody waiting. The events
 of a topic are numbered; by that it knows how many it lost.
 """
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class Subscriptions:
-    """The prefixes of topics that somebody wants, as XPUB tells of them (pure)."""
+    """The prefixes of topics that somebody subscribes to, as XPUB reports them (pure)."""
 
     def __init__(self) -> None:
         self._prefixes: set[bytes] = set()
 
-    def told(self, frame: bytes) -> tuple[str, bool] | None:
-        """What a message from a subscriber says: the prefix, and whether it is wanted from now on.
-        None: it says nothing of that kind."""
+    def update(self, frame: bytes) -> tuple[str, bool] | None:
+        """Apply a subscriber's message: the prefix, and whether it is wanted from now on. None: it
+        is not a subscription."""
         if frame[:1] not in (b"\0", b"\1"):
             return None
         prefix, wanted = frame[1:], frame[:1] == b"\1"
@@ -46,7 +46,7 @@ class Subscriptions:
 
 
 class EventPublisher:
-    """Sends events to who listens; before `open`, and after `close`, to nobody."""
+    """Sends events to subscribers; before `open`, and after `close`, to nobody."""
 
     def __init__(self) -> None:
         self._subscriptions = Subscriptions()
@@ -61,29 +61,29 @@ class EventPublisher:
         """
         from shmserve.supervisor.events.xpub import Xpub  # has threads: not while others are forked
 
-        def told(frame: bytes) -> None:
-            subscription = self._subscriptions.told(frame)
+        def updated(frame: bytes) -> None:
+            subscription = self._subscriptions.update(frame)
             if subscription is not None:
                 on_subscription(*subscription)
 
         try:
-            self._socket = Xpub(endpoint, told)
+            self._socket = Xpub(endpoint, updated)
         except OSError as error:
             logger.error("no events can be listened to: %s", error)
 
     def wants(self, topic: str) -> bool:
-        """Whether anybody listens to a topic."""
+        """Whether anybody subscribes to a topic."""
         return self._socket is not None and self._subscriptions.want(topic)
 
     def publish(self, event: Any) -> None:
-        """Send an event to who listens to its topic."""
+        """Send an event to the subscribers of its topic."""
         topic = TOPICS[type(event)]
         if self.wants(topic):
             self._sequences[topic] += 1
             self._send(topic, self._sequences[topic], (event,))
 
-    def answer(self, topic: str, events: Iterable[Any]) -> None:
-        """Send what is to who asked for it, by a topic that is its own."""
+    def respond(self, topic: str, events: Iterable[Any]) -> None:
+        """Send a snapshot to the one who asked for it, by a topic that is its own."""
         assert topic.startswith(SNAPSHOT)
         self._send(topic, 0, events)
 

@@ -16,12 +16,12 @@ _LONGEST_MESSAGE = 256  # bytes: who listens has nothing to say but topics
 class Xpub:
     """Listens at ipc://PATH, for this user's programs.
 
-    on_told(bytes): a subscriber's message. Raises OSError where there is no room for it. libzmq's
-    threads are this process's alone: it must not fork after this.
+    on_message(bytes): a subscriber's message. Raises OSError where there is no room for it.
+    libzmq's threads are this process's alone: it must not fork after this.
     """
 
-    def __init__(self, endpoint: str, on_told: Callable[[bytes], None]) -> None:
-        self._on_told = on_told
+    def __init__(self, endpoint: str, on_message: Callable[[bytes], None]) -> None:
+        self._on_message = on_message
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context(io_threads=1)
         try:
@@ -42,15 +42,15 @@ class Xpub:
         """To each subscriber of the topic that has room for it."""
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart([topic, frame], zmq.NOBLOCK)
-        # The descriptor tells of news once, and sending may have taken notice of them.
-        if self._told_more():
+        # The descriptor is edge-triggered, and sending may have consumed the edge.
+        if self._readable():
             self._loop.call_soon(self._take)
 
     def _take(self) -> None:
-        while not self._socket.closed and self._told_more():
-            self._on_told(self._socket.recv(zmq.NOBLOCK))
+        while not self._socket.closed and self._readable():
+            self._on_message(self._socket.recv(zmq.NOBLOCK))
 
-    def _told_more(self) -> bool:
+    def _readable(self) -> bool:
         events = self._socket.get(zmq.EVENTS)
         return isinstance(events, int) and bool(events & zmq.POLLIN)
 

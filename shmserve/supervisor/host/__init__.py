@@ -1,1 +1,1 @@
-"""What the server takes of its host: sockets to listen on, the run directory, the log file."""
+"""The server on its host: listening sockets, the run directory, the log file, the terminal."""

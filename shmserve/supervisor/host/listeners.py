@@ -1,5 +1,5 @@
-"""The sockets that the supervisor listens on, or holds for gRPC, so that no death of a gateway
-refuses a connection."""
+"""Listening sockets: bound once, by the supervisor, and inherited by gateways, so that no death of
+a gateway refuses a connection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
-    """Where `address` means, as getaddrinfo says it.
+    """The socket addresses of `address`, as getaddrinfo has them.
 
     Raises InvalidArgument naming `flag` when nobody knows it, or when other hosts reach it and it
     is not `guarded`.

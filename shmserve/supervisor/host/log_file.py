@@ -1,4 +1,4 @@
-"""--log-file: what the server's processes write to stderr goes to a file instead."""
+"""The log file: stderr of all of the server's processes, redirected (--log-file)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The private folder that holds a server's sockets: made, checked, locked, and cleared of what a
-killed server left."""
+"""The run directory: the private folder of a server's sockets. Locked by one server at a time, and
+cleared of what a killed one left."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def alone(lock_fd: int) -> Iterator[None]:
-    """One after the other: those who have inherited a server's own lock, `lock_fd`, all hold it."""
+    """Mutual exclusion among processes that have inherited a server's own lock, `lock_fd`."""
     fcntl.lockf(lock_fd, fcntl.LOCK_EX)
     try:
         yield

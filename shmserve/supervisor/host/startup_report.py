@@ -1,5 +1,5 @@
-"""What the operator sees while models load: one moving line on a terminal, plain log lines
-elsewhere, then a table."""
+"""The start-up report: progress of loading models, one moving line on a terminal, plain log lines
+elsewhere; then a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartupReport:
-    """Reports phases of models by name; `with Progress() as progress: progress.phase("digits:1",
+    """Reports phases of models by name; `with StartupReport() as progress: progress.phase("m",
     "loading")`."""
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Programs on this host that use shmserve.client: their connection, and the memory they share."""
+"""Local clients: programs on this host that use shmserve.client, and the memory they share."""

@@ -107,12 +107,12 @@ class LocalClientConnections:
             if len(unwelcomed) >= _MOST_UNWELCOMED:
                 self.leave(unwelcomed[0])
             if not self._has_room(uid):
-                fd_passing.part(link)
+                fd_passing.disconnect(link)
                 continue
             try:
                 process = os.pidfd_open(pid) if pid else -1
             except OSError:  # gone already, or no descriptor left
-                fd_passing.part(link)
+                fd_passing.disconnect(link)
                 continue
             client = LocalClient(next(self._numbers), uid, link, process)
             self._clients[client.number] = client
@@ -135,7 +135,7 @@ class LocalClientConnections:
             self._loop.remove_reader(client.process)
             os.close(client.process)
         # Before the schedulers cut it off: so it sees why they do.
-        fd_passing.part(client.link)
+        fd_passing.disconnect(client.link)
         if client.welcomed:
             self._on_left(client.number)
 
@@ -192,4 +192,4 @@ class LocalClientConnections:
             logger.warning("a client program sent what is no message: %s", error)
             self.leave(client)
         finally:
-            fd_passing.let_go(fds)
+            fd_passing.close_all(fds)

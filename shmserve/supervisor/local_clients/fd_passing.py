@@ -1,8 +1,8 @@
-"""Descriptors that programs outside the server send.
+"""Fd passing: descriptors that untrusted programs send over unix sockets (SCM_RIGHTS).
 
-Who closes the last one of a socket that lingers, or of a file in a file system that does not
-answer, waits for as long as its maker likes. So no loop does: what is no memory is closed in a
-thread, and so is what nobody has read of a link.
+Closing the last one of a socket that lingers, or of a file in a file system that hangs, blocks for
+as long as its owner likes. So no event loop does it: what is no memory is closed in a thread, and
+so is what nobody has read of a link.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def receive(link: socket.socket) -> tuple[bytes, list[int]]:
     OSError."""
     received = _received(link, _MESSAGE)
     if not received.whole or len(received.fds) > _MOST_TAKEN:
-        let_go(received.fds)
+        close_all(received.fds)
         return b"", []
     return received.data, received.fds
 
@@ -52,8 +52,8 @@ def _received(link: socket.socket, size: int) -> _Received:
     return _Received(data, list(fds), whole, bool(data or ancillary))
 
 
-def let_go(fds: Iterable[int]) -> None:
-    """Close descriptors that came."""
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors that were received."""
     slow = []
     for fd in fds:
         if is_memory(fd):
@@ -61,7 +61,7 @@ def let_go(fds: Iterable[int]) -> None:
         else:
             slow.append(fd)
     if slow:
-        _aside(lambda: _close(slow))
+        _in_thread(lambda: _close(slow))
 
 
 def is_memory(fd: int) -> bool:
@@ -73,7 +73,7 @@ def is_memory(fd: int) -> bool:
     return True
 
 
-def part(link: socket.socket) -> None:
+def disconnect(link: socket.socket) -> None:
     """End a link, and close it with what of it was not read."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
@@ -81,7 +81,7 @@ def part(link: socket.socket) -> None:
         # So that an empty message, which has a sender, does not look like the end.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         while (received := _received(link, 1)).any:
-            let_go(received.fds)
+            close_all(received.fds)
     link.close()
 
 
@@ -99,8 +99,8 @@ def _close(fds: Iterable[int]) -> None:
             sock.close()
 
 
-def _aside(action: Callable[[], None]) -> None:
+def _in_thread(action: Callable[[], None]) -> None:
     try:
-        threading.Thread(target=action, name="parting", daemon=True).start()
+        threading.Thread(target=action, name="close", daemon=True).start()
     except RuntimeError:  # no thread can be had
         action()

@@ -21,8 +21,8 @@ from shmserve.supervisor.regions.lent import LentRegions
 
 
 class LocalMemory:
-    """What a local client may share. Its methods return the memory as clients and workers name it,
-    and raise ShmserveError, with nothing kept, for what cannot be."""
+    """Registers what a local client shares. Its methods return the memory as clients and workers
+    name it, and raise ShmserveError, with nothing kept, for what cannot be."""
 
     def __init__(self, capabilities: Capabilities, lent: LentRegions) -> None:
         self._capabilities = capabilities

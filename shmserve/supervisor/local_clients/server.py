@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 1.0  # a local client that is stopped must not hold up a reload for longer
 # What a local client needs of a model's configuration, and of each input and output.
-_TOLD = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
-_TOLD_OF_TENSOR = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
-_LARGEST_TOLD = 4 * 1024 * 1024  # bytes of a packet
+_MODEL_FIELDS = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
+_TENSOR_FIELDS = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
+_LARGEST_PACKET = 4 * 1024 * 1024  # bytes of a packet
 
 
 class LocalClientServer:
@@ -66,7 +66,7 @@ class LocalClientServer:
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = Acknowledgements()
         self._connections = LocalClientConnections(run_dir, group, self._take, self._left)
-        self._largest = min(self._connections.largest_packet, _LARGEST_TOLD)
+        self._largest = min(self._connections.largest_packet, _LARGEST_PACKET)
 
     def close(self) -> None:
         """Disconnect everybody and close the listener."""
@@ -79,8 +79,8 @@ class LocalClientServer:
     # --- models and health, to all
 
     async def publish(self, make: Callable[[int], Any]) -> None:
-        """Tell every local client what `make(number)` gives; returns once all have acknowledged it,
-        or have been silent for a second."""
+        """Send every local client what `make(number)` gives; returns once all have acknowledged it,
+        or a second is over."""
         number, done = self._acknowledgements.begin(
             {client.number for client in self._connections.welcomed()}
         )
@@ -89,14 +89,14 @@ class LocalClientServer:
             await asyncio.wait_for(done, _PATIENCE_S)
 
     def tell(self, message: Any) -> None:
-        """Tell every local client."""
+        """Send every local client a message."""
         data = self._packet(message, logging.WARNING)
         for client in self._connections.welcomed():
             self._connections.send(client, data)
 
     def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
-        """What local clients are told. A model that no packet can tell of is none of theirs, and
-        costs nobody the connection; `level` is how loudly that is said."""
+        """A message as one packet. A model whose description no packet can carry is withdrawn from
+        them, and costs nobody the connection; `level` is that of the log line."""
         data = frames.pack([_for_local_clients(message)])
         if len(data) <= self._largest or not isinstance(message, m.ModelPublished):
             return data
@@ -152,7 +152,7 @@ class LocalClientServer:
 def _for_local_clients(message: Any) -> Any:
     match message:
         case m.ModelPublished(config=config, endpoint=endpoint):
-            told = {key: config[key] for key in _TOLD if key in config}
+            told = {key: config[key] for key in _MODEL_FIELDS if key in config}
             for which in ("input", "output"):
                 told[which] = [_brief(tensor) for tensor in config.get(which, ())]
             local_clients = endpoints.for_local_clients(endpoint)
@@ -167,4 +167,4 @@ def _for_local_clients(message: Any) -> Any:
 
 def _brief(tensor: dict[str, Any]) -> dict[str, Any]:
     """An input or output without what is not set."""
-    return {key: tensor[key] for key in _TOLD_OF_TENSOR if tensor.get(key, False) is not False}
+    return {key: tensor[key] for key in _TENSOR_FIELDS if tensor.get(key, False) is not False}

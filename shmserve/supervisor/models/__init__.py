@@ -1,1 +1,1 @@
-"""What is loaded: from a model folder to a version that serves, and back."""
+"""Model management: from a folder of the repository to a version that serves, and back."""

@@ -1,4 +1,5 @@
-"""From a model folder to what to deploy: find it, read its configuration, choose the versions."""
+"""The load planner: finds a model's folder, reads its configuration, chooses the versions to
+load."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which models are loaded: start-up, load, reload without downtime, unload; one turn at a time for
-each name.
+"""The model manager: start-up, load, reload without downtime, unload; serialised for each name.
 
 load:    plan every version -> start all (or none) -> switch to them (rollout)
 unload:  give up what is loading -> withdraw from the gateways -> drain -> stop
@@ -56,7 +55,7 @@ class Models:
         self._on_states()
         self._on_change()
 
-    # --- what is asked
+    # --- requests
 
     async def start(self, progress: StartupReport) -> bool:
         """Load what the control mode says; whether all of it could be loaded."""

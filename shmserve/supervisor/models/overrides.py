@@ -1,4 +1,4 @@
-"""Model folders that load requests bring: written for one, removed when nothing of it runs."""
+"""File overrides: model folders that load requests carry, on disk until nothing of them runs."""
 
 from __future__ import annotations
 

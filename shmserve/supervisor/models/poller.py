@@ -1,5 +1,5 @@
-"""Polling: the repositories are looked at every few seconds; what changed is loaded, reloaded or
-unloaded.
+"""The poller (--model-control-mode=poll): scans the repositories periodically, and loads, reloads
+or unloads what has changed.
 """
 
 from __future__ import annotations

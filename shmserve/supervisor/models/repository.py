@@ -1,4 +1,4 @@
-"""Model folders on disk: what is there, which versions, what changed; and folders we write.
+"""The model repository on disk: folders, versions, configurations, fingerprints of changes.
 
     REPOSITORY/NAME/config.pbtxt     optional
     REPOSITORY/NAME/configs/X.pbtxt  in its place, where --model-config-name=X asks for it

@@ -1,5 +1,5 @@
-"""Which versions serve: new ones take over from old ones without downtime, and those that leave
-finish what they have.
+"""The rollout of versions: new ones take over from old ones without downtime, or are rolled back,
+and those that leave are drained.
 
 switch:   new versions are in -> published until every gateway knows that all are ready -> old ones
           retire; or, where a new one breaks for good before that, rolled back
@@ -113,7 +113,7 @@ class Rollout:
             await asyncio.gather(*(ensemble.ended.wait() for ensemble in users))
         await version.stop()
         logger.info("successfully unloaded '%s' version %s", model.name, number)
-        # What reached the old scheduler too late to be answered, or died with it, goes to who
+        # What reached the old scheduler too late to be executed, or died with it, goes to who
         # serves now.
         self._context.broadcast(_lost(model, version), "gateway", "ensemble")
         self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "worker", LOCAL_CLIENT)

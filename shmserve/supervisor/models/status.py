@@ -1,5 +1,5 @@
-"""What is known of every model: which versions serve, the state of each, and what clients are told
-of them (no process is started or ended here).
+"""The model registry: which versions serve, the state of each, and what is published of them (no
+process is started or ended here).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ModelRegistry:
         """The worker processes that serve on an accelerator now."""
         return [pid for version in self._live for pid in version.pids_on(device_id)]
 
-    # --- what is told of them
+    # --- what is published
 
     def find(self, name: str, version: str) -> dict[str, Any]:
         """Where a model's requests go, for a model that calls it; raises NotFound."""

@@ -1,1 +1,1 @@
-"""The process table: zygotes, the control socket, restarts with a backoff."""
+"""Process management: the process table, zygotes, the control socket, restart backoff."""

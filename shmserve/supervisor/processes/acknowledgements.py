@@ -1,4 +1,4 @@
-"""A numbered change, and who has yet to acknowledge it."""
+"""Acknowledgements: a barrier until a published change holds in every process."""
 
 from __future__ import annotations
 

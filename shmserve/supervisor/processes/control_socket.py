@@ -1,7 +1,7 @@
-"""The supervisor's socket: typed messages to and from its processes, told apart by their pid.
+"""The control socket: typed messages between the supervisor and its processes, by pid.
 
-What a process says goes to whoever started it (`enrol`), requests to the control plane to who
-serves those (`serve`), and acknowledgements to who waits for them (`publish`).
+Messages of a process are routed to whoever started it (`enrol`), requests to the control plane to
+their service (`serve`), and acknowledgements to whoever waits for them (`publish`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shmserve.supervisor.processes.acknowledgements import Acknowledgements
 
 logger = logging.getLogger(__name__)
 
-# What a process may say, by its role: models run foreign code, and speak as a worker at most.
-_MAY_SAY = {
+# Messages that a process may send, by its role: models run foreign code, and are workers at most.
+_MAY_SEND = {
     "gateway": frozenset(get_args(GatewayToSupervisor)),
     "scheduler": frozenset(get_args(SchedulerToSupervisor)),
     "ensemble": frozenset(get_args(EnsembleToSupervisor)),
     "worker": frozenset(get_args(WorkerToSupervisor)),
 }
-_MOST_STRANGERS = 64
-_MOST_WORDS = 4  # of each
-_MOST_READS = 64  # at a time: somebody may never end
+_MOST_UNKNOWN = 64
+_MOST_EARLY = 4  # of each
+_MOST_READS = 64  # at a time: a peer may never stop sending
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,8 @@ class Control:
     """Routes messages in the event loop.
 
     A peer's identity is "role.....pid": models run foreign code, which may connect here, but not as
-    a gateway. A process may speak a moment before the supervisor has entered it, so what comes from
-    a pid that is not a child of ours waits for `enrol` in a short queue, where a stranger's words
-    are forgotten.
+    a gateway. A process may send a moment before the supervisor has entered it, so messages of a
+    pid that is not enrolled wait in a short queue, from which those of others are evicted.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -58,37 +57,36 @@ class Control:
         self._services: dict[type[Any], Callable[[int, Any], None]] = {}
         self._acknowledgements = Acknowledgements()
         self._peers: dict[int, bytes] = {}
-        self._strangers: deque[tuple[int, bytes, Any]] = deque(maxlen=_MOST_STRANGERS)
+        self._unknown: deque[tuple[int, bytes, Any]] = deque(maxlen=_MOST_UNKNOWN)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._router.fd, self._receive)
         self._flushing = False
 
-    # --- who speaks, who is spoken to
+    # --- peers
 
     def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
-        """`pid` is ours: give what it says, and has said already, to `handler`; `role` is
+        """Route messages of our process `pid`, those that came already too, to `handler`; `role` is
         "gateway", "scheduler", "ensemble" or "worker"."""
         self._processes[pid] = _Process(role, handler)
-        known = [item for item in self._strangers if item[0] == pid]
+        known = [item for item in self._unknown if item[0] == pid]
         for item in known:
-            self._strangers.remove(item)
+            self._unknown.remove(item)
             self._take(*item)
 
     def serve(self, kinds: Iterable[type[Any]], handler: Callable[[int, Any], None]) -> None:
-        """Give messages of these kinds to `handler(pid, message)`, whichever of our processes
+        """Route messages of these types to `handler(pid, message)`, whichever of our processes
         sends them that may."""
         self._services.update(dict.fromkeys(kinds, handler))
 
     def dismiss(self, pid: int) -> None:
-        """The process is gone; what it has said, why it ends for one, is heard before that is
-        known."""
-        self.hear()
+        """The process is gone; what it had sent, why it ends for one, is handled first."""
+        self.receive_all()
         self._processes.pop(pid, None)
         self._peers.pop(pid, None)
         self._acknowledgements.exited(pid)
 
     def connected(self, pid: int) -> bool:
-        """Whether the process has said something."""
+        """Whether the process has sent something."""
         return pid in self._peers
 
     def pids(self, *roles: str) -> list[int]:
@@ -101,8 +99,8 @@ class Control:
 
     # --- in
 
-    def hear(self) -> None:
-        """Handle all that has been said so far."""
+    def receive_all(self) -> None:
+        """Handle all that has been received so far."""
         for _ in range(_MOST_READS):
             if not self._router.wait(0):
                 return
@@ -113,8 +111,8 @@ class Control:
             pid = last_number(identity)
             if pid in self._processes:
                 self._take(pid, identity, message)
-            elif sum(item[0] == pid for item in self._strangers) < _MOST_WORDS:
-                self._strangers.append((pid, identity, message))
+            elif sum(item[0] == pid for item in self._unknown) < _MOST_EARLY:
+                self._unknown.append((pid, identity, message))
 
     def _take(self, pid: int, identity: bytes, message: Any) -> None:
         self._peers[pid] = identity
@@ -122,7 +120,7 @@ class Control:
         if process is None:  # it ended meanwhile
             return
         try:
-            if type(message) not in _MAY_SAY[process.role]:
+            if type(message) not in _MAY_SEND[process.role]:
                 logger.warning("a %s said a %s", process.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
                 self._acknowledgements.acknowledged(pid, message.number)
@@ -137,7 +135,7 @@ class Control:
 
     def send(self, pid: int, message: Any) -> None:
         """Queue a message for a process; one frame goes out a loop turn. Dropped when it never
-        said anything."""
+        sent anything."""
         identity = self._peers.get(pid)
         if identity is None:
             return

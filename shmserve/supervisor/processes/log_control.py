@@ -1,4 +1,4 @@
-"""The log settings of every process: they start with the latest, and hear when they change."""
+"""The log settings, propagated: processes start with the latest, and are sent each change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shmserve.supervisor.processes.control_socket import Control
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WORDS = GatewayReady | SchedulerReady | WorkerStarted
+_FIRST_MESSAGES = GatewayReady | SchedulerReady | WorkerStarted
 
 
 class LogControl:
-    """What is logged, and how."""
+    """The settings, and who has them."""
 
     def __init__(self, control: Control, settings: LogSettings) -> None:
         self._control = control
@@ -40,8 +40,8 @@ class LogControl:
             self._control.broadcast(news, "gateway", "scheduler", "ensemble", "worker")
         return asdict(settings)
 
-    def heard(self, pid: int, message: Any) -> None:
-        """A process says something: with its first words it is told the settings, which may have
-        changed since it was started."""
-        if isinstance(message, _FIRST_WORDS):
+    def on_message(self, pid: int, message: Any) -> None:
+        """A process has sent something: after its first message it is sent the settings, which may
+        have changed since it was started."""
+        if isinstance(message, _FIRST_MESSAGES):
             self._control.send(pid, SetLogging(asdict(self._settings)))

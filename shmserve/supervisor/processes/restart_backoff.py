@@ -1,5 +1,5 @@
-"""When something that died is started again: at once, and later and later if it keeps dying
-(pure)."""
+"""Restart backoff: the pause before a process that died is started again, longer each time it keeps
+dying (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's process table: notice every exit and stop, reap, kill.
+"""The process table: every child of the supervisor, reaped on exit, killed when it stays stopped.
 
 Everything here runs in the supervisor's event loop. SIGCHLD is the one event: the kernel says who
 ended or was stopped.

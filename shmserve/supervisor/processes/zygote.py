@@ -1,5 +1,5 @@
-"""A process that has its imports done and forks the server's others from itself: milliseconds
-instead of a second.
+"""A zygote: a process with all imports done, from which the server's others are forked in
+milliseconds instead of a second.
 
     supervisor ─ request (record in a memfd, descriptors) ─> zygote ─ fork ─> A ─ fork ─> B
         ^                                                                     │           the new
@@ -116,7 +116,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
         failure = error.errno or errno.EAGAIN
     else:
         if not between:
-            _fork_again(link, number, supervisor_pid, entry, start, fds[1:])
+            _fork_child(link, number, supervisor_pid, entry, start, fds[1:])
         status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
         failure = status if status >= 0 else errno.EAGAIN  # killed, maybe before it could tell
     for fd in fds[1:]:
@@ -126,7 +126,7 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
             link.send(msgpack.packb([number, -failure]))
 
 
-def _fork_again(
+def _fork_child(
     link: socket.socket,
     number: int,
     supervisor_pid: int,
@@ -147,7 +147,8 @@ def _fork_again(
         os._exit(0)
     link.close()
     os.close(write_end)
-    # Whoever the supervisor has not heard of must not run: it starts another one in its place.
+    # A process that the supervisor does not know of must not run: it starts another one in its
+    # place.
     if not os.read(read_end, 1):
         os._exit(BOOT_FAILED)
     os.close(read_end)

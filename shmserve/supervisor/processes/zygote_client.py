@@ -1,4 +1,4 @@
-"""The supervisor's end of a zygote: asks it to fork, and replaces one that dies."""
+"""The client of a zygote: requests forks of it, and replaces one that dies."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Zygote:
 
     def __init__(
         self,
-        children: ProcessTable,
+        table: ProcessTable,
         run_dir: RunDirectory,
         title: str,
         modules: Sequence[str],
         environment: Mapping[str, str],
     ) -> None:
-        self._children = children
+        self._table = table
         self._run_dir = run_dir
         self._title = title
         self._modules = modules
@@ -74,7 +74,7 @@ class Zygote:
             raise _no_process(error.errno) from None
         ours.setblocking(False)
         self._link = ours
-        self._child = self._children.adopt(pid, self._title)
+        self._child = self._table.adopt(pid, self._title)
         self._child.exited.add_done_callback(self._died)
         self._loop.add_reader(ours.fileno(), self._read)
 
@@ -171,10 +171,10 @@ class Zygote:
             await asyncio.shield(self._ready)
             zygote = self._child
             assert zygote is not None
-            with self._children.spawning():
+            with self._table.spawning():
                 pid = await self._forked(entry, start, fds)
                 if pid:
-                    return self._children.adopt(pid, title)
+                    return self._table.adopt(pid, title)
             await zygote.gone()
             await asyncio.sleep(0)  # `_died` runs first
         raise Unavailable("the server is stopping")

@@ -1,1 +1,1 @@
-"""The registry of clients' shared memory regions, and its quotas."""
+"""Clients' shared memory: the registry of regions, their life, and quotas."""

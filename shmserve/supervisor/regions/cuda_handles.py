@@ -1,5 +1,5 @@
-"""What the supervisor does for CUDA regions, without touching a device: it has workers look at a
-handle, and watches the process that exported it.
+"""CUDA IPC handles of regions, validated by workers (the supervisor touches no device), and the
+lifetime of the process that exported one.
 
 Only workers open handles. At registration one that already uses the device is asked to; where none
 does, or all are busy, the first request that uses the region finds out.
@@ -59,19 +59,19 @@ class HandleCheck:
                 pid, CheckMemory(number, handle.raw, handle.device, handle.uuid, memory.byte_size)
             )
         try:
-            answer = await asyncio.wait_for(future, _PATIENCE_S)
+            response = await asyncio.wait_for(future, _PATIENCE_S)
         except TimeoutError:
             logger.info("no worker had time to look at a CUDA handle; its first request will")
             return
         finally:
             del self._open[number]
-        if answer.code == InvalidArgument.code:
-            raise InvalidArgument(f"{INVALID} ({answer.message})")
-        if answer.code:
-            raise from_code(answer.code, answer.message)
+        if response.code == InvalidArgument.code:
+            raise InvalidArgument(f"{INVALID} ({response.message})")
+        if response.code:
+            raise from_code(response.code, response.message)
 
     def checked(self, pid: int, message: MemoryChecked) -> None:
-        """The answer of worker `pid`; of those who were asked the first counts that can use the
+        """The response of worker `pid`; of those who were asked the first counts that can use the
         device, or the last."""
         workers, future = self._open.get(message.id, ([], None))
         if future is None or pid not in workers or future.done():

@@ -1,5 +1,5 @@
-"""What local clients share: regions without a name, each the local client's alone until it gives it
-back, or is gone. No gateway hears of them.
+"""Lent regions: memory that local clients share. Each is without a name, its client's alone until
+it is given back or the client has gone, and unknown to gateways.
 """
 
 from __future__ import annotations

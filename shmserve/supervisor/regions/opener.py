@@ -1,4 +1,4 @@
-"""Opening and closing what regions are made of, within the policy and its quotas."""
+"""Opens and closes the objects behind regions, within access policy and quotas."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RegionOpener:
         self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
     ) -> None:
         missing = posix_shm.unallocated(shared, byte_size)
-        self._quota.pay(key, shared.file, missing)
+        self._quota.charge(key, shared.file, missing)
         taken = 0
         try:
             # Taking the pages of a large object takes a while, and the loop must go on.

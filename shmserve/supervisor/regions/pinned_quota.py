@@ -1,5 +1,4 @@
-"""How much of clients' memory may be pinned: locked by the workers on CUDA devices, for copies that
-the device does by itself.
+"""The quota of pinned (page-locked) client memory, which workers on CUDA devices lock for DMA.
 
 A process may lock so much as RLIMIT_MEMLOCK says, and a worker may come to use every region.
 """

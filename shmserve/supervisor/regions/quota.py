@@ -1,5 +1,5 @@
-"""How much shared memory is registered, by whom, and what of it the server pays for (pure but for
-one look at /dev/shm).
+"""Quotas of registered shared memory: by user, in all, and of pages that the server allocates (pure
+but for one look at /dev/shm).
 
 A page of a shared memory object is charged to whoever touches it first. What a client did not
 allocate before it registered is allocated by the server, and counts against a budget until the
@@ -25,7 +25,9 @@ class RegionQuota:
         self._regions: Counter[int] = Counter()  # by uid
         self._bytes: Counter[int] = Counter()
         self._held: Counter[tuple[int, int]] = Counter()  # regions by (device, inode)
-        self._paid: dict[tuple[int, int], tuple[str, int]] = {}  # (device, inode) -> key, bytes
+        self._allocated: dict[
+            tuple[int, int], tuple[str, int]
+        ] = {}  # (device, inode) -> key, bytes
 
     def enter(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
         """A user's region of an object, `file` (device, inode), or of a device's memory.
@@ -66,44 +68,44 @@ class RegionQuota:
             if not self._held[file]:
                 del self._held[file]
 
-    def pay(self, key: str, file: tuple[int, int], byte_size: int) -> None:
+    def charge(self, key: str, file: tuple[int, int], byte_size: int) -> None:
         """The server is about to allocate `byte_size` bytes of an object.
 
         Raises InvalidArgument when the budget does not reach.
         """
         most = self._policy.sparse_byte_size
-        if byte_size > most - self._spent():
-            self._forget_what_is_gone()
-        if byte_size > most - self._spent():
+        if byte_size > most - self._in_use():
+            self._drop_removed()
+        if byte_size > most - self._in_use():
             raise InvalidArgument(
                 f"{byte_size} bytes of shared memory object '{key}' are not allocated, and "
-                f"{self._spent()} of the {most} bytes that the server allocates for clients are "
+                f"{self._in_use()} of the {most} bytes that the server allocates for clients are "
                 "in use (--shm-sparse-byte-size): allocate it with posix_fallocate, or write to "
                 "it, before it is registered"
             )
         if byte_size:
-            _, before = self._paid.get(file, (key, 0))
-            self._paid[file] = (key, before + byte_size)
+            _, before = self._allocated.get(file, (key, 0))
+            self._allocated[file] = (key, before + byte_size)
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
-        """So much of what was paid for last was not needed."""
-        key, paid = self._paid.get(file, ("", 0))
-        if paid > byte_size:
-            self._paid[file] = (key, paid - byte_size)
+        """So much of what was charged last was not allocated."""
+        key, charged = self._allocated.get(file, ("", 0))
+        if charged > byte_size:
+            self._allocated[file] = (key, charged - byte_size)
         else:
-            self._paid.pop(file, None)
+            self._allocated.pop(file, None)
 
-    def _spent(self) -> int:
-        return sum(size for _, size in self._paid.values())
+    def _in_use(self) -> int:
+        return sum(size for _, size in self._allocated.values())
 
-    def _forget_what_is_gone(self) -> None:
-        for file, (key, _) in list(self._paid.items()):
+    def _drop_removed(self) -> None:
+        for file, (key, _) in list(self._allocated.items()):
             if file in self._held:
                 continue
             try:
                 status = os.stat(_FOLDER + key, follow_symlinks=False)
             except OSError:
-                del self._paid[file]
+                del self._allocated[file]
                 continue
             if (status.st_dev, status.st_ino) != file:
-                del self._paid[file]
+                del self._allocated[file]

@@ -1,4 +1,4 @@
-"""One generation of a shared memory region's name, and what others are told of it."""
+"""A region: one generation of a shared memory name, and what is published of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Region:
         return status.st_size < self.offset + self.byte_size or status.st_blocks < self.blocks
 
     def published(self, acknowledge: int) -> RegionPublished:
-        """What gateways are told."""
+        """The message to gateways."""
         shared, handle, end = self.shared, self.cuda, self.offset + self.byte_size
         told = RegionPublished(
             name=self.name,
@@ -70,7 +70,7 @@ class Region:
         return replace(told, pid=os.getpid(), fd=shared.fd, inode=shared.inode, object_size=size)
 
     def registered(self) -> RegionRegistered:
-        """What who listens to events is told."""
+        """The event."""
         device = -1 if self.cuda is None else self.cuda.device
         return RegionRegistered(
             self.name, self.key, self.offset, self.byte_size, self.owner.uid, device

@@ -141,24 +141,24 @@ def test_the_server_pays_until_the_object_is_gone() -> None:
         status = os.fstat(made.fd)
         file = (status.st_dev, status.st_ino)
         quota.enter(1001, 80, file)
-        quota.pay(made.key, file, 80)
+        quota.charge(made.key, file, 80)
         quota.refund(file, 20)
         with pytest.raises(InvalidArgument, match=r"60 of the 100 bytes .*posix_fallocate"):
-            quota.pay("/other", (0, 1), 41)
-        quota.pay("/other", (0, 1), 40)
+            quota.charge("/other", (0, 1), 41)
+        quota.charge("/other", (0, 1), 40)
         quota.leave(1001, 80, file)
         with pytest.raises(InvalidArgument):
-            quota.pay("/more", (0, 2), 100)  # /other is gone; this one is there
-        quota.pay("/more", (0, 2), 40)
-    quota.pay("/last", (0, 3), 100)
+            quota.charge("/more", (0, 2), 100)  # /other is gone; this one is there
+        quota.charge("/more", (0, 2), 40)
+    quota.charge("/last", (0, 3), 100)
 
 
 def test_an_unlinked_object_that_is_registered_is_not_gone() -> None:
     """R10: its memory is held by the registration."""
     quota = RegionQuota(policy(sparse_byte_size=100))
     quota.enter(1001, 80, (0, 7))
-    quota.pay("/not-there", (0, 7), 80)
+    quota.charge("/not-there", (0, 7), 80)
     with pytest.raises(InvalidArgument):
-        quota.pay("/other", (0, 8), 30)
+        quota.charge("/other", (0, 8), 30)
     quota.leave(1001, 80, (0, 7))
-    quota.pay("/other", (0, 8), 30)
+    quota.charge("/other", (0, 8), 30)

@@ -213,3 +213,33 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
         m.Release(4321, [4096]),
     ]
     assert released == ["of 1", "of 2"]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "reported", "lost"])
+def test_a_scheduler_without_users_is_dropped_after_its_last_report(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Also where none comes: its link would stay for good."""
+    monkeypatch.setattr("shmserve.gateway.links.scheduler.Link", Link)
+
+    async def report() -> list[bool]:
+        dispatcher = Dispatcher()
+        scheduler = dispatcher.scheduler("ipc://nowhere")
+        scheduler.use()
+        future = dispatcher.report(scheduler)
+        scheduler.leave()
+        known = [scheduler.endpoint in dispatcher._schedulers]
+        match end:
+            case "cancelled":
+                future.cancel()
+            case "reported":
+                scheduler._take(m.StatisticsReported(1, {}))
+            case "lost":
+                dispatcher.lost(scheduler.endpoint, "")
+        await asyncio.wait([future])
+        if not future.cancelled():
+            future.exception()
+        await asyncio.sleep(0)
+        return [*known, scheduler.endpoint in dispatcher._schedulers]
+
+    assert asyncio.run(report()) == [True, False]

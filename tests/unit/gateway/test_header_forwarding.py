@@ -26,6 +26,15 @@ def test_a_name_matches_in_part_and_in_any_case(pattern: str, names: list[str]) 
     assert found.get("X-My-Key", "Value Two") == "Value Two"
 
 
+def test_what_is_no_text_is_refused() -> None:
+    """Parsers have bytes that are not UTF-8 as surrogates, which no message can carry."""
+    value = b"caf\xe9".decode(errors="surrogateescape")
+    assert forwarded_headers("other", [("X-A", value)]) == {}
+    with pytest.raises(InvalidArgument, match="Header 'X-A' is not UTF-8 and cannot be forwarded"):
+        forwarded_headers("x-", [("X-A", value)])
+    assert forwarded_headers("x-", [("X-A", "caf\xe9")]) == {"X-A": "caf\xe9"}
+
+
 @pytest.mark.parametrize("name", ["sequence_id", "Priority", "timeout", "triton_x"])
 def test_what_has_a_meaning_is_refused(name: str) -> None:
     assert forwarded_headers("other", [(name, "1")]) == {}

@@ -16,8 +16,9 @@ def test_large_requests_cost_one_trim_and_small_ones_none(
     calls: list[int] = []
 
     async def requests() -> None:
+        trim = malloc_trim.MallocTrim()
         for _ in range(50):
-            malloc_trim.soon(size)
+            trim.soon(size)
         done = asyncio.Event()
         # Timers run in order, so this one comes last.
         asyncio.get_running_loop().call_later(0.002, done.set)

@@ -16,11 +16,11 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.transport.router import Router
 
 
-def test_the_last_answers_of_a_worker_can_be_read_when_its_end_is_heard_first(
+def test_the_last_responses_of_a_worker_can_be_read_when_its_end_is_heard_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come on two sockets. Its memory is let go all the same, a moment later."""
-    monkeypatch.setattr(process, "_LAST_ANSWERS_S", 0.05)
+    monkeypatch.setattr(process, "_LAST_RESPONSES_S", 0.05)
 
     async def live() -> None:
         front: Any = None

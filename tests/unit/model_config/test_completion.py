@@ -197,6 +197,17 @@ def test_many_inputs_and_outputs_take_their_time_and_no_more() -> None:
 # --- what is not done --------------------------------------------------------------------------
 
 
+def test_a_model_may_add_its_batching_strategy_and_no_other_parameter() -> None:
+    written = parse_pbtxt(
+        'name: "m" parameters { key: "target_p99_ms" value { string_value: "7" } }'
+    )
+    said = {"batching_strategy": "adaptive", "target_p99_ms": "9", "other": "x"}
+    parameters = {name: {"string_value": value} for name, value in said.items()}
+    merged = merge_autocomplete(written, {"parameters": parameters}).parameters
+    found = {name: merged[name].string_value for name in merged}
+    assert found == {"batching_strategy": "adaptive", "target_p99_ms": "7"}
+
+
 def test_what_has_no_effect_is_listed() -> None:
     config = normalise(parse_pbtxt(RECORDED["rich"]["pbtxt"]), "rich", 0)
     assert ignored_fields(config) == [

@@ -24,6 +24,8 @@ METRICS = (
 )
 BUCKETS = "model_metrics.metric_control[0].histogram_options.buckets"
 SORTED = "histogram buckets must be finite and in ascending order for m"
+STRATEGY = 'parameters { key: "batching_strategy" value { string_value: "%s" } }'
+TARGET = 'parameters { key: "target_p99_ms" value { string_value: "%s" } }'
 RULES = [
     (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED),
     (METRICS % "1, @inf", f"{BUCKETS}[1]", SORTED),
@@ -122,6 +124,45 @@ RULES = [
         + "} ] }",
         "dynamic_batching.priority_queue_policy[1]",
         NO_DELAY,
+    ),
+    (
+        DYNAMIC + "} " + "@" + STRATEGY % "fast",
+        'parameters["batching_strategy"]',
+        "parameter 'batching_strategy' must be one of 'prefer_batch', 'prefer_latency', "
+        "'adaptive' for m, found 'fast'",
+    ),
+    (
+        DYNAMIC + "} " + "@" + STRATEGY % "adaptive",
+        'parameters["batching_strategy"]',
+        "parameter 'batching_strategy' is 'adaptive' for m, which needs the parameter "
+        "'target_p99_ms', a number of milliseconds",
+    ),
+    (
+        BATCH + "@" + STRATEGY % "prefer_latency",
+        'parameters["batching_strategy"]',
+        "parameter 'batching_strategy' is 'prefer_latency' for m, which has no "
+        "'dynamic_batching': add that block, or leave the parameter out",
+    ),
+    *(
+        (
+            DYNAMIC + "} " + STRATEGY % "adaptive" + " @" + TARGET % value,
+            'parameters["target_p99_ms"]',
+            "parameter 'target_p99_ms' must be a number of milliseconds above 0 and of a day at "
+            f"most for m, found '{value}'",
+        )
+        for value in ("", "soon", "0", "-1", "nan", "inf", "1e9")
+    ),
+    (
+        DYNAMIC + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
+        'parameters["target_p99_ms"]',
+        "parameter 'target_p99_ms' is for 'batching_strategy' 'adaptive' only, which is "
+        "'prefer_batch' for m",
+    ),
+    (
+        DYNAMIC + "} @" + TARGET % "5",
+        'parameters["target_p99_ms"]',
+        "parameter 'target_p99_ms' is for 'batching_strategy' 'adaptive' only, which is not "
+        "given for m",
     ),
     (
         IO + "instance_group { @kind: KIND_GPU }",

@@ -103,6 +103,24 @@ def test_the_default_preferred_size_is_the_maximum(preferred: list[int] | None) 
     assert read(config).batching == Batching(8, frozenset({8}), 0)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "delay_ns", "target_ns"),
+    [
+        ("", 7_000, 0),
+        ("prefer_batch", 7_000, 0),
+        ("prefer_latency", 0, 0),
+        ("adaptive", 7_000, 2_500_000),
+    ],
+)
+def test_the_strategy_is_read(strategy: str, delay_ns: int, target_ns: int) -> None:
+    parameters = {"batching_strategy": strategy, "target_p99_ms": "2.5" if target_ns else ""}
+    config = {
+        "dynamic_batching": {"max_queue_delay_microseconds": 7},
+        "parameters": {name: {"string_value": text} for name, text in parameters.items()},
+    }
+    assert read(config).batching == Batching(8, frozenset({8}), delay_ns, target_ns)
+
+
 @pytest.mark.parametrize("value", ["", "soon", "-1", "inf", "nan", None])
 def test_a_limit_that_is_no_number_leaves_the_servers(value: str | None) -> None:
     config = {"parameters": {"execution_timeout_seconds": {"string_value": value}}}

@@ -45,14 +45,14 @@ def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(tmp_pa
         gateway = Dealer(endpoints.control(tmp_path), f"gateway.1.{os.getpid()}")
         gateway.send(m.GatewayReady(os.getpid()))
         gateway.send(m.IndexRepository(1, False))
-        control.hear()
+        control.receive_all()
         assert not (heard or asked), "nobody has started it"
         control.enrol(os.getpid(), "gateway", heard.append)
         known = asyncio.ensure_future(control.publish(m.Acknowledged, "gateway"))
         await asyncio.sleep(0)
         assert not known.done()
         gateway.send(m.Acknowledged(1))
-        control.hear()
+        control.receive_all()
         await known
         gateway.close()
         control.close()
@@ -79,7 +79,7 @@ def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
             m.FindModel(1, "m", ""),
         ):
             worker.send(message)
-        control.hear()
+        control.receive_all()
         worker.close()
         control.close()
         return heard

@@ -66,19 +66,19 @@ async def until(holds: Callable[[], object]) -> None:
 def test_what_subscribers_say() -> None:
     subscriptions = Subscriptions()
     assert not subscriptions.want("models")
-    assert subscriptions.told(b"\1mod") == ("mod", True)
+    assert subscriptions.update(b"\1mod") == ("mod", True)
     assert subscriptions.want("models") and not subscriptions.want("health")
-    assert subscriptions.told(b"\1") == ("", True)
+    assert subscriptions.update(b"\1") == ("", True)
     assert subscriptions.want("health")
-    assert subscriptions.told(b"\0") == ("", False)
-    assert subscriptions.told(b"\0mod") == ("mod", False)
+    assert subscriptions.update(b"\0") == ("", False)
+    assert subscriptions.update(b"\0mod") == ("mod", False)
     assert not subscriptions.want("models")
-    assert subscriptions.told(b"\0never") == ("never", False)
+    assert subscriptions.update(b"\0never") == ("never", False)
 
 
 @given(st.binary(max_size=20))
 def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
-    told = Subscriptions().told(frame)
+    told = Subscriptions().update(frame)
     assert (told is None) == (frame[:1] not in (b"\0", b"\1"))
 
 

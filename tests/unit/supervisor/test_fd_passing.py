@@ -27,5 +27,5 @@ def test_one_that_fails_to_close_keeps_no_other_open(
         return not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds)
 
     monkeypatch.setattr(os, "close", failing)
-    fd_passing.let_go(fds)
+    fd_passing.close_all(fds)
     until("all are closed", all_closed)

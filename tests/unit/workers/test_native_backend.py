@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,6 +247,31 @@ class Model:
     completed = complete(worker, blank(max_batch_size=2, dynamic_batching=written))
     assert completed["max_batch_size"] == 2
     assert completed["dynamic_batching"] == written
+
+
+def test_a_class_may_choose_its_batching_strategy(worker: Rig) -> None:
+    text = """
+class Model:
+    batching_strategy = %s
+    target_p99_ms = %s
+    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]:
+        return x
+"""
+    write(worker, text % ("'adaptive'", "12.5"))
+    strategy, target = {"string_value": "adaptive"}, {"string_value": "12.5"}
+    said = complete(worker)["parameters"]
+    assert (said["batching_strategy"], said["target_p99_ms"]) == (strategy, target)
+    written = {"target_p99_ms": {"string_value": "3"}}
+    said = complete(worker, blank(parameters=written))["parameters"]
+    assert said == {**written, "batching_strategy": strategy}
+    for values, what in (
+        (("7", "None"), "'Model.batching_strategy' must be a string, got 7"),
+        (("None", "'5'"), "'Model.target_p99_ms' must be a number of milliseconds, got '5'"),
+        (("None", "True"), "'Model.target_p99_ms' must be a number of milliseconds, got True"),
+    ):
+        write(worker, text % values)
+        with pytest.raises(InvalidArgument, match=re.escape(what)):
+            complete(worker)
 
 
 def test_without_inputs_there_is_no_batch(worker: Rig) -> None:

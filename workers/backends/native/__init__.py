@@ -1,8 +1,9 @@
 """Backend `native`: a class whose annotated `predict` gets whole batches; needs no configuration.
 
 The file is `default_model_filename` (model.py) in the version folder, the class the parameter
-"class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension) and
-`max_queue_delay_us` (0) as attributes, and the methods `load(self, context)`, `unload(self)` and
+"class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension),
+`max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms` and `sequence_batching` (a mapping,
+as a configuration has it) as attributes, and the methods `load(self, context)`, `unload(self)` and
 `is_ready(self)`, plain or a coroutine, which is asked between two batches. One that is a
 `torch.nn.Module` is put on the device and into evaluation mode.
 
@@ -37,7 +38,7 @@ from shmserve.workers.backends.native import signature as predict_signature
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.device import open_device
-from shmserve.workers.sequences.config import as_model_sees
+from shmserve.workers.sequences.config import as_model_sees, of_sequences
 from shmserve.workers.user_code import import_file, says_ready
 
 _DEFAULT_MAX_BATCH_SIZE = 32
@@ -63,17 +64,21 @@ class NativeBackend(Backend):
         completed = dict(config)
         predict = predict_signature.read(model)
         inputs, outputs = predict_signature.as_config(predict)
-        completed["input"] = config.get("input") or inputs
-        completed["output"] = config.get("output") or outputs
+        if not has_scheduler(config) and hasattr(model, "sequence_batching"):
+            completed["sequence_batching"] = model.sequence_batching
+        ours = of_sequences(completed)
+        completed["input"] = config.get("input") or [i for i in inputs if i["name"] not in ours]
+        completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
         if not config.get("max_batch_size"):
             # Without inputs nothing says how many rows a batch has.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
             completed["max_batch_size"] = _whole(model, "max_batch_size", most)
         if predict.streams:
             completed["model_transaction_policy"] = {"decoupled": True}
-        elif completed["max_batch_size"] > 1 and not has_scheduler(config):
+        elif completed["max_batch_size"] > 1 and not has_scheduler(completed):
             delay = _whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
+        completed["parameters"] = {**_strategy(model), **(config.get("parameters") or {})}
         return completed
 
     def load(self, config: dict[str, Any]) -> None:
@@ -171,6 +176,22 @@ def _whole(model: type, attribute: str, default: int) -> int:
             f"'{model.__name__}.{attribute}' must be an integer >= 0, got {value!r}"
         )
     return value
+
+
+def _strategy(model: type) -> dict[str, Any]:
+    """What the class says of its batching strategy, as parameters of a configuration."""
+    said: dict[str, Any] = {}
+    for name, kinds, what in (
+        ("batching_strategy", (str,), "a string"),
+        ("target_p99_ms", (int, float), "a number of milliseconds"),
+    ):
+        value = getattr(model, name, None)
+        if value is None:
+            continue
+        if type(value) not in kinds:
+            raise InvalidArgument(f"'{model.__name__}.{name}' must be {what}, got {value!r}")
+        said[name] = {"string_value": str(value)}
+    return said
 
 
 def _check(signature: Signature, predict: predict_signature.PredictSignature) -> None:

@@ -82,7 +82,8 @@ class PythonBackend(Backend):
                 }
             )
         execution = DecoupledExecution if is_decoupled(config) else Execution
-        self._execution = execution(context, self._model)
+        iterative = bool((config.get("sequence_batching") or {}).get("iterative_sequence"))
+        self._execution = execution(context, self._model, iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
         self._server.alone = _instances(config) == 1
         self._server.running = True

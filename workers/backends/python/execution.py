@@ -35,11 +35,12 @@ def _misbehaved(instance: str, what: str) -> Internal:
 
 class Execution:
     """Calls `execute` of one model that is not decoupled. Where that is a coroutine function, one
-    event loop runs them."""
+    event loop runs them. `iterative`: it may ask for a request once more."""
 
-    def __init__(self, context: ModelContext, model: Any) -> None:
+    def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
         self._context = context
         self._model = model
+        self._iterative = iterative
         self._lender = Lender(context.model_name, context.copied)
         self._runner: asyncio.Runner | None = None
 
@@ -85,7 +86,7 @@ class Execution:
             [request.outbox for request, item in pairs if item is None and request.outbox]
         )
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
-        return [self._answer(*pair) for pair in pairs]
+        return [self._response(*pair) for pair in pairs]
 
     def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
         """What `execute` has returned, if that is not yet a list."""
@@ -97,8 +98,10 @@ class Execution:
             raise self._misbehaved(_no_list(returned))
         return returned
 
-    def _answer(self, request: ReceivedRequest, response: Any) -> Response:
+    def _response(self, request: ReceivedRequest, response: Any) -> Response:
         if request.is_rescheduled:
+            if self._iterative and response is None:
+                return Response(rescheduled=True)
             return self._not_rescheduled(response)
         if request.outbox is not None and request.outbox.response is not None:
             return request.outbox.response
@@ -140,11 +143,12 @@ class Execution:
 
 class DecoupledExecution:
     """Calls `execute` of one decoupled model. Where that is a coroutine function, they run side by
-    side in an event loop that has a thread of its own."""
+    side in an event loop that has a thread of its own. `iterative`: as `Execution` has it."""
 
-    def __init__(self, context: ModelContext, model: Any) -> None:
+    def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
         self._context = context
         self._model = model
+        self._iterative = iterative
         self._loop: EventLoopThread | None = None
 
     def execute(self, streams: list[ResponseStream]) -> None:
@@ -165,7 +169,9 @@ class DecoupledExecution:
                 "return None.",
             )
         for request, stream in zip(received, streams, strict=True):
-            if request.is_rescheduled:
+            if request.is_rescheduled and self._iterative:
+                stream.reschedule()
+            elif request.is_rescheduled:
                 stream.fail(Internal(_NOT_ITERATIVE))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a model gets views of its inputs or copies: found out by watching what it does with them.
+"""Input lending: models get zero-copy views of their inputs, or copies where they keep them.
 
 A model written for Triton owns the arrays it is given: it may write into them and keep them. Ours
 are views of memory that others use again. So the first inputs are lent as copies; a model that has

@@ -91,11 +91,11 @@ def to_response(response: InferenceResponse) -> Response:
     return Response([tensor.as_output() for tensor in response._outputs], response._parameters)
 
 
-def from_call(reply: CallResponse) -> InferenceResponse:
+def from_call(response: CallResponse) -> InferenceResponse:
     """Another model's response as a model sees it."""
-    response = InferenceResponse([Tensor.of_input(output, None) for output in reply.outputs])
-    response._parameters = reply.parameters
-    return response
+    made = InferenceResponse([Tensor.of_input(output, None) for output in response.outputs])
+    made._parameters = response.parameters
+    return made
 
 
 def from_error(error: ShmserveError) -> InferenceResponse:

@@ -16,6 +16,7 @@ could change under the model's hands must not be used as an index), and overlaps
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -241,18 +242,9 @@ def _aliases(operation: Any) -> bool:
     return any(value.alias_info is not None for value in operation._schema.returns)
 
 
-_templates: dict[tuple[Any, str], Any] = {}
-
-
+@functools.cache
 def _out_form(operation: Any, device: str) -> Any:
-    """The form of an operation that writes into a given tensor, without a copy; or None."""
-    key = (operation, device)
-    if key not in _templates:
-        _templates[key] = _find_form(operation, device)
-    return _templates[key]
-
-
-def _find_form(operation: Any, device: str) -> Any:
+    """The overload of an operation that writes into a given tensor, without a copy; or None."""
     if not _DYNAMIC.isdisjoint(operation.tags):
         return None
     has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key

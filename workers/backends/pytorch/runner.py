@@ -97,7 +97,8 @@ class Runner:
 
     def _tensor(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
         # What is in host memory and goes to a device is copied there anyway.
-        aliased = not self._device.remote or requests[0].inputs[name].on_device
+        first = requests[0].inputs[name]
+        aliased = (not self._device.remote or first.on_device) and not first.writable
         raw, shape, view = self._gatherer.gather(name, requests, aliased and not self._views)
         tensor = as_torch(datatype, shape, raw)
         if isinstance(raw, memoryview):
@@ -110,7 +111,7 @@ class Runner:
             # In the memory of another device: copied to ours, or to the host's.
             self._copied.inputs += tensor.nbytes
             return tensor.to(self._device.torch)
-        if view or self._learning:
+        if (view or self._learning) and not first.writable:
             self._watched.append((tensor, tensor._version))
         return tensor
 
@@ -146,9 +147,10 @@ class Runner:
         if self._device.remote:
             self._device.synchronize()
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
+        states = [self._state(name, outputs) for name in requests[0].states]
         if len(requests) == 1:
-            return [Response([item.whole(requests[0]) for item in made])]
-        return self._split(requests, made)
+            return [Response([item.whole(requests[0]) for item in made], states=states)]
+        return self._split(requests, made, states)
 
     def own_inputs(self, request: Request) -> dict[str, Any]:
         """Each input of a request as the model's own, for as long as it likes."""
@@ -205,10 +207,20 @@ class Runner:
             return Output(name, _datatype(value, datatype), value)
         raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
 
-    def _split(self, requests: Sequence[Request], outputs: Sequence[_Made]) -> list[Response]:
+    def _state(self, name: str, outputs: Mapping[str, Any]) -> Output:
+        """A state as the model has left it, where it is."""
+        value = outputs[name]
+        if isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
+            return Output(name, PROTOCOL[value.dtype], value)
+        return self._fetch_host(name, value)
+
+    def _split(
+        self, requests: Sequence[Request], outputs: Sequence[_Made], states: Sequence[Output] = ()
+    ) -> list[Response]:
         total = sum(request.batch_size for request in requests)
-        for output in outputs:
-            shape = tuple((output.host if output.device is None else output.device).shape)
+        every: list[_Made | Output] = [*outputs, *states]
+        for output in every:
+            shape = tuple(output.shape)
             if not shape or shape[0] != total:
                 raise Internal(
                     f"unexpected shape for inference output '{output.name}' for model "
@@ -218,7 +230,9 @@ class Runner:
         at = 0
         for request in requests:
             end = at + request.batch_size
-            responses.append(Response([output.rows(request, at, end) for output in outputs]))
+            rows = [made.rows(request, at, end) for made in outputs]
+            kept = [state._replace(data=state.data[at:end]) for state in states]
+            responses.append(Response(rows, states=kept))
             at = end
         return responses
 
@@ -230,6 +244,12 @@ class _Made(NamedTuple):
     datatype: str
     host: Any
     device: torch.Tensor | None
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole batch."""
+        whole: Sequence[int] = (self.host if self.device is None else self.device).shape
+        return whole
 
     def whole(self, request: Request) -> Output:
         """As the only request of the batch gets it."""

@@ -1,4 +1,4 @@
-"""Trace and log settings: there is no tracing; log settings are as over HTTP."""
+"""Trace and log settings over gRPC: there is no tracing."""
 
 from __future__ import annotations
 

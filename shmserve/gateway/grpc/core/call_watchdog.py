@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from enum import Enum, auto
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -21,6 +22,9 @@ from shmserve.gateway.grpc.core import sockets as core_sockets
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 
 logger = logging.getLogger(__name__)
+
+# Who leaves sooner is noticed then, and whoever waits for such a call's end within twice as long.
+_YOUNG_S = 0.015
 
 
 class Call(Protocol):
@@ -51,8 +55,40 @@ def client_left(error: BaseException) -> bool:
     return type(error).__name__ == "ExecuteBatchError"
 
 
+class Soon:
+    """Runs what it is given `after_s` seconds later, or up to twice as late, with one timer for
+    all; in the event loop."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self._new: list[Callable[[], None]] = []
+        self._old: list[Callable[[], None]] = []
+        self._running = False
+
+    def add(self, action: Callable[[], None]) -> None:
+        """Run this, once."""
+        self._new.append(action)
+        if not self._running:
+            self._running = True
+            self._go_on()
+
+    def _go_on(self) -> None:
+        asyncio.get_running_loop().call_later(self._after_s, self._run)
+
+    def _run(self) -> None:
+        due, self._old, self._new = self._old, self._new, []
+        self._running = bool(self._old)
+        if self._running:
+            self._go_on()
+        for action in due:
+            try:
+                action()
+            except Exception:
+                logger.exception("a call could not be watched")
+
+
 class Calls:
-    """All of a server's.
+    """All of a server's; `young` are those whose clients are not watched yet.
 
     A connection must move at least `SLOWEST_RATE` bytes a second, measured over `patience_s`
     seconds, while one of its calls waits for it: else a call that waits for its request ends, and a
@@ -65,6 +101,7 @@ class Calls:
         # What the connections had moved of those that waited at the last look.
         self._moved: dict[tuple[Call, Phase], int] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self.young = Soon(_YOUNG_S)
 
     def begin(self, call: Call) -> None:
         """A call is here; its request is still to come."""

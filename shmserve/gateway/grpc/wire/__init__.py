@@ -1,1 +1,1 @@
-"""Protobuf messages to requests, and responses to protobuf messages."""
+"""The codec of inference messages: protobuf to requests, responses to protobuf."""

@@ -1,4 +1,4 @@
-"""What requests come to that differ only in their tensors' bytes, remembered.
+"""The cache of prepared gRPC requests, by a fingerprint: the message without the tensors' bytes.
 
 Programs send the same request again and again with other numbers in it. A serialized
 ModelInferRequest has its tensors' bytes (`raw_input_contents`, the field with the highest number)
@@ -28,7 +28,7 @@ Key = tuple[bytes, tuple[int, ...]]
 
 
 def split(raw: bytes) -> tuple[Key, list[bytes]] | None:
-    """What a small request is known by, and its raw contents; None if it cannot be known."""
+    """The fingerprint of a small request, and its raw contents; None if it has none."""
     if len(raw) > _MOST_BYTES:
         return None
     contents: list[bytes] = []
@@ -68,7 +68,7 @@ class _Known(NamedTuple):
 
 
 class PreparedRequests:
-    """What headers come to, whatever model they name."""
+    """The cache, of all models."""
 
     def __init__(self, models: ModelTable) -> None:
         self._models = models

@@ -1,4 +1,4 @@
-"""ModelInferRequest to the request that both listeners share, checked as Triton checks it (pure).
+"""The decoder of ModelInferRequest to the neutral request, checked as Triton checks it (pure).
 
 The bytes of an input are in `raw_input_contents` (one entry for each input that is in no region) or
 in its own typed `contents`; the texts are Triton's.

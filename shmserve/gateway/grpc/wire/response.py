@@ -1,4 +1,4 @@
-"""ModelInferResponse as bytes, without a copy of the tensors that is not needed.
+"""The serializer of ModelInferResponse: protobuf by hand, with the tensors copied once.
 
 Everything but the id and the tensors' bytes is the same from one response of a model to the next,
 as long as the shapes are: that part is serialized once and kept. The rest is appended as protobuf
@@ -15,6 +15,7 @@ from shmserve.errors import Internal
 from shmserve.gateway.model_table import Model
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.tensors.template_cache import BoundedCache
 from shmserve.proto.grpc_service_pb2 import (
     InferParameter,
     ModelInferResponse,
@@ -28,26 +29,7 @@ _RAW_OUTPUT = b"\x32"  # field 6
 _INFER_RESPONSE = b"\x12"  # field 2 of ModelStreamInferResponse
 _MOST_HEADS = 256
 
-_Head = tuple[tuple[str, str, tuple[int, ...]], ...]
-_heads: dict[tuple[str, str, _Head], bytes] = {}
-
-
-def encode(
-    model: Model, request_id: str, inferred: Inferred, contents: Sequence[bytes | memoryview]
-) -> bytes:
-    """The serialized response; `contents` has the bytes of each output, empty for one in a region.
-
-    Raises Internal when it is larger than a message can be.
-    """
-    pieces: list[bytes | memoryview] = _before(model, request_id, inferred)
-    for content in contents:
-        pieces += (_RAW_OUTPUT, varint(len(content)), content)
-    size = sum(map(len, pieces))
-    if size > LARGEST_MESSAGE:
-        raise Internal(
-            f"Response has byte size {size} which exceeds gRPC's byte size limit {LARGEST_MESSAGE}."
-        )
-    return b"".join(pieces)
+_Form = tuple[str, str, tuple[tuple[str, str, tuple[int, ...]], ...]]
 
 
 class ResponseTemplate:
@@ -56,37 +38,80 @@ class ResponseTemplate:
 
     __slots__ = ("_pieces",)
 
-    def __init__(self, model: Model, request_id: str, inferred: Inferred, sizes: list[int]) -> None:
+    def __init__(self, before: Sequence[bytes | memoryview], sizes: list[int]) -> None:
         self._pieces = [_RAW_OUTPUT + varint(size) for size in sizes]
-        self._pieces[0] = b"".join((*_before(model, request_id, inferred), self._pieces[0]))
+        self._pieces[0] = b"".join((*before, self._pieces[0]))
 
     def fill(self, contents: Sequence[bytes]) -> bytes:
         """The response with these tensors."""
         return b"".join(chain.from_iterable(zip(self._pieces, contents, strict=True)))
 
 
-def _before(model: Model, request_id: str, inferred: Inferred) -> list[bytes | memoryview]:
-    """What is written before the tensors' bytes."""
-    pieces: list[bytes | memoryview] = [_head(model, inferred.outputs)]
-    if inferred.parameters:
-        pieces.append(_parameters(inferred.parameters))
-    if request_id:
-        raw = request_id.encode()
-        pieces += (_ID, varint(len(raw)), raw)
-    return pieces
+class ResponseEncoder:
+    """Serializes responses, and their templates, behind heads that are cached."""
 
+    __slots__ = ("_heads",)
 
-def _head(model: Model, outputs: Sequence[TensorRef]) -> bytes:
-    key = (model.name, model.version, tuple((t.name, t.datatype, t.shape) for t in outputs))
-    head = _heads.get(key)
-    if head is None:
-        if len(_heads) >= _MOST_HEADS:
-            _heads.clear()
-        response = ModelInferResponse(model_name=model.name, model_version=model.version)
-        for name, datatype, shape in key[2]:
-            response.outputs.add(name=name, datatype=datatype, shape=shape)
-        head = _heads[key] = response.SerializeToString()
-    return head
+    def __init__(self) -> None:
+        self._heads: BoundedCache[_Form, bytes] = BoundedCache(_MOST_HEADS)
+
+    def encode(
+        self,
+        model: Model,
+        request_id: str,
+        inferred: Inferred,
+        contents: Sequence[bytes | memoryview],
+    ) -> bytes:
+        """The serialized response; `contents` has the bytes of each output, empty for one in a
+        region.
+
+        Raises Internal when it is larger than a message can be.
+        """
+        pieces: list[bytes | memoryview] = self._before(model, request_id, inferred)
+        for content in contents:
+            pieces += (_RAW_OUTPUT, varint(len(content)), content)
+        size = sum(map(len, pieces))
+        if size > LARGEST_MESSAGE:
+            raise Internal(
+                f"Response has byte size {size} which exceeds gRPC's byte size limit "
+                f"{LARGEST_MESSAGE}."
+            )
+        return b"".join(pieces)
+
+    def template(
+        self, model: Model, request_id: str, inferred: Inferred, sizes: list[int]
+    ) -> ResponseTemplate:
+        """The template of a response whose outputs have these sizes, in bytes."""
+        return ResponseTemplate(self._before(model, request_id, inferred), sizes)
+
+    def streamed_template(
+        self, model: Model, request_id: str, inferred: Inferred
+    ) -> StreamedTemplate:
+        """The template of a response in a stream that is not the last to its request."""
+        return StreamedTemplate(b"".join(self._before(model, request_id, inferred)))
+
+    def _before(
+        self, model: Model, request_id: str, inferred: Inferred
+    ) -> list[bytes | memoryview]:
+        """What is written before the tensors' bytes."""
+        pieces: list[bytes | memoryview] = [self._head(model, inferred.outputs)]
+        if inferred.parameters:
+            pieces.append(_parameters(inferred.parameters))
+        if request_id:
+            raw = request_id.encode()
+            pieces += (_ID, varint(len(raw)), raw)
+        return pieces
+
+    def _head(self, model: Model, outputs: Sequence[TensorRef]) -> bytes:
+        key = (model.name, model.version, tuple((t.name, t.datatype, t.shape) for t in outputs))
+        head = self._heads.find(key)
+        if head is None:
+            response = ModelInferResponse(model_name=model.name, model_version=model.version)
+            for name, datatype, shape in key[2]:
+                response.outputs.add(name=name, datatype=datatype, shape=shape)
+            head = response.SerializeToString()
+            self._heads.remember(key, head)
+        return head
 
 
 def _parameters(values: dict[str, Any]) -> bytes:
@@ -128,8 +153,8 @@ class StreamedTemplate:
 
     __slots__ = ("_fixed",)
 
-    def __init__(self, model: Model, request_id: str, inferred: Inferred) -> None:
-        self._fixed = encode(model, request_id, inferred, ()) + _NOT_FINAL
+    def __init__(self, before: bytes) -> None:
+        self._fixed = before + _NOT_FINAL
 
     def fill(self, contents: Sequence[bytes]) -> bytes:
         """The response with these bytes of its outputs, which are small."""
@@ -153,7 +178,7 @@ def streamed_error(
     message: str, request_id: str, model_name: str = "", *, final: bool = True
 ) -> bytes:
     """What a stream says of a request that failed; `model_name` tells whose scheduler had it, and
-    `final` then that it is answered with this."""
+    `final` then that this is the last response."""
     response = ModelStreamInferResponse(error_message=message or _NO_MESSAGE)
     response.infer_response.id = request_id
     if model_name:

@@ -2,7 +2,7 @@
 
 aiohttp_parts.py   the parser, and the streams that bodies are in
 flow_control.py    back-pressure, both ways
-incoming.py        bytes -> requests that wait for their turn; who is too slow with them
+incoming.py        bytes -> the queue of requests; timeouts for heads and bodies
 protocol.py        a connection, and its requests one after the other
-limits.py          how many there may be, and who makes room
+limits.py          how many there may be, and which idle ones are evicted
 """

@@ -1,4 +1,4 @@
-"""What this listener takes of aiohttp: its HTTP parser, and the stream that this puts a body into.
+"""An adapter to aiohttp: its HTTP parser, and the stream that this puts a body into.
 
 They are exported by `aiohttp.http` and `aiohttp`, but what they want of a protocol is written down
 nowhere: `connected`, `pause_reading` and `resume_reading`. So the versions are bound in
@@ -91,7 +91,7 @@ class Parser(Protocol):
         """Parse no more of a body than what is parsed now, until `feed_data` comes again."""
 
     def message_consumed(self) -> None:
-        """A request is being answered: there is room for one more."""
+        """A request was taken from the queue: there is room for one more."""
 
 
 def make_parser(connection: Reading, loop: asyncio.AbstractEventLoop, most_queued: int) -> Parser:

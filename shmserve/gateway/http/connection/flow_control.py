@@ -1,7 +1,7 @@
 """Back-pressure of a connection, both ways.
 
-Writing waits while the client reads more slowly than we write. A connection is not read while a
-body is full that nobody reads, or while too many requests wait.
+Writing waits while the client reads more slowly than we write. A connection is not read while the
+stream of a body is full, or while too many pipelined requests are queued.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class FlowControl(asyncio.Protocol):
         self.writing_paused = False
         self._drained: asyncio.Future[None] | None = None
         self._stream_full = False
-        self._too_many = False  # requests wait
+        self._too_many = False  # requests are queued
         self._reading_paused = False
 
     @abstractmethod
     def _parse_rest(self) -> int:
-        """Parse what has come and was not parsed yet; how many requests wait."""
+        """Parse what has come and was not parsed yet; how many requests are queued."""
 
     @property
     def connected(self) -> bool:
@@ -79,7 +79,7 @@ class FlowControl(asyncio.Protocol):
             self._set_reading()
 
     def _queued(self, count: int) -> None:
-        """So many requests wait now."""
+        """So many requests are queued now."""
         if count >= _MOST_QUEUED:
             self._too_many = True
             self._set_reading()

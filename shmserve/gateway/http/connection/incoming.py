@@ -1,8 +1,7 @@
-"""What comes on a connection: bytes -> requests that wait for their turn, and clocks for what is
-missing of them.
+"""The receiving half of a connection: bytes -> the queue of its requests, and read timeouts.
 
-A head that is byte for byte the last one's, as programs send it again and again, is not parsed
-again, whether its body comes with it or, as most clients write it, right behind.
+Heads are cached: one that is byte for byte the last one's, as programs send it again and again, is
+not parsed again, whether its body comes with it or, as most clients write it, right behind.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, WholeBody
 from shmserve.gateway.settings import Settings
 
 SMALL_BODY = 64 * 1024
-_LONGEST_KNOWN_HEAD = 2048
+_LONGEST_CACHED_HEAD = 2048
 
 
 class Incoming(FlowControl):
     """The requests of a connection, as their bytes come."""
 
     __slots__ = (
-        *("_awaiting", "_busy", "_clock", "_content", "_deadline", "_ended", "_held"),
-        *("_known_head", "_known_message", "_known_size", "_messages", "_missing", "_settings"),
-        *("_since", "_starts", "_understood", "_waiter"),
+        *("_awaiting", "_busy", "_timer", "_content", "_deadline", "_ended", "_held"),
+        *("_cached_head", "_cached_message", "_cached_size", "_messages", "_missing", "_settings"),
+        *("_since", "_starts", "_parsing", "_waiter"),
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
@@ -38,37 +37,51 @@ class Incoming(FlowControl):
         self._settings = settings
         self._ended = False
         # --- what has come
-        # Requests that wait for their turn; an error, behind which nothing is understood.
+        # The queue; an error ends it, behind which nothing is parsed.
         self._messages: deque[
             tuple[RawRequestMessage | HttpProcessingError, StreamReader | WholeBody]
         ] = deque()
-        self._waiter: asyncio.Future[None] | None = None  # of who answers, for a request
-        self._understood = True  # what follows; not behind an error, or in another protocol
+        self._waiter: asyncio.Future[None] | None = None  # of the task, for a request
+        self._parsing = True  # not behind an error, or in another protocol
         # --- what is missing
-        self._clock: asyncio.TimerHandle | None = None
-        self._deadline = 0.0  # of what is missing now, by the loop's clock
-        self._busy = False  # a request is being answered
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0  # of what is missing, by the loop's time
+        self._busy = False  # a request is being handled
         self._starts = False  # bytes of the next one are here, but not its whole head
         self._content: StreamReader | None = None  # a body that is not all here
         self._awaiting = False  # it is small, and awaited
-        # --- what is known
-        self._known_head = b""  # of the last request with a small body
-        self._known_size = 0  # of that request, with its body
-        self._known_message: RawRequestMessage | None = None
-        self._held = b""  # a known head, whose body should come next
+        # --- the cached head
+        self._cached_head = b""  # of the last request with a small body
+        self._cached_size = 0  # of that request, with its body
+        self._cached_message: RawRequestMessage | None = None
+        self._held = b""  # a cached head, whose body should come next
         # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
         # as after bytes of two requests in one piece. Then, for good, all goes to the parser.
         self._missing = 0
-        self._since = loop.time()  # the last request was answered, or the connection made
+        self._since = loop.time()  # the last request ended, or the connection was made
 
     def force_close(self) -> None:
-        """End it, now."""
+        """End it; what is written already may still be flushed."""
         self._ended = True
         if self._waiter is not None:
             self._waiter.cancel()
-        if self.transport is not None:
-            self.transport.close()
-            self.transport = None
+        self._close()
+        self.transport = None
+
+    def abort(self) -> None:
+        """End it now, whatever is not flushed."""
+        transport = self.transport
+        self.force_close()
+        if transport is not None:
+            transport.abort()
+
+    def _close(self) -> None:
+        # A client that does not read could put off the end for good, beyond every limit.
+        transport = self.transport
+        if transport is not None and not transport.is_closing():
+            transport.close()
+            if transport.get_write_buffer_size():
+                self._loop.call_later(self._settings.body_timeout_s, transport.abort)
 
     @property
     def open(self) -> bool:
@@ -89,26 +102,26 @@ class Incoming(FlowControl):
     # --- bytes
 
     def data_received(self, data: bytes) -> None:
-        """Parse; bytes that complete no request start a clock."""
+        """Parse; bytes that complete no request start the read timeout."""
         held, self._held = self._held, b""
         if held:
             data = held + data
-        # Nothing is on its way: not a request that is answered, nor a part of one.
+        # No request is being handled or queued, and no part of one is here.
         between = not (self._missing or self._busy or self._messages)
         waiter = self._waiter
         if waiter is None or waiter.done():
             pass  # the task has not begun, or has ended
-        elif between and len(data) <= self._known_size and data.startswith(self._known_head):
-            if len(data) == self._known_size:
-                assert self._known_message is not None
+        elif between and len(data) <= self._cached_size and data.startswith(self._cached_head):
+            if len(data) == self._cached_size:
+                assert self._cached_message is not None
                 self._messages.append(
-                    (self._known_message, WholeBody(data[len(self._known_head) :]))
+                    (self._cached_message, WholeBody(data[len(self._cached_head) :]))
                 )
                 waiter.set_result(None)
                 return
             if not held:
                 self._held = data
-                self._start_clock(self._settings.body_timeout_s)
+                self._start_timeout(self._settings.body_timeout_s)
                 return
         self._parse(data, between)
 
@@ -117,22 +130,22 @@ class Incoming(FlowControl):
         return len(self._messages)
 
     def _parse(self, data: bytes, between: bool) -> None:
-        if self._ended or not self._understood:
+        if self._ended or not self._parsing:
             return
         try:
             messages, upgraded, _ = self._parser.feed_data(data)
         except HttpProcessingError as error:
             self._messages.append((error, WholeBody(b"")))
-            self._understood = False
+            self._parsing = False
         else:
             self._messages += messages
-            self._understood = not upgraded
+            self._parsing = not upgraded
         waiter = self._waiter
         if self._messages and waiter is not None and not waiter.done():
             waiter.set_result(None)
         self._queued(len(self._messages))
         if between:
-            self._remember(data)
+            self._cache_head(data)
         elif data:
             self._missing = max(self._missing - len(data), -1) if self._missing else -1
         content = self._content
@@ -146,15 +159,15 @@ class Incoming(FlowControl):
             self._starts = False
         elif data and not self._starts:
             self._starts = True
-            self._start_clock(self._settings.header_timeout_s)
+            self._start_timeout(self._settings.header_timeout_s)
 
-    def _remember(self, data: bytes) -> None:
-        """Know the head of a request again, if `data` is the head of one and nothing behind it."""
-        self._known_size, self._missing = 0, -1
-        if len(self._messages) != 1 or not self._understood:
+    def _cache_head(self, data: bytes) -> None:
+        """Cache the head of a request, if `data` is one request, or the start of one."""
+        self._cached_size, self._missing = 0, -1
+        if len(self._messages) != 1 or not self._parsing:
             return
         message, _ = self._messages[0]
-        head_size = data.find(b"\r\n\r\n", 0, _LONGEST_KNOWN_HEAD) + 4
+        head_size = data.find(b"\r\n\r\n", 0, _LONGEST_CACHED_HEAD) + 4
         if not isinstance(message, RawRequestMessage) or head_size < 4:
             return
         said = message.headers.get(CONTENT_LENGTH, "0")
@@ -163,25 +176,25 @@ class Incoming(FlowControl):
             return
         self._missing = size - len(data)
         if not message.should_close and EXPECT not in message.headers and int(said) <= SMALL_BODY:
-            self._known_head, self._known_message = data[:head_size], message
-            self._known_size = size
+            self._cached_head, self._cached_message = data[:head_size], message
+            self._cached_size = size
 
-    def _start_clock(self, patience_s: float) -> None:
-        """What is missing from now on has so long to come."""
+    def _start_timeout(self, timeout_s: float) -> None:
+        """The read timeout of what is missing from now on."""
         # One coarse timer a connection, which looks at what it finds: one a request costs more.
-        self._deadline = self._loop.time() + patience_s
-        if self._clock is not None and self._clock.when() > self._deadline:
-            self._clock.cancel()
-            self._clock = None
-        if self._clock is None:
-            self._clock = self._loop.call_at(self._deadline, self._tick)
+        self._deadline = self._loop.time() + timeout_s
+        if self._timer is not None and self._timer.when() > self._deadline:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._deadline, self._check_timeout)
 
-    def _tick(self) -> None:
-        self._clock = None
+    def _check_timeout(self) -> None:
+        self._timer = None
         if not (self._held or self._starts or self._awaiting):
             return
         if self._loop.time() < self._deadline:
-            self._clock = self._loop.call_at(self._deadline, self._tick)
+            self._timer = self._loop.call_at(self._deadline, self._check_timeout)
         elif self._held:
             held, self._held = self._held, b""
             self._parse(held, True)

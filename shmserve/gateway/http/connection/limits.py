@@ -1,9 +1,9 @@
-"""How many connections there may be through one listener, and who makes room for whom.
+"""Connection limits of one listener: eviction of the longest idle, and a quota for each peer.
 
 Who opens many and sends nothing keeps nobody out: at the limit the connections that have been idle
-for longest make room for new ones. And no peer (a user at a unix socket, an address of another
-host) has more than a share of them, so that what it opens costs the others nothing: beyond that,
-room is made among its own. On loopback all clients have one address, and are one crowd.
+for longest are evicted for new ones. And no peer (a user at a unix socket, an address of another
+host) has more than its quota, so that what it opens costs the others nothing: beyond that, its own
+are evicted. On loopback all clients have one address, and no quota.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shmserve.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_COMPLAINTS = 10  # about too many connections
+_MOST_WARNINGS = 10  # about too many connections; more are debug lines
 
 
 class Server:
@@ -33,10 +33,10 @@ class Server:
         self._settings = settings
         self._listener = listener
         self._most = most
-        self._most_of_one = share_of(most)
+        self._quota = share_of(most)
         self._connections: set[Connection] = set()
-        self._of: dict[object, set[Connection]] = {}  # by peer
-        self._crowded = 0
+        self._by_peer: dict[object, set[Connection]] = {}  # by peer
+        self._warnings = 0
 
     def __call__(self) -> Connection:
         """The protocol of a new connection."""
@@ -48,20 +48,20 @@ class Server:
         return list(self._connections)
 
     def connection_made(self, connection: Connection) -> ClientIdentity:
-        """Enter a connection, or end it when there are too many."""
+        """Register a connection; where there are too many, evict others, or this one."""
         transport = connection.transport
         assert transport is not None
         client = ClientIdentity(self._listener, transport.get_extra_info("socket"))
         self._connections.add(connection)
         peer = self._peer_of(client, transport)
         if peer is not None:
-            its = self._of.setdefault(peer, set())
+            its = self._by_peer.setdefault(peer, set())
             its.add(connection)
             client.when_gone(lambda: self._leave(peer, connection))
-            if len(its) > self._most_of_one:
-                self._make_room(connection, its, self._most_of_one)
+            if len(its) > self._quota:
+                self._evict(connection, its, self._quota)
         if len(self._connections) > self._most:
-            self._make_room(connection, self._connections, self._most)
+            self._evict(connection, self._connections, self._most)
         return client
 
     def connection_lost(self, connection: Connection) -> None:
@@ -69,7 +69,7 @@ class Server:
         self._connections.discard(connection)
 
     def _peer_of(self, client: ClientIdentity, transport: asyncio.Transport) -> object:
-        """Who shares a limit; None on loopback, where nothing tells clients apart."""
+        """Whose quota it counts in; None on loopback, where nothing tells clients apart."""
         if self._listener.kind is ListenerKind.UNIX:
             return client.uid
         if self._listener.kind is ListenerKind.LOOPBACK:
@@ -77,14 +77,14 @@ class Server:
         return network(str((transport.get_extra_info("peername") or ("",))[0]))
 
     def _leave(self, peer: object, connection: Connection) -> None:
-        its = self._of[peer]
+        its = self._by_peer[peer]
         its.discard(connection)
         if not its:
-            del self._of[peer]
+            del self._by_peer[peer]
 
-    def _make_room(self, newcomer: Connection, crowd: Collection[Connection], most: int) -> None:
+    def _evict(self, newcomer: Connection, among: Collection[Connection], most: int) -> None:
         others = [
-            connection for connection in crowd if connection.open and connection is not newcomer
+            connection for connection in among if connection.open and connection is not newcomer
         ]
         if len(others) < most or not newcomer.open:
             return  # the rest is on its way out
@@ -92,15 +92,15 @@ class Server:
         ended = _longest(others, lambda one: one.idle_since, max(1, most // 64))
         ended = ended or _longest(others, lambda one: one.sending_since, 1)
         logger.log(
-            logging.WARNING if self._crowded < _COMPLAINTS else logging.DEBUG,
+            logging.WARNING if self._warnings < _MOST_WARNINGS else logging.DEBUG,
             "more than %d connections%s: %s",
             most,
             "" if most == self._most else " of one peer",
             f"{len(ended)} that were idle were ended" if ended else "one was refused",
         )
-        self._crowded += 1
+        self._warnings += 1
         for connection in ended or [newcomer]:
-            connection.force_close()
+            connection.abort()
 
 
 def _longest(

@@ -1,8 +1,8 @@
-"""HTTP connections: aiohttp's parser under a protocol of our own that creates little.
+"""The asyncio protocol of HTTP connections: keep-alive and pipelining on one task a connection.
 
 aiohttp's server makes a task, a request, a writer and a response for each request, a third of what
-a small inference costs here. Ours answers one request after the other in the connection's own task.
-When the client leaves, that task is cancelled, wherever it is.
+a small inference costs here. Ours has aiohttp's parser, and handles one request after the other in
+the connection's own task. When the client leaves, that task is cancelled, wherever it is.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
 )
 from shmserve.gateway.http.connection.incoming import SMALL_BODY, Incoming
 from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, Request, WholeBody
-from shmserve.gateway.http.response import Reply, error_reply
+from shmserve.gateway.http.response import Response, error_response
 from shmserve.gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-Handle = Callable[[Request], Awaitable[Reply]]
+Handle = Callable[[Request], Awaitable[Response]]
 
-_IDLE_S = 3600.0  # keep-alive connections that send nothing cost nothing
+_IDLE_S = 3600.0  # keep-alive connections that are idle cost nothing
 _LINGER_S = 2.0
 
 
 class Owner(Protocol):
-    """Who counts connections."""
+    """Who counts and limits connections."""
 
     def connection_made(self, connection: Connection) -> ClientIdentity:
-        """It is here: who is it? It may be ended at once where there are too many."""
+        """It is here; returns who its client is. It may be ended at once where there are too
+        many."""
 
     def connection_lost(self, connection: Connection) -> None:
         """It has ended."""
 
 
 class Connection(Incoming):
-    """One client's connection. `handle` gives the reply to each request, and raises nothing.
+    """One client's connection. `handle` gives the response to each request, and raises nothing.
 
     `client` is who that is, once the connection is made.
     """
@@ -66,7 +67,7 @@ class Connection(Incoming):
     # --- the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Enter it, and answer from now on."""
+        """Register it, and handle its requests from now on."""
         self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
@@ -78,11 +79,11 @@ class Connection(Incoming):
         self._task = self._loop.create_task(self._serve_all())
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Cancel who is answering."""
+        """Cancel the request that is being handled."""
         self._owner.connection_lost(self)
         self.force_close()
         self.resume_writing()
-        for timer in (self._clock, self._idle_timer):
+        for timer in (self._timer, self._idle_timer):
             if timer is not None:
                 timer.cancel()
         if self._task is not None:
@@ -100,12 +101,14 @@ class Connection(Incoming):
     # --- requests, one after the other
 
     async def _serve_all(self) -> None:
-        """Answer requests until the connection is to end."""
+        """Handle requests until the connection is to end."""
         try:
             while await self._serve_next():
                 self._since = self._loop.time()
                 if self._messages:
-                    await asyncio.sleep(0)  # others' turn: who asks on and on never waits for one
+                    await asyncio.sleep(
+                        0
+                    )  # fairness: pipelined requests alone would never wait for a turn of the loop
         except ConnectionError:
             logger.debug("a client left before its response")
         except asyncio.CancelledError:
@@ -114,11 +117,9 @@ class Connection(Incoming):
         except Exception:
             logger.exception("a connection failed")
         self._task = None
-        # What is behind the last one is not answered: the connection is idle until it is closed,
-        # which takes as long as its client does not read the rest.
+        # Pipelined requests behind the last one are dropped.
         self._messages.clear()
-        if self.transport is not None:
-            self.transport.close()
+        self._close()
 
     async def _serve_next(self) -> bool:
         if not self._messages:
@@ -145,25 +146,25 @@ class Connection(Incoming):
             assert isinstance(content, StreamReader)
             self._content = content
             await self._await_small(request, content)
-        reply = await self._handle(request)
+        response = await self._handle(request)
         if message.should_close or message.upgrade or not content.is_eof():
-            reply.close = True
+            response.close = True
         try:
-            await reply.send(request, self._settings.body_timeout_s)
+            await response.send(request, self._settings.body_timeout_s)
         finally:
-            if reply.on_sent is not None:
-                reply.on_sent()
-        if reply.close:
+            if response.on_sent is not None:
+                response.on_sent()
+        if response.close:
             await _linger(content)
             return False
         return True
 
     def _refuse(self, error: HttpProcessingError) -> None:
         logger.debug("malformed request: %s", error)
-        reply = error_reply(400, "malformed HTTP request", close=True)
+        response = error_response(400, "malformed HTTP request", close=True)
         if self.transport is not None and not self.transport.is_closing():
-            body = b"".join(reply.pieces)
-            self.transport.write(reply.head(None, len(body)) + body)
+            body = b"".join(response.pieces)
+            self.transport.write(response.head(None, len(body)) + body)
 
     async def _await_small(self, request: Request, content: StreamReader) -> None:
         """Wait for all of a small body, so that handlers find it here, or find why it is not."""
@@ -173,7 +174,7 @@ class Connection(Incoming):
         if content.exception() is not None:
             return
         self._awaiting = True
-        self._start_clock(self._settings.body_timeout_s)
+        self._start_timeout(self._settings.body_timeout_s)
         try:
             await content.wait_eof()
         except (TimeoutError, MalformedBody):

@@ -1,1 +1,1 @@
-"""The handlers of the routes beside inference: HTTP around what gateway/api does."""
+"""The handlers of the routes beside inference: gateway/api over HTTP."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.parser import JsonFault, loads
 from shmserve.gateway.http.request import Request
 

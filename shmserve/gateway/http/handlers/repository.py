@@ -12,27 +12,27 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.handlers.body_json import mistyped, read_json
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Reply, json_reply
+from shmserve.gateway.http.response import Response, json_response
 
 
-async def index(gateway: Gateway, request: Request, repository: str | None) -> Reply:
+async def index(gateway: Gateway, request: Request, repository: str | None) -> Response:
     """POST /v2/repository/index; Triton takes any repository's name here."""
     wanted = await read_json(gateway, request)
     only_ready = wanted.get("ready", False) if type(wanted) is dict else False
     if type(only_ready) is not bool:
         raise InvalidArgument("Invalid value for 'ready': expected a boolean")
-    return json_reply(await api.index(gateway, only_ready=only_ready))
+    return json_response(await api.index(gateway, only_ready=only_ready))
 
 
-async def load(gateway: Gateway, request: Request, repository: str | None, name: str) -> Reply:
+async def load(gateway: Gateway, request: Request, repository: str | None, name: str) -> Response:
     """POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
     api.check_names(repository, name)
     config, files = _load_parameters(_parameters(await read_json(gateway, request)))
     await api.load(gateway, request.connection.client, name, config, files)
-    return Reply()
+    return Response()
 
 
-async def unload(gateway: Gateway, request: Request, repository: str | None, name: str) -> Reply:
+async def unload(gateway: Gateway, request: Request, repository: str | None, name: str) -> Response:
     """POST /v2/repository/models/NAME/unload."""
     api.check_names(repository, name)
     parameters = _parameters(await read_json(gateway, request))
@@ -42,7 +42,7 @@ async def unload(gateway: Gateway, request: Request, repository: str | None, nam
             "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
         )
     await api.unload(gateway, name, dependents=dependents)
-    return Reply()
+    return Response()
 
 
 def _parameters(body: Any) -> dict[str, Any]:

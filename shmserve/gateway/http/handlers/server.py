@@ -10,71 +10,75 @@ from shmserve.gateway.api.log_settings import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.handlers.body_json import mistyped, read_json
 from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import JSON, Reply, error_reply, json_reply
+from shmserve.gateway.http.response import JSON, Response, error_response, json_response
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
 
-async def live(gateway: Gateway, request: Request) -> Reply:
+async def live(gateway: Gateway, request: Request) -> Response:
     """GET /v2/health/live."""
     health.check_staying(gateway)
-    return Reply(200 if gateway.health.live else 400)
+    return Response(200 if gateway.health.live else 400)
 
 
-async def ready(gateway: Gateway, request: Request) -> Reply:
+async def ready(gateway: Gateway, request: Request) -> Response:
     """GET /v2/health/ready."""
     health.check_staying(gateway)
-    return Reply(200 if gateway.health.ready else 400)
+    return Response(200 if gateway.health.ready else 400)
 
 
-async def model_ready(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
+async def model_ready(
+    gateway: Gateway, request: Request, name: str, version: str | None
+) -> Response:
     """GET /v2/models/NAME/ready."""
     if await health.is_model_ready(gateway, name, version or ""):
-        return Reply()
-    return error_reply(400, "Model version not ready")
+        return Response()
+    return error_response(400, "Model version not ready")
 
 
-async def server(gateway: Gateway, request: Request) -> Reply:
+async def server(gateway: Gateway, request: Request) -> Response:
     """GET /v2."""
-    return json_reply(metadata.server(gateway))
+    return json_response(metadata.server(gateway))
 
 
-async def model(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
+async def model(gateway: Gateway, request: Request, name: str, version: str | None) -> Response:
     """GET /v2/models/NAME; a version in the URL is the only one listed."""
-    return json_reply(metadata.model(gateway, name, version or ""))
+    return json_response(metadata.model(gateway, name, version or ""))
 
 
-async def model_config(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
+async def model_config(
+    gateway: Gateway, request: Request, name: str, version: str | None
+) -> Response:
     """GET /v2/models/NAME/config."""
-    return Reply(200, (metadata.model_config(gateway, name, version or ""),), JSON)
+    return Response(200, (metadata.model_config(gateway, name, version or ""),), JSON)
 
 
-async def all_statistics(gateway: Gateway, request: Request) -> Reply:
+async def all_statistics(gateway: Gateway, request: Request) -> Response:
     """GET /v2/models/stats."""
-    return json_reply({"model_stats": await statistics.reported(gateway, "", "")})
+    return json_response({"model_stats": await statistics.reported(gateway, "", "")})
 
 
 async def model_statistics(
     gateway: Gateway, request: Request, name: str, version: str | None
-) -> Reply:
+) -> Response:
     """GET /v2/models/NAME/stats."""
-    return json_reply({"model_stats": await statistics.reported(gateway, name, version or "")})
+    return json_response({"model_stats": await statistics.reported(gateway, name, version or "")})
 
 
-async def trace(gateway: Gateway, request: Request, name: str = "") -> Reply:
+async def trace(gateway: Gateway, request: Request, name: str = "") -> Response:
     """GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting."""
     raise absent.no_trace()
 
 
-async def show_logging(gateway: Gateway, request: Request) -> Reply:
+async def show_logging(gateway: Gateway, request: Request) -> Response:
     """GET /v2/logging."""
-    return json_reply(await log_settings.change_settings(gateway, {}))
+    return json_response(await log_settings.change_settings(gateway, {}))
 
 
-async def change_logging(gateway: Gateway, request: Request) -> Reply:
+async def change_logging(gateway: Gateway, request: Request) -> Response:
     """POST /v2/logging: all of the changes or none; what the extension does not know is left
     alone, and so is what a null is given for."""
     body = await read_json(gateway, request, required=True)
-    return json_reply(await log_settings.change_settings(gateway, _changes(body)))
+    return json_response(await log_settings.change_settings(gateway, _changes(body)))
 
 
 def _changes(body: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.handlers.body_json import mistyped, read_json
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Reply, json_reply
+from shmserve.gateway.http.response import Response, json_response
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, whole
 
 
-async def register(gateway: Gateway, request: Request, name: str | None) -> Reply:
+async def register(gateway: Gateway, request: Request, name: str | None) -> Response:
     """POST /v2/systemsharedmemory/region/NAME/register.
 
     With {"lifetime": "connection"} the region is unregistered when this connection ends; with
@@ -30,7 +30,7 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Repl
     key, offset, size, leased, pin = registration(await _register_body(gateway, request))
     asked = api.register(gateway, peer, name, key, offset, size, leased=leased, pin=pin)
     await (api.lease(gateway, client, asked) if leased else asked)
-    return Reply()
+    return Response()
 
 
 def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
@@ -64,19 +64,19 @@ def _required(body: dict[str, Any], field: str) -> Any:
     return body[field]
 
 
-async def status(gateway: Gateway, request: Request, name: str | None) -> Reply:
+async def status(gateway: Gateway, request: Request, name: str | None) -> Response:
     """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user."""
     regions = api.visible(gateway, request.connection.client, name or "")
-    return json_reply([region.status() for region in regions])
+    return json_response([region.status() for region in regions])
 
 
-async def unregister(gateway: Gateway, request: Request, name: str | None) -> Reply:
+async def unregister(gateway: Gateway, request: Request, name: str | None) -> Response:
     """POST /v2/systemsharedmemory[/region/NAME]/unregister; an unknown name is fine."""
     await api.unregister(gateway, request.connection.client, name or "")
-    return Reply()
+    return Response()
 
 
-async def register_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
+async def register_cuda(gateway: Gateway, request: Request, name: str | None) -> Response:
     """POST /v2/cudasharedmemory/region/NAME/register.
 
     `offset` and `device_uuid` are ours, and optional.
@@ -104,7 +104,7 @@ async def register_cuda(gateway: Gateway, request: Request, name: str | None) ->
         device_uuid=cuda_memory.decode_uuid(uuid) if uuid else b"",
         exporter_pid=unix_pid(request.connection.transport),
     )
-    return Reply()
+    return Response()
 
 
 def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> Any:
@@ -120,13 +120,13 @@ def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> 
     return value
 
 
-async def status_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
+async def status_cuda(gateway: Gateway, request: Request, name: str | None) -> Response:
     """GET /v2/cudasharedmemory[/region/NAME]/status: those of the client's user."""
     regions = api.visible(gateway, request.connection.client, name or "", cuda=True)
-    return json_reply([region.status() for region in regions])
+    return json_response([region.status() for region in regions])
 
 
-async def unregister_cuda(gateway: Gateway, request: Request, name: str | None) -> Reply:
+async def unregister_cuda(gateway: Gateway, request: Request, name: str | None) -> Response:
     """POST /v2/cudasharedmemory[/region/NAME]/unregister; an unknown name is fine."""
     await api.unregister(gateway, request.connection.client, name or "", cuda=True)
-    return Reply()
+    return Response()

@@ -1,4 +1,4 @@
-"""Whether a name stands twice in an object of a JSON text, which the parser does not say (pure).
+"""Detects duplicate keys of a JSON text, which the parser does not report (pure).
 
 A text has a colon for each member that it spells out, and more of them only in strings. What was
 parsed has as many members as were spelled out, or fewer where a name stood twice. So where there

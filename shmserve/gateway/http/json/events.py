@@ -1,4 +1,4 @@
-"""Streams of JSON texts: as server-sent events, or as a line each (pure)."""
+"""The framing of streams of JSON texts: server-sent events, or newline-delimited JSON (pure)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ _BY_TYPE = {"text/event-stream": SERVER_SENT_EVENTS, "application/x-ndjson": JSO
 
 
 def error_json(message: str) -> bytes:
-    """{"error": message}."""
-    return orjson.dumps({"error": message})
+    """{"error": message}. Bytes of a request's head that are not UTF-8 may be in the message, as
+    surrogates: each is a question mark."""
+    try:
+        return orjson.dumps({"error": message})
+    except TypeError:
+        return orjson.dumps({"error": message.encode(errors="replace").decode()})
 
 
 @lru_cache(maxsize=64)

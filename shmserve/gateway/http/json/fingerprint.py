@@ -1,4 +1,4 @@
-"""What HTTP requests come to that differ only in their tensors' values, remembered.
+"""The cache of prepared HTTP requests, by a fingerprint: the text without the tensors' values.
 
 Programs send the same request again and again with other numbers in it. Of one with binary tensors
 the JSON header is the same each time. Of one in JSON it is the text without its numbers:
@@ -32,7 +32,7 @@ Key = tuple[bytes, int]
 
 
 def split(header: bytes, tail_size: int) -> tuple[Key, Sequence[bytes]]:
-    """What a request is known by, and the texts of its arrays of numbers, if it is all JSON."""
+    """The fingerprint of a request, and the texts of its arrays of numbers, if it is all JSON."""
     if tail_size or b'"data":' not in header or len(header) > _LONGEST_TEXT:
         return (header, tail_size), ()
     parts = _NUMBERS.split(header)
@@ -40,7 +40,7 @@ def split(header: bytes, tail_size: int) -> tuple[Key, Sequence[bytes]]:
 
 
 class Known(NamedTuple):
-    """What a header comes to; `inputs` are those that are given as arrays of numbers."""
+    """A cached request; `inputs` are those that are given as arrays of numbers."""
 
     prepared: PreparedRequest
     inputs: list[WireInput]

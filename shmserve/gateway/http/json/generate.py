@@ -3,7 +3,8 @@
     {"TEXT": "hi", "temperature": 0.5, "parameters": {...}}
 
 Each member that is named like one of the model's inputs is that input, a scalar or a list; each
-other one is a parameter. A response has the outputs by name, in their order, one element as a
+other one is a parameter; of a model with sequences sequence_id, sequence_start and sequence_end are
+the request's own. A response has the outputs by name, in their order, one element as a
 scalar and several as a list.
 """
 
@@ -15,7 +16,12 @@ from typing import Any
 import orjson
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.http.json.infer_request import parameter_value, request_id, tensor_bytes
+from shmserve.gateway.http.json.infer_request import (
+    parameter_value,
+    request_id,
+    take_sequence,
+    tensor_bytes,
+)
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.inference.request import WireInput, WireRequest, check_number
 from shmserve.ipc.tensors.datatypes import element_count
@@ -24,9 +30,11 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 _NESTED = "parameters"
 
 
-def parse_generate(body: Any, inputs: Mapping[str, tuple[str, Sequence[int]]]) -> WireRequest:
+def parse_generate(
+    body: Any, inputs: Mapping[str, tuple[str, Sequence[int]]], stateful: bool = False
+) -> WireRequest:
     """The request that a parsed body makes; `inputs` has each input's datatype and shape as the
-    model's metadata show them, -1 for any size.
+    model's metadata show them, -1 for any size. `stateful`: the model has sequences.
 
     Raises JsonFault or InvalidArgument, in Triton's words.
     """
@@ -34,6 +42,8 @@ def parse_generate(body: Any, inputs: Mapping[str, tuple[str, Sequence[int]]]) -
         raise JsonFault("attempt to get members for non-object")
     request = WireRequest(request_id(body), [], [])
     _take_members(request, body, inputs, nested=False)
+    if stateful:
+        take_sequence(request, request.parameters)
     return request
 
 

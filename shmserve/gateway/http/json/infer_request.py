@@ -227,6 +227,14 @@ def _take_parameters(request: WireRequest, raw: Any) -> None:
                 request.parameters[key] = _custom(key, value)
 
 
+_OF_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
+
+
+def take_sequence(request: WireRequest, parameters: dict[str, Any]) -> None:
+    """Take what says which sequence a request is of out of these; raises JsonFault."""
+    _take_parameters(request, {n: parameters.pop(n) for n in _OF_SEQUENCES if n in parameters})
+
+
 def _custom(key: str, value: Any) -> str | int | float | bool:
     if key.startswith("triton_"):
         raise InvalidArgument(_RESERVED)

@@ -1,4 +1,4 @@
-"""JSON bodies of megabytes, parsed piece by piece, so that the loop answers others between (pure).
+"""Incremental parsing of large JSON bodies, so that the loop handles others in between (pure).
 
 A JSON parser holds the interpreter from the first byte to the last: tens of megabytes stop
 everything for hundreds of milliseconds, in a thread too. But nearly all of a large body are numbers

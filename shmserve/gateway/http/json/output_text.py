@@ -1,5 +1,5 @@
-"""The JSON array of an output of any size, with turns of the loop between the parts of a long
-one."""
+"""The JSON array of an output of any size, encoded cooperatively: a long one in parts, with turns
+of the loop between them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Iterator
 
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.infer_response import Output
-from shmserve.gateway.inference import malloc_trim
+from shmserve.gateway.inference.malloc_trim import MallocTrim
 
 # A tensor of more bytes than this is written in steps.
 _LONG_TEXT = 64 * 1024
 
 
-async def output_text(output: Output, data: bytes | memoryview) -> bytes:
-    """The array of an output's values; raises as `tensors.encode`."""
+async def output_text(output: Output, data: bytes | memoryview, trim: MallocTrim) -> bytes:
+    """The array of an output's values; raises as `tensors.encode`. `trim` is told what a long one
+    took."""
     arguments = (data, output.datatype, output.shape, output.name)
     if len(data) <= _LONG_TEXT:
         return tensors.encode(*arguments)
-    return await joined(tensors.encode_parts(*arguments))
+    return await joined(tensors.encode_parts(*arguments), trim)
 
 
-async def joined(parts: Iterator[bytes]) -> bytes:
+async def joined(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
     """The parts as one, each made in a turn of its own."""
     done: list[bytes] = []
     for part in parts:
         done.append(part)
         await asyncio.sleep(0)
     whole = b"".join(done)
-    malloc_trim.soon(len(whole))
+    trim.soon(len(whole))
     return whole

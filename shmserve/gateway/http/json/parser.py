@@ -65,7 +65,7 @@ def loads(raw: bytes) -> Any:
 
 def _loads_large(raw: bytes) -> Any:
     # Millions of arrays that are being made are looked at again and again by the collector of
-    # cycles, which finds none: that would be most of the time, and nobody is answered in it.
+    # cycles, which finds none: that would be most of the time, in which nothing else is handled.
     collected = gc.isenabled()
     gc.disable()
     try:

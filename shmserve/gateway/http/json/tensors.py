@@ -1,4 +1,4 @@
-"""Tensor data as JSON: lists of values to little-endian bytes and back (pure).
+"""The codec of tensor data in JSON: lists of values to little-endian bytes and back (pure).
 
 A list may be flat or nested in any way; the values count, row-major. Integers that are too wide for
 their datatype wrap, as in Triton. FP16 and BF16 have no JSON form.

@@ -1,1 +1,1 @@
-"""Responses that come one after the other, to one request over HTTP."""
+"""Streaming over HTTP: any number of responses to one request."""

@@ -1,4 +1,5 @@
-"""POST /v2/models/NAME/generate and generate_stream: flat JSON in and out, for any model."""
+"""POST /v2/models/NAME/generate and generate_stream: flat JSON to any model, its responses as one
+JSON text or as server-sent events."""
 
 from __future__ import annotations
 
@@ -6,15 +7,15 @@ import time
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.events import SERVER_SENT_EVENTS, error_json
 from shmserve.gateway.http.json.generate import parse_generate, response_json
 from shmserve.gateway.http.json.infer_response import Output
 from shmserve.gateway.http.json.output_text import output_text
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.request import CONTENT_ENCODING, Request
-from shmserve.gateway.http.response import JSON, Reply
-from shmserve.gateway.http.streaming.responses import Responses, StreamReply
+from shmserve.gateway.http.response import JSON, Response
+from shmserve.gateway.http.streaming.responses import Responses, StreamingResponse
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.open_request import error_of
 from shmserve.gateway.inference.response import check_size
@@ -27,7 +28,7 @@ _NOT_ONE = (
 )
 
 
-async def generate(gateway: Gateway, request: Request, name: str, version: str | None) -> Reply:
+async def generate(gateway: Gateway, request: Request, name: str, version: str | None) -> Response:
     """The one response of a model."""
     generation = await _begin(gateway, request, name, version)
     responses = generation.responses
@@ -36,29 +37,29 @@ async def generate(gateway: Gateway, request: Request, name: str, version: str |
         texts: list[bytes] = []
         while len(texts) < 2:
             await responses.wait()
-            text, answer = await generation.encode()
+            text, inferred = await generation.encode()
             if text is not None:
                 texts.append(text)
-            if responses.read(answer):
+            if responses.pop(inferred):
                 break
     finally:
         responses.close()
-    return Reply(status, (texts[0] if len(texts) == 1 else error_json(_NOT_ONE),), JSON)
+    return Response(status, (texts[0] if len(texts) == 1 else error_json(_NOT_ONE),), JSON)
 
 
 async def generate_stream(
     gateway: Gateway, request: Request, name: str, version: str | None
-) -> Reply:
+) -> Response:
     """All responses of a model, as server-sent events."""
     generation = await _begin(gateway, request, name, version)
     framing = SERVER_SENT_EVENTS
 
     async def event() -> tuple[bytes | None, Inferred | None]:
-        text, answer = await generation.encode()
-        return None if text is None else framing.frame(text), answer
+        text, inferred = await generation.encode()
+        return None if text is None else framing.frame(text), inferred
 
     status = await generation.first_status()
-    return StreamReply(status, framing.content_type, generation.responses, event)
+    return StreamingResponse(status, framing.content_type, generation.responses, event)
 
 
 async def _begin(gateway: Gateway, request: Request, name: str, version: str | None) -> _Generation:
@@ -73,7 +74,7 @@ async def _begin(gateway: Gateway, request: Request, name: str, version: str | N
         tensor["name"]: (tensor["datatype"], tensor["shape"])
         for tensor in model.metadata.get("inputs", ())
     }
-    wire = parse_generate(loads(body), inputs)
+    wire = parse_generate(loads(body), inputs, model.stateful)
     built, _ = build(gateway, model, wire, b"", 0)
     return _Generation(gateway, model, Responses(gateway, request, model, built, arrived_ns))
 
@@ -87,9 +88,9 @@ class _Generation:
         self.responses = responses
 
     async def first_status(self) -> int:
-        """What the first response, once it is here, makes the status.
+        """The HTTP status, which the first response decides, once it is here.
 
-        Raises QueueFull: then the model was not asked.
+        Raises QueueFull: then the request never reached the model.
         """
         responses = self.responses
         try:
@@ -105,23 +106,23 @@ class _Generation:
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
         """The next response, an error that it is too, and what it was made of; None for nothing but
         the end."""
-        answer: Inferred | None = None
+        inferred: Inferred | None = None
         try:
-            answer = self.responses.request.outputs(self.responses.first)
-            if answer is None:
+            inferred = self.responses.request.outputs(self.responses.first)
+            if inferred is None:
                 return None, None
-            return await self._text(answer), answer
+            return await self._text(inferred), inferred
         except ShmserveError as error:
-            return error_json(error.message), answer
+            return error_json(error.message), inferred
 
-    async def _text(self, answer: Inferred) -> bytes:
+    async def _text(self, inferred: Inferred) -> bytes:
         outputs = []
-        for tensor in answer.outputs:
+        for tensor in inferred.outputs:
             raw = tensor.data
             data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
             check_size(tensor, len(data))
             output = Output(tensor.name, tensor.datatype, tensor.shape, binary=False)
-            outputs.append((tensor, await output_text(output, data)))
+            outputs.append((tensor, await output_text(output, data, self._gateway.malloc_trim)))
         model = self._model
         wire = self.responses.request.wire
-        return response_json(wire, model.name, model.version, outputs, answer.parameters)
+        return response_json(wire, model.name, model.version, outputs, inferred.parameters)

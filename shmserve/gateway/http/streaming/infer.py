@@ -1,5 +1,5 @@
-"""POST /v2/models/NAME/infer for clients that accept a stream: each response is a JSON text as
-`infer` gives it, without binary data, as it comes."""
+"""POST /v2/models/NAME/infer as a stream of events or lines: each response is a JSON text as the
+unary `infer` gives it, without binary data, as it comes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.infer_body import read_request
+from shmserve.gateway.http.body.inference import read_request
 from shmserve.gateway.http.json.events import Framing, accepted
 from shmserve.gateway.http.json.infer_response import ResponseTemplate
 from shmserve.gateway.http.json.output_text import output_text
 from shmserve.gateway.http.json.tensors import encode
 from shmserve.gateway.http.request import ACCEPT, Request
-from shmserve.gateway.http.response import Reply
-from shmserve.gateway.http.streaming.responses import Responses, StreamReply
-from shmserve.gateway.inference.classification import as_asked
+from shmserve.gateway.http.response import Response
+from shmserve.gateway.http.streaming.responses import Responses, StreamingResponse
+from shmserve.gateway.inference.classification import classified_as_requested
 from shmserve.gateway.inference.open_request import Message, error_of, is_last
 from shmserve.gateway.inference.pipeline import log_failure
 from shmserve.gateway.inference.request import WireRequest
@@ -34,7 +34,7 @@ def accepted_stream(request: Request) -> Framing | None:
 
 async def infer_stream(
     gateway: Gateway, request: Request, model: Model, framing: Framing, arrived_ns: int
-) -> Reply:
+) -> Response:
     """Run one inference. Raises what is wrong before the first response, and what the first one
     fails with where none follows."""
     built = await read_request(gateway, model, request)
@@ -46,7 +46,7 @@ async def infer_stream(
         responses.close()
         raise
     events = _Events(gateway, model, responses, framing)
-    return StreamReply(status, framing.content_type, responses, events.next)
+    return StreamingResponse(status, framing.content_type, responses, events.next)
 
 
 def _status(responses: Responses) -> int:
@@ -60,6 +60,8 @@ def _status(responses: Responses) -> int:
 
 
 class _Events:
+    """Encodes the responses one by one, from templates where their form has come before."""
+
     def __init__(
         self, gateway: Gateway, model: Model, responses: Responses, framing: Framing
     ) -> None:
@@ -72,20 +74,20 @@ class _Events:
 
     async def next(self) -> tuple[bytes | None, Inferred | None]:
         message = self._responses.first
-        answer: Inferred | None = None
+        inferred: Inferred | None = None
         try:
             json = self._known(message)
             if json is None:
-                answer = self._responses.request.outputs(message)
-                if answer is None:
+                inferred = self._responses.request.outputs(message)
+                if inferred is None:
                     return None, None
-                json = await self._json(answer)
+                json = await self._json(inferred)
         except ShmserveError as error:
-            return self._framing.error(error.message), answer
-        return self._framing.frame(json), answer
+            return self._framing.error(error.message), inferred
+        return self._framing.frame(json), inferred
 
     def _known(self, message: Message) -> bytes | None:
-        """The text of a response of a form that came before."""
+        """The text of a response whose template is known."""
         found = self._templates.find(message.body) if isinstance(message, m.Responded) else None
         if found is None:
             return None
@@ -93,16 +95,16 @@ class _Events:
         pairs = zip(template.outputs, datas, strict=True)
         return template.json([encode(data, o.datatype, o.shape, o.name) for o, data in pairs])
 
-    async def _json(self, answer: Inferred) -> bytes:
+    async def _json(self, inferred: Inferred) -> bytes:
         model, message = self._model, self._responses.first
-        shown = as_asked(self._gateway, model, self._wire, answer)
+        shown = classified_as_requested(self._gateway, model, self._wire, inferred)
         template = ResponseTemplate(self._wire, model.name, model.version, shown)
-        if template.whole and shown is answer and isinstance(message, m.Responded):
-            self._templates.learn(message.body, answer, template)
+        if template.whole and shown is inferred and isinstance(message, m.Responded):
+            self._templates.learn(message.body, inferred, template)
         arrays: list[bytes] = []
         for output, raw in zip(template.outputs, template.datas(shown), strict=True):
             data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
-            arrays.append(await output_text(output, data))
+            arrays.append(await output_text(output, data, self._gateway.malloc_trim))
         return template.json(arrays)
 
 

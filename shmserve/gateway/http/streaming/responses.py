@@ -1,4 +1,4 @@
-"""The responses to one request of an HTTP client: waited for, read, and written as they come."""
+"""The response queue of one HTTP request, and a streaming response: chunked, with back-pressure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Reply, drain
+from shmserve.gateway.http.response import Response, drain
 from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
 from shmserve.gateway.inference.pipeline import admit
 from shmserve.gateway.inference.prepared import BuiltRequest
@@ -21,7 +21,8 @@ _TOGETHER = 32 * 1024
 
 
 class Responses:
-    """An open request and what has come to it. Raises what keeps it from being submitted."""
+    """An open request and the queue of responses that have come to it. Raises what keeps it from
+    being submitted."""
 
     def __init__(
         self, gateway: Gateway, request: Request, model: Model, built: BuiltRequest, arrived_ns: int
@@ -42,12 +43,12 @@ class Responses:
 
     @property
     def first(self) -> Message:
-        """The one that is to be read next, which is here."""
+        """The one that is next, which is here."""
         return self._here[0]
 
     @property
     def here(self) -> bool:
-        """Whether there is one to be read."""
+        """Whether there is one."""
         return bool(self._here)
 
     async def wait(self) -> None:
@@ -56,12 +57,12 @@ class Responses:
             self._news.clear()
             await self._news.wait()
 
-    def read(self, answer: Inferred | None) -> bool:
-        """The first one, which was made of `answer`, is with the client; whether it was the
-        last."""
+    def pop(self, inferred: Inferred | None) -> bool:
+        """The first one, which had the outputs `inferred`, is encoded: their memory is free, and
+        the model may send another. Returns whether it was the last."""
         message = self._here.popleft()
-        self.request.release(answer)
-        self.request.passed_on(answer)
+        self.request.release(inferred)
+        self.request.grant(inferred)
         return is_last(message)
 
     def close(self) -> None:
@@ -71,15 +72,15 @@ class Responses:
         self.request.abandon()
 
 
-# What the client is sent for the first response that is here, None for nothing, and what that was
-# made of.
+# Encodes the first response that is here: what the client is sent for it, None for nothing, and the
+# outputs that it had.
 Encode = Callable[[], Awaitable[tuple[bytes | None, Inferred | None]]]
 
 
-class StreamReply(Reply):
-    """A reply whose body is written as the responses come, in chunks; it ends with the last one.
+class StreamingResponse(Response):
+    """A response whose body is streamed in chunks, one or more for each response of the model.
 
-    A client that does not read gets no more credit, and none of the responses that need it.
+    Back-pressure: for a client that does not read no more credit is granted, and the model waits.
     """
 
     __slots__ = ("_encode", "_responses")
@@ -92,7 +93,7 @@ class StreamReply(Reply):
         self._encode = encode
 
     async def send(self, request: Request, stall_s: float) -> None:
-        """As `Reply.send`. The request is given up when the client is gone."""
+        """As `Response.send`. The request is cancelled when the client is gone."""
         try:
             await self._send(request, stall_s)
         finally:
@@ -102,9 +103,9 @@ class StreamReply(Reply):
         transport = request.connection.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
-        chunked = request.version > (1, 0)
+        chunked = not request.is_http10
         self.close = self.close or not chunked
-        transport.write(self._start(chunked=chunked))
+        transport.write(self._stream_head(chunked=chunked))
         ended = False
         while not ended:
             await self._responses.wait()
@@ -121,14 +122,14 @@ class StreamReply(Reply):
         pieces: list[bytes] = []
         size, ended = 0, False
         while self._responses.here and size < _TOGETHER and not ended:
-            event, answer = await self._encode()
+            event, inferred = await self._encode()
             if event is not None:
                 size += len(event)
                 pieces += (b"%x\r\n" % len(event), event, b"\r\n") if chunked else (event,)
-            ended = self._responses.read(answer)
+            ended = self._responses.pop(inferred)
         return pieces, ended
 
-    def _start(self, *, chunked: bool) -> bytes:
+    def _stream_head(self, *, chunked: bool) -> bytes:
         lines = [
             b"HTTP/1.1 %d %b\r\n" % (self.status, http.HTTPStatus(self.status).phrase.encode())
         ]

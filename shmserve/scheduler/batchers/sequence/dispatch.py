@@ -66,7 +66,6 @@ class SequenceDispatch(Dispatcher):
         Raises InvalidArgument for one that cannot be of a sequence, QueueFull where too many
         sequences wait.
         """
-        prefix = id_prefix(message.request_id)
         model = f"inference request to model '{self._name}'"
         correlation_id: int | str = message.correlation_text or message.correlation_id
         flags = message.flags
@@ -74,15 +73,13 @@ class SequenceDispatch(Dispatcher):
             correlation_id = next(i for i in self._own_ids if not self._sequences.knows(i))
             flags |= SEQUENCE_START
         if not correlation_id:
-            raise InvalidArgument(
-                f"{prefix}{model} must specify a non-zero or non-empty correlation ID"
-            )
+            raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
         if message.batch_size > 1:
             raise InvalidArgument(
-                f"{prefix}{model} must specify batch-size 1 due to requirements of sequence batcher"
+                f"{model} must specify batch-size 1 due to requirements of sequence batcher"
             )
-        self._rules.check_datatype(correlation_id, prefix, self._name)
-        self._sequences.check(correlation_id, flags, prefix)
+        self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
+        self._sequences.check(correlation_id, flags)
         return Identity(correlation_id, flags)
 
     def goes_on(self, message: Submit) -> bool:

@@ -93,14 +93,14 @@ class Sequences:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def check(self, correlation_id: int | str, flags: int, prefix: str = "") -> None:
+    def check(self, correlation_id: int | str, flags: int) -> None:
         """Raises InvalidArgument for a request that belongs to no sequence, QueueFull where too
         many wait."""
         if correlation_id in self._open:
             return
         if not flags & SEQUENCE_START:
             text = (
-                f"{prefix}inference request for sequence {correlation_id} to model "
+                f"inference request for sequence {correlation_id} to model "
                 f"'{self._model}' must specify the START flag on the first request of the sequence"
             )
             if correlation_id in self._lost:
@@ -108,7 +108,7 @@ class Sequences:
             raise InvalidArgument(text)
         if len(self._backlog) >= self._most:
             raise QueueFull(
-                f"{prefix}model '{self._model}' has {self._most} sequences that wait for a slot, "
+                f"model '{self._model}' has {self._most} sequences that wait for a slot, "
                 "which is as many as may"
             )
 

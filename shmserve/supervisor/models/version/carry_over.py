@@ -1,5 +1,5 @@
-"""Counters that outlive their process: a scheduler's go to the one that replaces it, a version's to
-the one that serves in its place.
+"""Carry-over of counters: a scheduler's go to its successor, a version's to the one that replaces
+it.
 """
 
 from __future__ import annotations

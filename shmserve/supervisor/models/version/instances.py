@@ -15,7 +15,7 @@ _MOST_UNREAD = 16  # of a worker that says more than it is asked for
 
 
 def inbox() -> asyncio.Queue[Any]:
-    """What a worker has said about itself and nobody has read yet; bounded."""
+    """A bounded queue of a worker's messages about itself."""
     return asyncio.Queue(_MOST_UNREAD)
 
 

@@ -48,7 +48,7 @@ class LoadProtocol:
         """Start a process, one `of` so many; what its model adds to the configuration."""
         await self._spawn(instance, self._spec.config, of)
         self.send(instance, m.CompleteConfig(self._spec.config))
-        message = await self._reply(instance)
+        message = await self._response(instance)
         if not isinstance(message, m.ConfigCompleted):
             raise _failure(message)
         return message.config
@@ -60,7 +60,7 @@ class LoadProtocol:
         self.announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self.send(instance, m.LoadInstance(config, endpoint))
-        message = await self._reply(instance)
+        message = await self._response(instance)
         if not isinstance(message, m.InstanceLoaded):
             raise _failure(message)
         self._refuse_if_over(instance)
@@ -102,18 +102,20 @@ class LoadProtocol:
         instance.inbox = inbox()
         child = await self._context.worker_zygote.spawn(title, _ENTRY, encode(start))
         instance.child = child
-        self._context.enrol(child.pid, "worker", lambda said: self._heard(instance, child, said))
-        started = await self._reply(instance)
+        self._context.enrol(
+            child.pid, "worker", lambda message: self._received(instance, child, message)
+        )
+        started = await self._response(instance)
         if not isinstance(started, m.WorkerStarted):
             raise _failure(started)
         self._refuse_if_over(instance)
         instance.event("started")
 
-    def _heard(self, instance: Instance, child: Child, message: Any) -> None:
+    def _received(self, instance: Instance, child: Child, message: Any) -> None:
         if instance.child is child and not instance.inbox.full():
             instance.inbox.put_nowait(message)
 
-    async def _reply(self, instance: Instance) -> Any:
+    async def _response(self, instance: Instance) -> Any:
         """The worker's next message; raises Unavailable when it dies instead."""
         child = instance.child
         assert child is not None

@@ -1,4 +1,4 @@
-"""The scheduler process of a model version: started, told, drained, stopped.
+"""The scheduler process of a model version: started, replaced, drained, stopped.
 
 Every one has a number of its own, and with it endpoints of its own: what is sent to one that died
 reaches no other.
@@ -89,7 +89,7 @@ class SchedulerProcess:
         ready = self._ready = asyncio.get_running_loop().create_future()
         child = await self._spawn(number, config, workers)
         self._child = child
-        self._context.enrol(child.pid, self._role, self._heard)
+        self._context.enrol(child.pid, self._role, self._on_scheduler)
         if not self._lifetime.stopping:
             await self._context.either(ready, child.exited)
         if self._lifetime.stopping:
@@ -132,7 +132,7 @@ class SchedulerProcess:
     def _role(self) -> str:
         return "ensemble" if self._spec.steps else "scheduler"
 
-    def _heard(self, message: Any) -> None:
+    def _on_scheduler(self, message: Any) -> None:
         match message:
             case m.SchedulerReady():
                 if not self._ready.done():

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
+from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading, Soon
 from shmserve.gateway.grpc.core.direct_unary import Call, Waiter, acceptors
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 from tests.support.wire.http2 import (
@@ -222,6 +222,8 @@ def test_the_server_stops_while_a_call_waits() -> None:
         waiting.append(arrived)
         asked = scene.ask(b"")
         await asyncio.wait_for(arrived, 20)
+        for _ in range(2):  # it is not young any more
+            calls.young._run()
         await scene.server.stop(0.01)
         with pytest.raises(grpc.aio.AioRpcError):
             await asked
@@ -231,8 +233,32 @@ def test_the_server_stops_while_a_call_waits() -> None:
         waiting[0].set_result(None)
 
     waiting: list[asyncio.Future[None]] = []
-    play(hold, act, ends=False)
+    calls = Calls(30)
+    play(hold, act, ends=False, calls=calls)
     assert len(gone) == 1
+
+
+def test_what_is_to_be_done_soon_is_done_once_and_not_at_once() -> None:
+    done: list[int] = []
+
+    async def main() -> None:
+        all_done = asyncio.get_running_loop().create_future()
+        soon = Soon(0.001)
+        for number in range(3):
+            soon.add(lambda number=number: done.append(number))  # type: ignore[misc]
+        soon.add(fail)
+        soon.add(lambda: all_done.set_result(None))
+        assert not done
+        await asyncio.wait_for(all_done, 20)
+        again = asyncio.get_running_loop().create_future()
+        soon.add(lambda: again.set_result(None))  # after it has been idle, too
+        await asyncio.wait_for(again, 20)
+
+    def fail() -> None:
+        raise ValueError("one of them")
+
+    asyncio.run(main())
+    assert done == [0, 1, 2]
 
 
 def test_a_handler_that_fails(caplog: pytest.LogCaptureFixture) -> None:

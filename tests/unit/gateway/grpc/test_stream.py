@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.grpc.infer import Refused, Submitted
-from shmserve.gateway.grpc.stream import stream_infer
-from shmserve.gateway.inference import malloc_trim
+from shmserve.gateway.grpc.streaming.call import stream_infer
 
 
 class Asked(Submitted):
-    """A request that is answered at once."""
+    """A request that has its response at once."""
 
     def __init__(self, abandoned: list[str], name: str) -> None:
         self.request_id = name
         self._abandoned = abandoned
 
-    answered = True
+    done = True
 
-    def when_answered(self, action: Callable[[Submitted], None]) -> None:
+    def when_done(self, action: Callable[[Submitted], None]) -> None:
         action(self)
 
     def response(self) -> bytes:
@@ -34,6 +34,17 @@ class Asked(Submitted):
 
     def leave(self) -> None:
         pass
+
+
+class Taking:
+    """Takes the requests of a stream; `large` has the sizes that a trim was asked for."""
+
+    def __init__(self) -> None:
+        self.large: list[int] = []
+        self.gateway = SimpleNamespace(malloc_trim=SimpleNamespace(soon=self.large.append))
+
+    def headers(self, call: Any) -> dict[str, str]:
+        return {}
 
 
 class Deaf:
@@ -87,10 +98,7 @@ def test_who_does_not_read_is_cut_off() -> None:
     """R15: what waits behind a response that is not taken is given up."""
     abandoned: list[str] = []
 
-    class Inferences:
-        def headers(self, call: Any) -> dict[str, str]:
-            return {}
-
+    class Inferences(Taking):
         def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
             return Asked(abandoned, raw.decode())
 
@@ -129,10 +137,7 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
     request = bytes(size)
     asked = 0
 
-    class Inferences:
-        def headers(self, call: Any) -> dict[str, str]:
-            return {}
-
+    class Inferences(Taking):
         def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
             nonlocal asked
             asked += 1
@@ -148,14 +153,10 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
     assert asked == most + 1  # one was answered
 
 
-def test_memory_is_given_back_when_the_call_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_when_the_call_is_over() -> None:
     """gRPC may hold much of it until then, long after the stream was given up."""
-    pauses: list[int] = []
 
-    class Inferences:
-        def headers(self, call: Any) -> dict[str, str]:
-            return {}
-
+    class Inferences(Taking):
         def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
             return Asked([], "")
 
@@ -167,8 +168,28 @@ def test_memory_is_given_back_when_the_call_is_over(monkeypatch: pytest.MonkeyPa
     call = Deaf()
     with pytest.raises(Unavailable):
         asyncio.run(streaming(inferences, requests(), call, 0.05))
-    monkeypatch.setattr(malloc_trim, "soon", pauses.append)
+    inferences.large.clear()
     for callback in call.over:
         callback(call)
-    (byte_size,) = pauses
+    (byte_size,) = inferences.large
     assert byte_size >= 3000
+
+
+def test_a_request_that_cannot_be_taken_fails_the_call() -> None:
+    """Its client would wait for a response, or take the stream for complete."""
+
+    class Inferences(Taking):
+        def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
+            if raw == b"bad":
+                raise KeyError("a fault of ours")
+            return Asked([], "")
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield b"good"
+        yield b"bad"
+
+    inferences: Any = Inferences()
+    call = Deaf()
+    with pytest.raises(KeyError):
+        asyncio.run(streaming(inferences, requests(), call, 10))
+    assert call.taken == 1

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.grpc.wire.fingerprint import split
 from shmserve.gateway.grpc.wire.response import (
-    ResponseTemplate,
-    encode,
+    ResponseEncoder,
     streamed,
     streamed_error,
     varint,
@@ -183,7 +182,8 @@ def test_a_template_gives_what_is_encoded(
         TensorRef(f"Y{number}", "UINT8", (len(data),), data) for number, data in enumerate(contents)
     ]
     response = Inferred(tuple(outputs), parameters)
-    template = ResponseTemplate(model, request_id, response, [len(data) for data in contents])
+    encoder = ResponseEncoder()
+    template = encoder.template(model, request_id, response, [len(data) for data in contents])
     others = [bytes(byte ^ 255 for byte in data) for data in contents]
     for these in (contents, others):
-        assert template.fill(these) == encode(model, request_id, response, these)
+        assert template.fill(these) == encoder.encode(model, request_id, response, these)

@@ -15,11 +15,13 @@ from aiohttp import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http import body
-from shmserve.gateway.http.body import Body, BodyTimeout
+from shmserve.gateway.http.body import arrival
+from shmserve.gateway.http.body.arrival import BodyTimeout
+from shmserve.gateway.http.body.reader import Body
 from shmserve.gateway.http.request import Request
 from shmserve.gateway.inference import body_budget
 from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.inference.resources import Resources
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import Settings
@@ -29,7 +31,7 @@ from tests.rigs.clocks import Clock
 MIB = 1 << 20
 
 
-budget = BodyBudget(MIB)
+budget = BodyBudget(MIB, MallocTrim())
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +83,7 @@ def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
 
     def make() -> Clock:
         clock = Clock()
-        for module in (body, body_budget):
+        for module in (arrival, body_budget):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.read))
         return clock
 
@@ -98,7 +100,7 @@ async def started(
     return tasks
 
 
-def test_only_who_has_such_memory_gives_way(make_clock: Callable[[], Clock]) -> None:
+def test_only_who_has_such_memory_is_evicted(make_clock: Callable[[], Clock]) -> None:
     """Memory for JSON is none for tensors: who has none of what is wanted goes on."""
 
     async def run(arena: Arena) -> None:
@@ -144,7 +146,7 @@ def test_who_is_fast_and_waits_for_us_is_not_slow(make_clock: Callable[[], Clock
         asyncio.run(run(arena))
 
 
-def test_who_is_out_of_time_anyway_gives_way(make_clock: Callable[[], Clock]) -> None:
+def test_who_is_out_of_time_anyway_is_evicted(make_clock: Callable[[], Clock]) -> None:
     """Between the end of its time and the moment at which it knows."""
 
     async def run(arena: Arena) -> None:
@@ -173,7 +175,7 @@ def test_who_is_out_of_time_anyway_gives_way(make_clock: Callable[[], Clock]) ->
         asyncio.run(run(arena))
 
 
-def test_thousands_give_way_at_once() -> None:
+def test_thousands_are_evicted_at_once() -> None:
     """The loop answers nobody meanwhile."""
 
     async def run(arena: Arena) -> None:
@@ -183,7 +185,7 @@ def test_thousands_give_way_at_once() -> None:
                 holds = resources_in(arena)
                 holds.allocate([16 << 10])
                 stack.enter_context(client.body.keeping(holds.release))
-                client.body._waited_s = 1.0
+                client.body._arrival._waited_s = 1.0
             began = time.monotonic()
             holds = resources_in(arena)
             holds.allocate([63 * MIB])

@@ -145,6 +145,25 @@ def test_what_is_not_http_is_refused_briefly(gateway: Rig, raw: bytes) -> None:
         assert is_closed(connection)
 
 
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"GET /v2/models/%FF/config HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (head(0).replace(b"\r\n\r\n", b"\r\nInference-Header-Content-Length: \xff\r\n\r\n"), 400),
+    ],
+)
+def test_bytes_of_a_head_that_are_no_text_are_answered(
+    gateway: Rig, raw: bytes, status: int
+) -> None:
+    """A refusal quotes them, and the connection goes on."""
+    with raw_connection(gateway.port) as connection:
+        for _ in range(2):
+            connection.sendall(raw)
+            reply = read_reply(connection)
+            assert reply.status == status
+            assert reply.error
+
+
 @pytest.mark.parametrize("size", [2**63, 2**64 - 1])
 def test_a_length_beyond_counting_smuggles_nothing(gateway: Rig, size: int) -> None:
     """R12: what follows is neither taken for no body nor for another request."""

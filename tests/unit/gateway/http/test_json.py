@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.grpc.wire.request import wire_request
-from shmserve.gateway.http import infer_body
+from shmserve.gateway.http.body import inference as body_inference
+from shmserve.gateway.http.body.inference import header_size
 from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding, deflated
-from shmserve.gateway.http.infer_body import header_size
 from shmserve.gateway.http.json import large_arrays, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.infer_response import ResponseTemplate
@@ -576,7 +576,7 @@ def test_others_have_their_turn_while_a_long_list_is_read(datatype: str, values:
 
     async def read(header: bytes) -> WireRequest:
         task = asyncio.create_task(others())
-        wire = await infer_body._parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
+        wire = await body_inference._parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
         task.cancel()
         return wire
 

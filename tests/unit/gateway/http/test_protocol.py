@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import Listener, ListenerKind
-from shmserve.gateway.http.body import Body, BodyTimeout
+from shmserve.gateway.http.body.arrival import BodyTimeout
+from shmserve.gateway.http.body.reader import Body
 from shmserve.gateway.http.connection.limits import Server
 from shmserve.gateway.http.connection.protocol import Connection, Handle
 from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Reply, json_reply
+from shmserve.gateway.http.response import Response, json_response
 from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.settings import Settings
 from tests.rigs.clocks import Clock
 
@@ -50,6 +56,9 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         pass
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def pause_reading(self) -> None:
         pass
 
@@ -57,11 +66,13 @@ class Transport(asyncio.Transport):
         pass
 
 
-async def repeat(request: Request) -> Reply:
+async def repeat(request: Request) -> Response:
     """What was asked, as it was understood."""
-    body = await Body(request, _SETTINGS, BodyBudget(1 << 20)).read(1 << 20, "{size} {limit}")
+    body = await Body(request, _SETTINGS, BodyBudget(1 << 20, MallocTrim())).read(
+        1 << 20, "{size} {limit}"
+    )
     long = request.headers.get("X-Long", "")
-    return json_reply([request.method, request.target, len(long), body.decode("latin-1")])
+    return json_response([request.method, request.target, len(long), body.decode("latin-1")])
 
 
 def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, how: str) -> bytes:
@@ -235,7 +246,7 @@ def test_a_clock_that_others_have_started_costs_nobody_its_time() -> None:
         connection.data_received(known[-2:])
         await settle()
         connection.data_received(known[:-2])
-        connection._tick()  # as if its time were over just now
+        connection._check_timeout()  # as if its time were over just now
         await settle()
         connection.data_received(known[-2:])
         await settle()
@@ -281,11 +292,11 @@ def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
 def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
     known = packed("POST", "/a", (), b"{}", "length")
 
-    async def answer(request: Request) -> Reply:
+    async def answer(request: Request) -> Response:
         try:
             return await repeat(request)
         except BodyTimeout:
-            return json_reply("late")
+            return json_response("late")
 
     async def run() -> list[list[Any]]:
         clock = Clock()
@@ -304,3 +315,44 @@ def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
         return found
 
     assert asyncio.run(run()) == [[], ["late"]]
+
+
+@pytest.mark.parametrize("end", [Connection.force_close, Connection.abort])
+def test_a_client_that_does_not_read_does_not_put_off_the_end(
+    end: Callable[[Connection], None],
+) -> None:
+    """Its connection would be beyond every limit for as long as it likes."""
+    ended = asyncio.Event()
+
+    class Kept(Server):
+        def connection_lost(self, connection: Connection) -> None:
+            super().connection_lost(connection)
+            ended.set()
+
+    async def flood(request: Request) -> Response:
+        return Response(200, (bytes(1 << 10),))
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        listener = Listener(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
+        server = Kept(flood, Settings(body_timeout_s=0.1), listener, 10)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            accepting = await loop.create_server(server, sock=listening)
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                await loop.sock_connect(client, listening.getsockname())
+                while not (server.connections and _unflushed(server.connections[0])):
+                    with contextlib.suppress(BlockingIOError):
+                        client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    await asyncio.sleep(0.001)
+                end(server.connections[0])
+                await asyncio.wait_for(ended.wait(), 20)
+            accepting.close()
+
+    uvloop.run(run())
+
+
+def _unflushed(connection: Connection) -> int:
+    return 0 if connection.transport is None else connection.transport.get_write_buffer_size()

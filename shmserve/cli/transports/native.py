@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.doors import Failed, Request, Tensor, answer
+from shmserve.cli.transports import Failed, Request, Tensor, response
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.datatypes import decode_bytes, encode_bytes
 
-_MEMORY_LIMIT = 1 << 40  # what the request and its answer take
+_MEMORY_LIMIT = 1 << 40  # what the request and its response take
 _WELCOME_WITHIN_S = 10.0
 
 
-class NativeDoor:
+class NativeTransport:
     """The server of a run directory, or this user's. Raises Disconnected when there is none."""
 
     def __init__(self, run_dir: str | os.PathLike[str] | None) -> None:
@@ -56,7 +56,7 @@ class NativeDoor:
                 parameters = result.parameters
         except ShmserveError as error:
             raise Failed(error.message) from error
-        return answer(request.model, model.version, request.id, parameters, outputs)
+        return response(request.model, model.version, request.id, parameters, outputs)
 
     def close(self) -> None:
         """Leave the server."""

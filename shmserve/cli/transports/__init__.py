@@ -1,4 +1,4 @@
-"""The ways to a server for the shell's client: each asks what a model takes, and sends a request.
+"""Transports of the shell's client: each asks a server what a model takes, and sends a request.
 
 native.py    shared memory and unix sockets, on the server's host
 http.py      HTTP, by TCP or at a unix socket
@@ -14,7 +14,7 @@ from shmserve.cli.client_tensors import ModelTensor
 
 
 class Failed(Exception):
-    """The server cannot be reached, refused, or answered with something else than an answer."""
+    """The server cannot be reached, refused, or sent something else than a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +39,23 @@ class Request:
     outputs: list[str]
 
 
-class Door(Protocol):
-    """A way to a server."""
+class Transport(Protocol):
+    """A connection to a server."""
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """What a model takes; raises Failed."""
 
     def infer(self, request: Request) -> dict[str, Any]:
-        """The answer as JSON has it, each output's data as nested lists; raises Failed."""
+        """The response as JSON has it, each output's data as nested lists; raises Failed."""
 
     def close(self) -> None:
-        """Go."""
+        """Close the connection."""
 
 
-def answer(
+def response(
     model: str, version: str, request_id: str, parameters: Any, outputs: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """An answer, whichever way it came."""
+    """A response, whichever way it came."""
     named = {"id": request_id, "model_name": model, "model_version": version}
     return {
         **{key: value for key, value in named.items() if value},

@@ -1,4 +1,4 @@
-"""Reading an inference request: what its body is made of, and how much of it is read when.
+"""The body of an inference request: read whole, or streamed into place without a copy.
 
 Small bodies are here when the handler starts. A large binary body goes from the socket straight
 into one arena block, after its header was checked.
@@ -14,7 +14,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
@@ -152,7 +152,7 @@ async def _read_parts(parts: Iterator[list[Any]], tensor: WireInput) -> bytes:
     pieces: list[bytes] = []
     for piece in tensors.decode_parts(parts, tensor.datatype, tensor.count, tensor.name):
         pieces.append(piece)
-        await asyncio.sleep(0)  # the loop answers others between two slices
+        await asyncio.sleep(0)  # cooperative: others have their turn between two slices
     return b"".join(pieces)
 
 
@@ -164,7 +164,7 @@ async def _streamed(
     client: ClientIdentity,
     extra: dict[str, str],
 ) -> BuiltRequest:
-    """Read the header, make room, and fill it from the socket."""
+    """Read the header, allocate, and fill that from the socket, zero-copy behind its buffer."""
     limit = gateway.settings.max_input_size
     if size > limit:
         raise InvalidArgument(JSON_TOO_LARGE.format(size=size, limit=limit))

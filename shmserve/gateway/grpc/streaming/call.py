@@ -1,11 +1,11 @@
-"""ModelStreamInfer: requests and responses in one call.
+"""ModelStreamInfer: a full-duplex call with a window for its requests, its responses multiplexed.
 
-Requests for ordinary models are answered in their order. Those of decoupled models are not waited
-for by others: each of their responses is sent as it comes, between the rest. A request that fails
-does not end the stream: its response carries the error. With the metadata `triton_grpc_error: true`
-the first error ends the stream with its status instead.
+The responses of ordinary models are sent in the order of the requests. Those of decoupled models
+are interleaved with the rest: each is sent as it comes. A request that fails does not end the
+stream: its response carries the error. With the metadata `triton_grpc_error: true` the first error
+ends the stream with its status instead.
 
-    requests ──> ordered: the first is answered ──┐
+    requests ──> ordered: the first one is done ──┐
         └─────> open: a response has come ────────┴──> outbox ──> written, credit granted
 """
 
@@ -20,25 +20,24 @@ from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.core.call_watchdog import client_left
 from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
-from shmserve.gateway.grpc.streamed_request import StreamedRequest
+from shmserve.gateway.grpc.streaming.responses import StreamedRequest
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error
-from shmserve.gateway.inference import malloc_trim
 from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
 from shmserve.ipc.tensors.inference import Inferred
 
-# The requests of one stream that are not answered yet may have so many bytes; those that come when
-# they have as many are not read yet. Others that ask the same model wait behind them, too, and
-# their answers occupy as much memory again or more. So small ones count as `_LEAST` bytes: no more
-# than 1024 wait.
-_MOST_WAITING = 32 * 1024 * 1024
-_LEAST = _MOST_WAITING // 1024
+# The requests of one stream that are in flight may have so many bytes; those that come when they
+# have as many are not read yet. Others that call the same model wait behind them, too, and their
+# responses occupy as much memory again or more. So small ones count as `_LEAST` bytes: no more than
+# 1024 are in flight.
+_WINDOW = 32 * 1024 * 1024
+_LEAST = _WINDOW // 1024
 _TOGETHER = 32 * 1024  # responses that are here are written at once, up to so many bytes
 
 _Ordered = Submitted | Refused
 
 
-class _Room:
-    """How much more may wait, in bytes; the last to take some of it may take too much."""
+class _Window:
+    """Flow control: how many more bytes of requests may be in flight; the last may exceed it."""
 
     def __init__(self, size: int) -> None:
         self._left = size
@@ -63,20 +62,21 @@ async def stream_infer(
     requests: AsyncIterator[bytes],
     context: Any,
     write_all: Callable[[Sequence[bytes]], Awaitable[None]],
-    patience_s: float,
+    stall_s: float,
 ) -> None:
-    """Answer until the client has sent its last request, or is gone; `write_all` writes responses.
+    """Handle a call until the client has its last response, or is gone; `write_all` writes some.
 
     Raises the first error in strict mode, and Unavailable when a response is not taken within
-    `patience_s` seconds: others need the memory of those behind it.
+    `stall_s` seconds: others need the memory of those behind it.
     """
     stream = _Stream(inferences, client, context, write_all)
     # Until the call is over gRPC holds the response that is not taken, and what it has received of
     # further requests.
-    context.add_done_callback(lambda _: malloc_trim.soon(stream.total))
+    context.add_done_callback(lambda _: stream.trim.soon(stream.total))
     reader = asyncio.create_task(stream.read(requests))
     try:
-        await stream.write(patience_s)
+        await stream.write(stall_s)
+        await reader  # it has ended: what it failed with is what the call fails with
     except TimeoutError:
         raise Unavailable("the responses are not read") from None
     except Exception as error:
@@ -90,8 +90,8 @@ async def stream_infer(
 
 
 class _Stream:
-    """One call: what it has asked for, and what it is to be answered. `total` is how many bytes
-    have gone either way."""
+    """The state of one call: requests in flight, and responses to be written. `total` is how many
+    bytes have gone either way."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _Stream:
         self._context = context
         self._headers = inferences.headers(context)
         self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
-        self._room = _Room(_MOST_WAITING)
+        self._window = _Window(_WINDOW)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # each with its size
         self._open: dict[OpenRequest, StreamedRequest] = {}
         # Responses of decoupled models' requests, in the order in which they came.
@@ -114,16 +114,17 @@ class _Stream:
         self._ended = False  # the client sends no more
         self._news = asyncio.Event()
         self.total = 0
+        self.trim = inferences.gateway.malloc_trim
 
     async def read(self, requests: AsyncIterator[bytes]) -> None:
-        """Take requests, as far as there is room for them."""
+        """Take requests, as far as the window allows."""
         try:
             async for raw in requests:
                 size = max(len(raw), _LEAST)
-                await self._room.take(size)
+                await self._window.take(size)
                 self._take(raw, size)
                 self.total += len(raw)
-                malloc_trim.soon(len(raw))
+                self.trim.soon(len(raw))
         finally:
             self._ended = True
             self._news.set()
@@ -141,7 +142,7 @@ class _Stream:
             return
         self._ordered.append((item, size))
         if isinstance(item, Submitted):
-            item.when_answered(lambda _: self._news.set())
+            item.when_done(lambda _: self._news.set())
         else:
             self._news.set()
 
@@ -149,29 +150,29 @@ class _Stream:
         self._outbox.append((request, message))
         self._news.set()
 
-    async def write(self, patience_s: float) -> None:
-        """Write what is there to be written, until all is answered.
+    async def write(self, stall_s: float) -> None:
+        """Write what is there to be written, until nothing is in flight and no request comes.
 
-        Raises TimeoutError when a response is not taken within `patience_s` seconds.
+        Raises TimeoutError when a response is not taken within `stall_s` seconds.
         """
         together = 1
         while True:
             self._news.clear()
             idle = True
             if self._outbox:
-                await self._write_responses(together, patience_s)
+                await self._write_outbox(together, stall_s)
                 idle = False
-            if self._ordered and _is_answered(self._ordered[0][0]):
-                await self._write_answers(together, patience_s)
+            if self._ordered and _is_done(self._ordered[0][0]):
+                await self._write_ordered(together, stall_s)
                 idle = False
             together = _TOGETHER
             if idle:
                 if self._ended and not (self._ordered or self._open):
                     return
                 await self._news.wait()
-                together = 1  # whoever waits for the next one waits for no other
+                together = 1  # a first response is not delayed by a batch
 
-    async def _write_responses(self, together: int, patience_s: float) -> None:
+    async def _write_outbox(self, together: int, stall_s: float) -> None:
         """Write what has come of decoupled models, as much as has `together` bytes."""
         responses: list[bytes] = []
         written: list[tuple[StreamedRequest, Inferred | None, bool]] = []
@@ -180,59 +181,59 @@ class _Stream:
             request, message = self._outbox[0]
             streamed_request = self._open[request]
             try:
-                response, answer = streamed_request.encode(message, strict=self._strict)
+                response, inferred = streamed_request.encode(message, strict=self._strict)
             except ShmserveError:
                 if responses:
                     break  # those before it are written first
                 raise
             self._outbox.popleft()
-            request.release(answer)
+            request.release(inferred)
             if response is not None:
                 responses.append(response)
                 size += len(response)
-            written.append((streamed_request, answer, is_last(message)))
-        await self._send(responses, patience_s)
-        for streamed_request, answer, last in written:
-            streamed_request.request.passed_on(answer)
+            written.append((streamed_request, inferred, is_last(message)))
+        await self._send(responses, stall_s)
+        for streamed_request, inferred, last in written:
+            streamed_request.request.grant(inferred)
             if last:
                 del self._open[streamed_request.request]
                 streamed_request.leave()
-                self._room.give(streamed_request.size)
+                self._window.give(streamed_request.size)
 
-    async def _write_answers(self, together: int, patience_s: float) -> None:
-        """Write the answers whose turn it is, as much as has `together` bytes."""
+    async def _write_ordered(self, together: int, stall_s: float) -> None:
+        """Write the responses whose turn it is, as much as has `together` bytes."""
         responses: list[bytes] = []
         leaving: list[Submitted] = []
-        size = room = 0
+        size = window = 0
         try:
-            while self._ordered and size < together and _is_answered(self._ordered[0][0]):
+            while self._ordered and size < together and _is_done(self._ordered[0][0]):
                 item, occupied = self._ordered[0]
                 self._ordered.popleft()
                 if isinstance(item, Submitted):
                     leaving.append(item)
-                room += occupied
+                window += occupied
                 try:
-                    response = _answer(item, strict=self._strict)
+                    response = _response(item, strict=self._strict)
                 except ShmserveError:
-                    await self._send(responses, patience_s)
+                    await self._send(responses, stall_s)
                     raise
                 responses.append(response)
                 size += len(response)
-            await self._send(responses, patience_s)
+            await self._send(responses, stall_s)
         finally:
             for submitted in leaving:
                 submitted.leave()
-        self._room.give(room)
+        self._window.give(window)
 
-    async def _send(self, responses: Sequence[bytes], patience_s: float) -> None:
+    async def _send(self, responses: Sequence[bytes], stall_s: float) -> None:
         if not responses:
             return
         self.total += sum(map(len, responses))
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(stall_s):
             await self._write_all(responses)
 
     def abandon(self) -> None:
-        """Nobody waits for anything any more."""
+        """Cancel all that is in flight: the client is gone, or the call ends with an error."""
         while self._ordered:
             item, _ = self._ordered.popleft()
             if isinstance(item, Submitted):
@@ -246,11 +247,11 @@ class _Stream:
         self._open.clear()
 
 
-def _is_answered(item: _Ordered) -> bool:
-    return isinstance(item, Refused) or item.answered
+def _is_done(item: _Ordered) -> bool:
+    return isinstance(item, Refused) or item.done
 
 
-def _answer(item: _Ordered, *, strict: bool) -> bytes:
+def _response(item: _Ordered, *, strict: bool) -> bytes:
     if isinstance(item, Refused):
         if strict:
             raise item.error

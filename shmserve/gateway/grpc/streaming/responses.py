@@ -1,9 +1,9 @@
-"""The responses to one request of a decoupled model as messages of a stream."""
+"""The responses to one request of a decoupled model, encoded as messages of a stream."""
 
 from __future__ import annotations
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.grpc.infer import Inferences, encoded
+from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.wire.response import (
     StreamedTemplate,
     streamed,
@@ -19,8 +19,10 @@ _MOST_TEMPLATES = 8
 
 
 class StreamedRequest:
-    """Encodes what comes to `request`; `size` is what it occupies of the stream's room. Every one
-    must be left when its last response is sent, or nobody waits for it."""
+    """A decoupled model's request in a stream, and the encoder of its responses, from templates
+    where their form has come before; `size` is its part of the stream's window.
+
+    Every one must be left when its last response is sent, or nobody waits for it."""
 
     __slots__ = ("_inferences", "_left", "_plain", "_templates", "request", "size")
 
@@ -35,8 +37,8 @@ class StreamedRequest:
         self._plain = not any(output.place or output.classes for output in outputs)
 
     def encode(self, message: Message, *, strict: bool) -> tuple[bytes | None, Inferred | None]:
-        """The message for a response, None where there is none for it; and what it was made of,
-        whose memory is in use.
+        """The message for a response, None where there is none for it; and the outputs that it was
+        encoded from, whose memory is in use.
 
         Raises the error that the response is, if the stream is `strict`.
         """
@@ -46,21 +48,22 @@ class StreamedRequest:
             template, contents = found
             return template.fill(contents), None
         request, wire = self.request, self.request.wire
-        answer: Inferred | None = None
+        inferred: Inferred | None = None
         try:
-            answer = request.outputs(message)
-            if answer is None:
+            inferred = request.outputs(message)
+            if inferred is None:
                 end = streamed_end(request.model.name, wire.version, wire.id)
                 return end if wire.empty_final else None, None
-            response = encoded(self._inferences.gateway, request.model, wire, answer)
+            response = self._inferences.encode(request.model, wire, inferred)
         except ShmserveError as error:
             if strict:
                 raise
-            return streamed_error(error.message, wire.id, request.model.name, final=final), answer
-        if body and self._plain and all(type(t.data) is bytes for t in answer.outputs):
-            template = StreamedTemplate(request.model, wire.id, answer)
-            self._templates.learn(body, answer, template)
-        return streamed(response, final=final), answer
+            return streamed_error(error.message, wire.id, request.model.name, final=final), inferred
+        if body and self._plain and all(type(t.data) is bytes for t in inferred.outputs):
+            encoder = self._inferences.encoder
+            template = encoder.streamed_template(request.model, wire.id, inferred)
+            self._templates.learn(body, inferred, template)
+        return streamed(response, final=final), inferred
 
     def leave(self) -> None:
         """Nothing is left to be done for it."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shmserve.errors import InvalidArgument
-from shmserve.model_config.ensemble_rules import conditions
+from shmserve.model_config.rules.ensembles import conditions
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.doors import Failed, Request, answer
+from shmserve.cli.transports import Failed, Request, response
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -27,7 +27,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-class HttpDoor:
+class HttpTransport:
     """A server at `host`:`port`, or at a unix socket."""
 
     def __init__(self, host: str, port: int = 0, *, unix_socket: str = "") -> None:
@@ -53,7 +53,7 @@ class HttpDoor:
         header = json.dumps(_header(request)).encode()
         body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
         path = f"{_path(request.model, request.version)}/infer"
-        return _answer(*self._exchange("POST", path, body, len(header)))
+        return _response(*self._exchange("POST", path, body, len(header)))
 
     def close(self) -> None:
         """Every exchange has a connection of its own."""
@@ -61,7 +61,7 @@ class HttpDoor:
     def _exchange(
         self, method: str, path: str, body: bytes | None = None, header_length: int | None = None
     ) -> tuple[bytes, int | None]:
-        """An answer's body and its `Inference-Header-Content-Length`; raises Failed."""
+        """A response's body and its `Inference-Header-Content-Length`; raises Failed."""
         headers = {} if header_length is None else {_HEADER_LENGTH: str(header_length)}
         where = self._unix_socket or f"{self._host}:{self._port}"
         try:
@@ -112,8 +112,8 @@ def _header(request: Request) -> dict[str, Any]:
     return header
 
 
-def _answer(body: bytes, header_length: int | None) -> dict[str, Any]:
-    """The answer with each output's data as nested lists of its shape."""
+def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
+    """The response with each output's data as nested lists of its shape."""
     found = _json(body if header_length is None else body[:header_length])
     rest = memoryview(body)[len(body) if header_length is None else header_length :]
     try:
@@ -122,7 +122,7 @@ def _answer(body: bytes, header_length: int | None) -> dict[str, Any]:
             if "data" not in output:
                 output["data"] = decode(output["datatype"], output["shape"], rest[:size])
                 rest = rest[size:]
-        return answer(
+        return response(
             found["model_name"],
             found["model_version"],
             found.get("id", ""),

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.doors import Failed, Request, answer
+from shmserve.cli.transports import Failed, Request, response
 from shmserve.proto import grpc_service_pb2
 
 pb: Any = grpc_service_pb2
@@ -16,7 +16,7 @@ _SERVICE = "/inference.GRPCInferenceService/"
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
-class GrpcDoor:
+class GrpcTransport:
     """A server at `target`, HOST:PORT."""
 
     def __init__(self, target: str) -> None:
@@ -61,7 +61,7 @@ class GrpcDoor:
             name: getattr(value, value.WhichOneof("parameter_choice"))
             for name, value in found.parameters.items()
         }
-        return answer(found.model_name, found.model_version, found.id, parameters, outputs)
+        return response(found.model_name, found.model_version, found.id, parameters, outputs)
 
     def _call(self, method: str, request: Any, response: Any) -> Any:
         call = self._channel.unary_unary(

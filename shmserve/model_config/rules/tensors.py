@@ -1,4 +1,4 @@
-"""Rules about a model's tensors: names, datatypes, dims, reshape, generated batch tensors."""
+"""Validation of a model's tensors: names, datatypes, dims, reshape, generated batch tensors."""
 
 from __future__ import annotations
 

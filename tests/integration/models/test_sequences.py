@@ -1,0 +1,301 @@
+"""Sequences over every door: ids and flags, control inputs of every datatype, iterative ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+import shmserve.client
+from tests.support import repositories
+from tests.support.sequence_models import IDLE, control, controls, instances
+from tests.support.servers import Server, running
+from tests.support.wire.raw_http import Http, json_input
+
+ITERATIVE = '''
+"""Answers when it has seen a request COUNT times."""
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """Counts by correlation id."""
+
+    def initialize(self, args):
+        """Nothing was counted."""
+        self.seen = {}
+
+    def execute(self, requests):
+        """Ask for each once more until it has come often enough."""
+        responses = []
+        for request in requests:
+            wanted = int(pb_utils.get_input_tensor_by_name(request, "COUNT").as_numpy().flat[0])
+            seen = self.seen.setdefault(request.correlation_id(), [])
+            seen.append(request.flags())
+            output = pb_utils.Tensor("FLAGS", np.array([seen], np.int32))
+            response = pb_utils.InferenceResponse([output])
+            if DECOUPLED:
+                request.get_response_sender().send(response)
+            if len(seen) < wanted:
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+                responses.append(None)
+            else:
+                del self.seen[request.correlation_id()]
+                responses.append(response)
+                if DECOUPLED:
+                    final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+                    request.get_response_sender().send(flags=final)
+        return None if DECOUPLED else responses
+'''
+ITERATIVE_CONFIG = """
+name: "{name}"
+backend: "python"
+max_batch_size: 4
+input [ {{ name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }} ]
+output [ {{ name: "FLAGS" data_type: TYPE_INT32 dims: [ -1 ] }} ]
+sequence_batching {{ iterative_sequence: true {strategy} }}
+{more}
+"""
+CALLER = '''
+"""Calls the model "plain" for each of VALUES, as one sequence whose id is ID."""
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """One sequence a request."""
+
+    def execute(self, requests):
+        """The last sum, or the error."""
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        """START with the first, END with the last."""
+        values = pb_utils.get_input_tensor_by_name(request, "VALUES").as_numpy()
+        name = pb_utils.get_input_tensor_by_name(request, "ID").as_numpy()[0].decode()
+        for at, value in enumerate(values):
+            call = pb_utils.InferenceRequest(
+                model_name="plain",
+                requested_output_names=["OUTPUT0"],
+                inputs=[pb_utils.Tensor("INPUT0", np.full((1, 1), value, np.int32))],
+                correlation_id=name,
+                flags=(at == 0) * 1 | (at == len(values) - 1) * 2,
+            )
+            response = call.exec()
+            if response.has_error():
+                return pb_utils.InferenceResponse(error=response.error())
+        output = response.output_tensors()[0].as_numpy().reshape(-1)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("SUM", output)])
+'''
+CALLER_CONFIG = """
+name: "calling"
+backend: "python"
+max_batch_size: 0
+input [ { name: "VALUES" data_type: TYPE_INT32 dims: [ -1 ] },
+        { name: "ID" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "SUM" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"""
+ID_TYPES = ("UINT64", "INT64", "UINT32", "INT32", "STRING")
+PAIRS = ("int32", "fp32", "bool")
+
+
+def write(repository: Path, name: str, config: str, code: str) -> None:
+    """A model of these two files."""
+    folder = repository / name / "1"
+    folder.mkdir(parents=True)
+    (folder.parent / "config.pbtxt").write_text(config)
+    (folder / "model.py").write_text(code)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Models with sequences of every kind."""
+    repository = tmp_path_factory.mktemp("sequences")
+    for id_type in ID_TYPES:
+        config = f"sequence_batching {{ direct {{ }} {IDLE} {controls('TYPE_' + id_type)} }}"
+        repositories.add_as(repository, f"id_{id_type}", "sequencer", config + instances(1))
+    for pair in PAIRS:
+        config = f"sequence_batching {{ oldest {{ }} {IDLE} {controls(pair=pair)} }}"
+        path = repositories.add_as(repository, f"pair_{pair}", "sequencer", config + instances(1))
+        if pair == "fp32":
+            text = (path / "config.pbtxt").read_text().replace("size: 2", "size: 0")
+            (path / "config.pbtxt").write_text(text)
+    alone = control("START", "START", "int32_false_true: [ 5, 7 ]")
+    config = f"sequence_batching {{ {IDLE} control_input [ {alone} ] }}"
+    repositories.add_as(repository, "plain", "sequencer", config + instances(2))
+    for name, strategy, more in (
+        ("again", "direct { }", ""),
+        ("again_oldest", "oldest { max_candidate_sequences: 8 }", ""),
+        ("again_streams", "", "model_transaction_policy { decoupled: true }"),
+    ):
+        code = ITERATIVE.replace("DECOUPLED", str(bool(more)))
+        config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=more)
+        write(repository, name, config, code)
+    write(repository, "calling", CALLER_CONFIG, CALLER)
+    with running(repository, grpc=True) as started:
+        started.gate.close()
+        yield started
+
+
+def ask(
+    http: Http,
+    model: str,
+    sequence: int | str,
+    value: int = 1,
+    flags: int = 0,
+    shape: tuple[int, ...] = (1, 1),
+) -> Any:
+    """The status and the sum, or the error's text."""
+    given = {"sequence_id": sequence, "sequence_start": bool(flags & 1)}
+    given["sequence_end"] = bool(flags & 2)
+    tensor = json_input("INPUT0", np.full(shape, value, np.int32))
+    reply = http.infer(model, {"inputs": [tensor], "parameters": given})
+    found = reply.json()
+    return reply.status, found["outputs"][0]["data"][0] if reply.status == 200 else found["error"]
+
+
+@pytest.mark.parametrize("id_type", ID_TYPES)
+def test_3_3_correlation_ids_of_every_datatype(server: Server, id_type: str) -> None:
+    """The state is the model's, by `correlation_id()`; numbers and texts are told apart."""
+    mine: list[int | str] = [5, 2**40 + 6] if id_type != "STRING" else ["5", "a text"]
+    with server.http() as http:
+        for sequence in mine:
+            assert ask(http, f"id_{id_type}", sequence, 3, 1) == (200, 3)
+        for sequence in mine:
+            assert ask(http, f"id_{id_type}", sequence, 4, 2) == (200, 7)
+        wrong: int | str = "text" if id_type != "STRING" else 9
+        status, text = ask(http, f"id_{id_type}", wrong, 1, 1)
+        kinds = ("BYTES", id_type) if id_type != "STRING" else ("UINT64", "BYTES")
+        assert (status, text) == (
+            400,
+            f"[request id: <id_unknown>] sequence batching control 'CORRID' data-type is "
+            f"'{kinds[0]}', but model 'id_{id_type}' expects '{kinds[1]}'",
+        )
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_3_3_pairs_of_every_datatype(server: Server, pair: str) -> None:
+    shape = (1,) if pair == "fp32" else (1, 1)
+    with server.http() as http:
+        for flags, total in ((1, 2), (0, 4), (2, 6), (3, 2)):
+            assert ask(http, f"pair_{pair}", "one", 2, flags, shape)[0] == 400
+            assert ask(http, f"pair_{pair}", 1, 2, flags, shape) == (200, total)
+        assert "must specify the START flag" in ask(http, f"pair_{pair}", 1, 2, 0, shape)[1]
+
+
+def test_tritonclient_over_both_protocols(server: Server) -> None:
+    """One name space of ids, whoever comes by whichever door."""
+    arrays = np.full((1, 1), 2, np.int32)
+    for sequence in (17, "seventeen"):
+        sums = []
+        for at, module, url in (
+            (0, tritonclient.http, server.url),
+            (1, tritonclient.grpc, server.grpc_url),
+            (2, tritonclient.http, server.url),
+        ):
+            with module.InferenceServerClient(url) as client:
+                tensor = module.InferInput("INPUT0", [1, 1], "INT32")
+                tensor.set_data_from_numpy(arrays)
+                result = client.infer(
+                    "plain",
+                    [tensor],
+                    sequence_id=sequence,
+                    sequence_start=at == 0,
+                    sequence_end=at == 2,
+                )
+                sums.append(int(result.as_numpy("OUTPUT0")[0, 0]))
+        assert sums == [2, 4, 6]
+
+
+def test_a_grpc_stream(server: Server) -> None:
+    """As Triton's examples of sequences do it."""
+    answers: list[Any] = []
+    with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(lambda result, error: answers.append((result, error)))
+        for at in range(3):
+            for sequence in ("a", "b"):
+                tensor = tritonclient.grpc.InferInput("INPUT0", [1, 1], "INT32")
+                tensor.set_data_from_numpy(np.full((1, 1), at + 1, np.int32))
+                client.async_stream_infer(
+                    "plain",
+                    [tensor],
+                    request_id=f"{sequence}{at}",
+                    sequence_id=sequence,
+                    sequence_start=at == 0,
+                    sequence_end=at == 2,
+                )
+        client.stop_stream()
+    assert [error for _, error in answers] == [None] * 6
+    sums = {r.get_response().id: int(r.as_numpy("OUTPUT0")[0, 0]) for r, _ in answers}
+    assert sums == {"a0": 1, "b0": 1, "a1": 3, "b1": 3, "a2": 6, "b2": 6}
+
+
+def test_the_native_client(server: Server) -> None:
+    one = np.full((1, 1), 1, np.int32)
+    with shmserve.client.connect(server.run_dir) as client:
+        for sequence in (99, "ninety-nine"):
+            sums = [
+                int(
+                    client.infer(
+                        "plain", INPUT0=one, sequence=sequence, start=at == 0, end=at == 2
+                    )["OUTPUT0"][0, 0]
+                )
+                for at in range(3)
+            ]
+            assert sums == [1, 2, 3]
+            with pytest.raises(shmserve.client.InvalidArgument, match="must specify the START"):
+                client.infer("plain", INPUT0=one, sequence=sequence)
+        with pytest.raises(shmserve.client.InvalidArgument, match="non-zero or non-empty"):
+            client.infer("plain", INPUT0=one, start=True)
+        for wrong in (-1, 1 << 64, "x" * 129, 1.5):
+            with pytest.raises(shmserve.client.InvalidArgument, match="sequence must be"):
+                client.infer("plain", INPUT0=one, sequence=wrong)  # type: ignore[arg-type]
+
+
+def test_a_model_that_calls_one_with_sequences(server: Server) -> None:
+    """Its calls carry the id and the flags."""
+    with shmserve.client.connect(server.run_dir) as client:
+        values = np.array([3, 4, 5], np.int32)
+        result = client.infer("calling", VALUES=values, ID=np.array([b"called"], object))
+        assert result["SUM"].tolist() == [12]
+        with pytest.raises(shmserve.client.InvalidArgument, match="must specify a non-zero"):
+            client.infer("calling", VALUES=values, ID=np.array([b""], object))
+
+
+@pytest.mark.parametrize("model", ["again", "again_oldest"])
+def test_3_5_an_iterative_sequence_without_ids(server: Server, model: str) -> None:
+    """Each request gets an id of its own, and comes again without START until it is answered."""
+    with server.http() as http:
+        for count in (1, 4, 2):
+            tensor = json_input("COUNT", np.full((1, 1), count, np.int32))
+            found = http.infer(model, {"inputs": [tensor]}).ok().json()
+            assert found["outputs"][0]["data"] == [1] + [0] * (count - 1)
+        stats = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"][0]
+        assert stats["inference_stats"]["success"]["count"] == 3
+        assert stats["execution_count"] == 7
+
+
+def test_3_5_an_iterative_sequence_that_streams(server: Server) -> None:
+    """Responses of every round, then the end."""
+    with shmserve.client.connect(server.run_dir) as client:
+        for count in (3, 1):
+            one = np.full((1, 1), count, np.int32)
+            flags = [r["FLAGS"][0].tolist() for r in client.stream("again_streams", COUNT=one)]
+            assert flags == [[1, 0, 0][: at + 1] for at in range(count)]
+
+
+def test_generate_takes_the_parameters_of_a_sequence(server: Server) -> None:
+    """Only there Triton takes them for the model's; without them no such model can be asked."""
+    with server.http() as http:
+        sums = []
+        for flags in ({"sequence_start": True}, {}, {"sequence_end": True}):
+            body = {"INPUT0": 4, "parameters": {"sequence_id": "generated", **flags}}
+            sums.append(http.post("/v2/models/plain/generate", body).ok().json()["OUTPUT0"])
+        assert sums == [4, 8, 12]
+        status = http.post("/v2/models/plain/generate", {"INPUT0": 4}).status
+        assert status == 400

@@ -1,0 +1,178 @@
+"""The two worked examples of sequences, step by step, and what the model saw in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.crowd import ConnectionLimits, crowd
+from tests.support.gates import Visit
+from tests.support.sequence_models import CONTROLS, IDLE, instances
+from tests.support.servers import Server, running
+from tests.support.wire.raw_http import Reply, json_input
+
+Ask = Callable[..., "Future[Reply]"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose models stand at the gate."""
+    repository = tmp_path_factory.mktemp("sequences")
+    for name, count, strategy in (
+        ("pair", 2, "direct { }"),
+        ("single", 1, "direct { }"),
+        ("oldest", 1, "oldest { max_candidate_sequences: 4 }"),
+    ):
+        config = f"{instances(count)} sequence_batching {{ {strategy} {IDLE} {CONTROLS} }}"
+        repositories.add_as(repository, name, "sequencer", config)
+    with running(repository) as started:
+        yield started
+
+
+@pytest.fixture
+def people(server: Server) -> Iterator[ConnectionLimits]:
+    """Clients that do not wait for one another."""
+    with crowd(server) as them:
+        yield them
+        server.gate.release_all()
+
+
+def asking(people: ConnectionLimits, model: str) -> Ask:
+    """What sends a request of a sequence, with the value 1."""
+
+    def ask(sequence: int, start: bool = False, end: bool = False) -> Future[Reply]:
+        given: dict[str, Any] = {"sequence_id": sequence}
+        given |= {"sequence_start": start, "sequence_end": end}
+        tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
+        return people.infer(model, {"inputs": [tensor], "parameters": given})
+
+    return ask
+
+
+def by_slot(visit: Visit, slots: int = 2) -> dict[str, list[Any]]:
+    """What a model saw of the controls, slot by slot: nothing is 0 in those behind the last row."""
+    return {
+        name: [int(value) for value in visit.told[name]] + [0] * (slots - len(visit.told[name]))
+        for name in ("START", "END", "READY", "CORRID")
+    }
+
+
+def sums(*replies: Future[Reply]) -> list[int]:
+    """The sums that these responses have."""
+    return [reply.result().ok().json()["outputs"][0]["data"][0] for reply in replies]
+
+
+def test_direct_two_instances_of_two_slots(server: Server, people: ConnectionLimits) -> None:
+    """Sequences 0 to 5, whose ids are 1 to 6."""
+    ask, gate = asking(people, "pair"), server.gate
+    begun = [ask(1, start=True)]
+    first = gate.next()
+    begun.append(ask(2, start=True))
+    second = gate.next()
+    assert first.pid != second.pid
+    for sequence, waiting in ((3, 1), (4, 2), (5, 3), (6, 4)):
+        begun.append(ask(sequence, start=True))
+        server.wait_pending("pair", waiting)
+    for visit, sequence in ((first, 1), (second, 2)):
+        assert by_slot(visit) == {
+            "START": [1, 0],
+            "END": [0, 0],
+            "READY": [1, 0],
+            "CORRID": [sequence, 0],
+        }
+    # The other two slots; 5 and 6 wait in the backlog.
+    first.release()
+    third = gate.next()
+    second.release()
+    fourth = gate.next()
+    for visit, before, sequence in ((third, first, 3), (fourth, second, 4)):
+        assert visit.pid == before.pid
+        assert by_slot(visit) == {
+            "START": [0, 1],
+            "END": [0, 0],
+            "READY": [0, 1],
+            "CORRID": [0, sequence],
+        }
+    # 4 ends, and 5 takes its slot.
+    ended = ask(4, end=True)
+    server.wait_pending("pair", 3)
+    fourth.release()
+    end = gate.next()
+    assert by_slot(end)["END"] == [0, 1] and by_slot(end)["CORRID"] == [0, 4]
+    end.release()
+    fifth = gate.next()
+    assert fifth.pid == second.pid
+    assert by_slot(fifth)["START"] == [0, 1] and by_slot(fifth)["CORRID"] == [0, 5]
+    # 2 ends, and 6 takes that one.
+    ended_too = ask(2, end=True)
+    server.wait_pending("pair", 2)
+    fifth.release()
+    end = gate.next()
+    assert by_slot(end)["END"] == [1, 0] and by_slot(end)["CORRID"] == [2, 0]
+    end.release()
+    sixth = gate.next()
+    assert sixth.pid == second.pid
+    assert by_slot(sixth)["START"] == [1, 0] and by_slot(sixth)["CORRID"] == [6, 0]
+    sixth.release()
+    third.release()
+    assert sums(*begun) == [1] * 6
+    assert sums(ended, ended_too) == [2, 2]
+    assert gate.is_idle()
+
+
+def test_direct_one_instance(server: Server, people: ConnectionLimits) -> None:
+    """A lone first request runs at once, the instance is then idle, and the next of slot 0 and the
+    first of slot 1 run as one batch when they come together."""
+    ask, gate = asking(people, "single"), server.gate
+    lone = ask(1, start=True)
+    visit = gate.next()
+    assert by_slot(visit) == {"START": [1, 0], "END": [0, 0], "READY": [1, 0], "CORRID": [1, 0]}
+    visit.release()
+    assert sums(lone) == [1]
+    assert gate.is_idle()
+    # Together: while the instance is busy.
+    busy = ask(1)
+    visit = gate.next()
+    both = [ask(1)]
+    server.wait_pending("single", 1)
+    both.append(ask(2, start=True))
+    server.wait_pending("single", 2)
+    visit.release()
+    assert sums(busy) == [2]
+    visit = gate.next()
+    assert by_slot(visit) == {"START": [0, 1], "END": [0, 0], "READY": [1, 1], "CORRID": [1, 2]}
+    assert visit.told["shape"] == [[1, 1], [1, 1]]
+    visit.release()
+    assert sums(*both) == [3, 1]
+
+
+def test_oldest_four_candidates_and_batches_of_two(
+    server: Server, people: ConnectionLimits
+) -> None:
+    """Sequences A to D, whose ids are 1 to 4; 5 waits for one of them to end."""
+    ask, gate = asking(people, "oldest"), server.gate
+    replies = [ask(1, start=True)]
+    visit = gate.next()
+    steps = [(2, {"start": True}), (3, {"start": True}), (4, {"start": True}), (1, {}), (4, {})]
+    steps += [(4, {"end": True}), (5, {"start": True})]
+    for waiting, (sequence, flags) in enumerate(steps, 1):
+        replies.append(ask(sequence, **flags))
+        server.wait_pending("oldest", waiting)
+    seen = [visit.told["CORRID"]]
+    ends = []
+    for _ in range(5):
+        visit.release()
+        visit = gate.next()
+        seen.append(visit.told["CORRID"])
+        ends.append(visit.told["END"])
+        assert all(visit.told["READY"])
+    visit.release()
+    # The oldest first, never two of one sequence, and who has ended has made room.
+    assert seen == [[1], [2, 3], [4, 1], [4], [4], [5]]
+    assert ends == [[0.0, 0.0], [0.0, 0.0], [0.0], [1.0], [0.0]]
+    assert sums(*replies) == [1, 1, 1, 1, 2, 2, 3, 1]

@@ -1,0 +1,153 @@
+"""Batchers on a simulated model and load, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
+from shmserve.scheduler.requests.request import NEVER
+
+MS = 1_000_000
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A request of one row."""
+
+    enqueued_ns: int
+    units: int = 1
+    shape_key: bytes = b""
+    hurry_ns: int = NEVER
+
+
+@dataclass(slots=True)
+class Run:
+    """What a simulation made: latencies (ns) of the requests, sizes of the batches and why they
+    were closed, and how long it took (ns)."""
+
+    latencies: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    reasons: list[Closed] = field(default_factory=list)
+    ended_ns: int = 0
+
+    @property
+    def per_second(self) -> float:
+        """Requests a second."""
+        return len(self.latencies) / (self.ended_ns / 1e9)
+
+    def percentile_ms(self, percent: float) -> float:
+        """A percentile of the latencies, without the first tenth, in which there is learned."""
+        kept = sorted(self.latencies[len(self.latencies) // 10 :])
+        return kept[min(len(kept) - 1, int(len(kept) * percent / 100))] / MS
+
+
+class Simulation:
+    """`instances` that take `time_ns(size)` for a batch, fed by `batcher`."""
+
+    def __init__(
+        self, batcher: Batcher, time_ns: Callable[[int], float], instances: int = 1
+    ) -> None:
+        self._batcher = batcher
+        self._time_ns = time_ns
+        self._free = instances
+        self._queue: deque[Item] = deque()
+        self._events: list[tuple[int, int, Callable[..., None], Any]] = []
+        self._order = itertools.count()
+        self._now = 1
+        self._here = 0
+        self._to_come = 0
+        self._think: Callable[[], float] | None = None
+        self._run = Run()
+
+    def closed_loop(self, clients: int, requests: int, think_ns: Callable[[], float]) -> Run:
+        """So many clients, each with one request at a time, that pause in between."""
+        self._think, self._to_come = think_ns, requests - clients
+        for _ in range(clients):
+            self._at(self._now + think_ns(), self._arrive)
+        return self._go()
+
+    def open_loop(self, per_second: float, requests: int, seed: int = 1) -> Run:
+        """Requests that come as they come, as Poisson has it."""
+        gaps = random.Random(seed)
+        at = float(self._now)
+        for _ in range(requests):
+            at += gaps.expovariate(per_second) * 1e9
+            self._at(at, self._arrive)
+        return self._go()
+
+    def _at(self, ns: float, what: Callable[..., None], about: Any = None) -> None:
+        heapq.heappush(self._events, (int(ns), next(self._order), what, about))
+
+    def _go(self) -> Run:
+        while self._events:
+            self._now, _, what, about = heapq.heappop(self._events)
+            what(about)
+            while self._events and self._events[0][0] == self._now:
+                _, _, what, about = heapq.heappop(self._events)
+                what(about)
+            self._plan()
+        assert not self._queue
+        self._run.ended_ns = self._now
+        return self._run
+
+    def _arrive(self, _: None) -> None:
+        self._queue.append(Item(self._now))
+        self._here += 1
+        self._batcher.arrived(self._now, self._here)
+
+    def _wake(self, _: None) -> None:
+        pass
+
+    def _plan(self) -> None:
+        while self._free and self._queue:
+            match self._batcher.decide(self._now, iter(self._queue), 0):
+                case Batch(count=count, reason=reason):
+                    taken = [self._queue.popleft() for _ in range(count)]
+                    self._free -= 1
+                    self._run.sizes.append(count)
+                    self._run.reasons.append(reason)
+                    self._at(self._now + self._time_ns(count), self._finish, (self._now, taken))
+                case WaitUntil(ns=ns):
+                    assert ns > self._now
+                    self._at(ns, self._wake)
+                    return
+                case None:
+                    raise AssertionError("there are requests")
+
+    def _finish(self, about: tuple[int, list[Item]]) -> None:
+        began, taken = about
+        self._free += 1
+        self._here -= len(taken)
+        latencies = [self._now - item.enqueued_ns for item in taken]
+        self._run.latencies += latencies
+        took = self._now - began
+        self._batcher.returned(self._now, self._here, len(taken), took, latencies)
+        if self._think is not None:
+            for _ in taken[: self._to_come]:
+                self._at(self._now + self._think(), self._arrive)
+            self._to_come -= len(taken[: self._to_come])
+
+
+def linear(
+    setup_ms: float, each_ms: float, noise: float = 0.0, seed: int = 1
+) -> Callable[[int], float]:
+    """A model that takes `setup_ms + each_ms * size`, and at times up to `noise` parts more."""
+    chance = random.Random(seed)
+    return lambda size: (setup_ms + each_ms * size) * MS * (1 + noise * chance.random() ** 2)
+
+
+def about(ms: float, seed: int = 2) -> Callable[[], float]:
+    """Pauses between a half and one and a half of this."""
+    chance = random.Random(seed)
+    return lambda: ms * MS * (0.5 + chance.random())
+
+
+def ticks() -> Iterator[int]:
+    """A clock that goes on by a millisecond."""
+    return itertools.count(MS, MS)

@@ -1,0 +1,85 @@
+"""A scheduler of sequences without process, socket or clock: which rows its instances are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from tests.rigs.scheduler_rig import GATEWAY, Rig
+
+START, END = SEQUENCE_START, SEQUENCE_END
+
+
+class SequenceRig(Rig):
+    """`instances` of them, with batches of at most `rows`. A `strategy` as its configuration has
+    it, and what else `sequence_batching` may say."""
+
+    def __init__(
+        self,
+        strategy: str = "direct",
+        rows: int = 2,
+        instances: int = 1,
+        given: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        server = {key: options.pop(key) for key in list(options) if key.endswith("scheduler")}
+        decoupled = options.pop("decoupled", False)
+        sequences = {strategy: given or {}, **options}
+        super().__init__(None, rows, decoupled=decoupled, sequences=sequences, **server)
+        self.peers = [self.start(index, 100 + index) for index in range(instances)]
+        self._told: dict[int, list[Any]] = {}
+        self._running: dict[bytes, m.Execute] = {}
+
+    def ask(self, sequence: int | str, flags: int = 0, peer: bytes = GATEWAY, **fields: Any) -> int:
+        """Submit a request of a sequence; its number."""
+        kind = "correlation_text" if isinstance(sequence, str) else "correlation_id"
+        given: dict[str, Any] = {kind: sequence, "flags": flags, **fields}
+        (number,) = self.submit(peer=peer, **given)
+        return number
+
+    def batches(self) -> dict[int, list[Any]]:
+        """What each instance was given since the last time: the sequence of each row, None in a
+        null row."""
+        self._take()
+        told, self._told = self._told, {}
+        return told
+
+    def _take(self) -> None:
+        for peer, batch in self.executes():
+            self._running[peer] = batch
+            self._told[self.peers.index(peer)] = [named(row) for row in batch.rows]
+
+    def runs(self, index: int = 0) -> bool:
+        """Whether an instance has a batch."""
+        self._take()
+        return self.peers[index] in self._running
+
+    def rows(self, index: int = 0) -> list[m.SequenceRow]:
+        """The rows of what an instance runs."""
+        self._take()
+        return self._running[self.peers[index]].rows
+
+    def done(self, index: int = 0, *replies: m.Reply) -> None:
+        """An instance returns its batch."""
+        self._take()
+        peer = self.peers[index]
+        self.finish(peer, self._running.pop(peer), *replies)
+
+    def die(self, index: int = 0) -> None:
+        """The process of an instance ends."""
+        self._take()
+        self._running.pop(self.peers[index], None)
+        self.supervisor(m.InstanceExited(index, "signal 9"))
+
+    def outcomes(self) -> dict[int, Any]:
+        """What clients were told since the last time, by request: an error's text, or None."""
+        return {
+            answer.id: answer.message if isinstance(answer, m.Failed) else None
+            for answer in self.answers()
+        }
+
+
+def named(row: m.SequenceRow) -> Any:
+    """The sequence of a row."""
+    return (row.correlation_text or row.correlation_id) if row.key else None

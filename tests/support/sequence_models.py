@@ -1,0 +1,30 @@
+"""Configurations of models with sequences."""
+
+from __future__ import annotations
+
+IDLE = "max_sequence_idle_microseconds: 60000000"
+
+
+def control(name: str, kind: str, says: str) -> str:
+    """A control input."""
+    return f'{{ name: "{name}" control {{ kind: CONTROL_SEQUENCE_{kind} {says} }} }}'
+
+
+def controls(id_type: str = "TYPE_UINT64", pair: str = "") -> str:
+    """All four: the pairs of one type, or else of each; an id of `id_type`."""
+    pairs = [pair] * 3 if pair else ["int32", "fp32", "bool"]
+    made = [
+        control(kind, kind, f"{each}_false_true: [ {TRUTH[each]} ]")
+        for kind, each in zip(("START", "END", "READY"), pairs, strict=True)
+    ]
+    made.append(control("CORRID", "CORRID", f"data_type: {id_type}"))
+    return f"control_input [ {', '.join(made)} ]"
+
+
+TRUTH = {"int32": "0, 1", "fp32": "0, 1", "bool": "false, true"}
+CONTROLS = controls()
+
+
+def instances(count: int) -> str:
+    """So many, on the CPU."""
+    return f"instance_group [ {{ kind: KIND_CPU count: {count} }} ]"

@@ -1,0 +1,393 @@
+"""What both strategies share (reference 3.3): ids, slots, the backlog, idle ones, cancellation."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.ipc import messages as m
+from tests.rigs.scheduler_rig import MS, Rig
+from tests.rigs.sequence_rig import END, START, SequenceRig
+
+US = 1_000
+STRATEGIES = ["direct", "oldest"]
+
+
+@pytest.fixture(params=STRATEGIES)
+def rig(request: pytest.FixtureRequest) -> SequenceRig:
+    """One instance with two slots."""
+    return SequenceRig(request.param)
+
+
+def error(rig: Rig) -> str:
+    """The one refusal since the last time."""
+    (answer,) = rig.answers()
+    assert isinstance(answer, m.Failed) and answer.code == "INVALID_ARG"
+    return answer.message
+
+
+# --- 3.3: what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [0, ""])
+def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
+    rig.ask(sequence, START)
+    assert error(rig) == (
+        "inference request to model 'm' must specify a non-zero or non-empty correlation ID"
+    )
+
+
+def test_3_3_batch_size_must_be_one(rig: SequenceRig) -> None:
+    rig.ask(1, START, batch_size=2)
+    assert error(rig) == (
+        "inference request to model 'm' must specify batch-size 1 due to requirements of sequence "
+        "batcher"
+    )
+
+
+def test_3_3_the_first_needs_start(rig: SequenceRig) -> None:
+    text = (
+        "inference request for sequence {} to model 'm' must specify the START flag on the first "
+        "request of the sequence"
+    )
+    for sequence in (7, "seven"):
+        rig.ask(sequence)
+        assert error(rig) == text.format(sequence)
+    rig.ask(7, START | END)
+    rig.answers()
+    rig.ask(7)
+    assert error(rig) == text.format(7)
+
+
+def test_3_3_the_kind_of_an_id_must_be_the_controls() -> None:
+    texts: dict[str, tuple[int | str, str, str]] = {
+        "TYPE_UINT64": ("x", "BYTES", "UINT64"),
+        "TYPE_STRING": (5, "UINT64", "BYTES"),
+    }
+    for data_type, (sequence, given, wanted) in texts.items():
+        control = {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": data_type}
+        rig = SequenceRig(control_input=[{"name": "C", "control": [control]}])
+        rig.ask(sequence, START)
+        assert error(rig) == (
+            f"[request id: <id_unknown>] sequence batching control 'C' data-type is '{given}', but "
+            f"model 'm' expects '{wanted}'"
+        )
+
+
+def test_3_3_a_number_and_a_text_are_different_ids(rig: SequenceRig) -> None:
+    rig.ask(1, START)
+    rig.ask("1", START)
+    rig.done()
+    assert rig.batches() or rig.runs()
+    rig.ask(1, END)
+    rig.answers()
+    rig.ask("1")
+    assert rig.answers() == []
+
+
+def test_3_3_refusals_are_not_counted_as_failures(rig: SequenceRig) -> None:
+    rig.ask(7)
+    assert rig.report()["inference_stats"]["fail"]["count"] == 0
+
+
+# --- 3.3: slots and the backlog -------------------------------------------------------------------
+
+
+def test_3_3_slots_by_their_number_over_all_instances() -> None:
+    rig = SequenceRig(rows=2, instances=3)
+    for sequence in range(1, 7):
+        rig.ask(sequence, START)
+    assert rig.batches() == {0: [1], 1: [2], 2: [3]}
+    for index in range(3):
+        rig.done(index)
+    assert rig.batches() == {0: [None, 4], 1: [None, 5], 2: [None, 6]}
+
+
+def test_3_3_the_backlog_is_first_come_first_served(rig: SequenceRig) -> None:
+    for sequence in (1, 2, 3, 4):
+        rig.ask(sequence, START)
+    rig.ask(3)
+    rig.done()
+    rig.ask(1, END)
+    seen = 0
+    while rig.runs():
+        rig.done()
+        seen += 1
+    served = rig.outcomes()
+    assert len(served) == 5  # 1, 2, 1 END, and both of 3; 4 waits on
+    rig.ask(2, END)
+    while rig.runs():
+        rig.done()
+    assert len(rig.outcomes()) == 2
+
+
+def test_3_3_an_ended_sequence_in_the_backlog_and_its_id_once_more(rig: SequenceRig) -> None:
+    for sequence in (1, 2):
+        rig.ask(sequence, START)
+    first = [rig.ask(3, START), rig.ask(3, END)]
+    second = rig.ask(3, START)
+    rig.ask(1, END)
+    rig.ask(2, END)
+    order = []
+    while rig.runs():
+        rig.done()
+        order += list(rig.outcomes())
+    assert order.index(first[0]) < order.index(first[1]) and second in order
+
+
+def test_3_3_start_on_a_live_id_begins_anew_in_its_slot(rig: SequenceRig) -> None:
+    rig.ask(1, START)
+    rig.ask(2, START)
+    rig.done()
+    rig.done()
+    rig.batches()
+    rig.ask(1, START)
+    (row,) = rig.rows()
+    assert (row.slot, row.flags, row.correlation_id) == (0, START, 1)
+
+
+def test_3_3_an_id_that_has_ended_may_start_while_its_end_runs() -> None:
+    rig = SequenceRig(rows=2)
+    rig.ask(1, START)
+    rig.done()
+    rig.ask(1, END)
+    rig.ask(1, START)
+    rig.done()
+    assert [(row.slot, row.flags) for row in rig.rows()] == [(0, START)]
+
+
+# --- 3.3: idle sequences --------------------------------------------------------------------------
+
+
+def test_3_3_an_idle_sequence_loses_its_slot_and_the_model_hears_nothing() -> None:
+    rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
+    rig.ask(1, START)
+    rig.ask(2, START)
+    rig.done()
+    assert rig.wake_ns == rig.now + 5000 * US
+    rig.batches()
+    rig.pass_time(5000 * US - 1)
+    assert rig.batches() == {}
+    rig.pass_time(1)
+    assert rig.batches() == {0: [2]}
+    rig.answers()
+    rig.ask(1)
+    assert "must specify the START flag" in error(rig)
+
+
+def test_3_3_who_runs_or_waits_is_not_idle() -> None:
+    """Here the time counts from the last response: a model may take as long as it likes."""
+    rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
+    rig.ask(1, START)
+    rig.pass_time(50_000 * US)
+    rig.done()
+    rig.ask(1)
+    assert rig.runs()
+    rig.done()
+    rig.pass_time(4999 * US)
+    rig.ask(1)
+    assert rig.runs()
+
+
+def test_3_3_the_default_is_a_second_and_those_in_the_backlog_wait_on() -> None:
+    rig = SequenceRig(rows=1)
+    rig.ask(1, START)
+    waits = rig.ask(2, START)
+    rig.pass_time(60_000 * MS)
+    rig.done()
+    rig.outcomes()
+    rig.pass_time(1000 * MS)
+    rig.done()
+    assert rig.outcomes() == {waits: None}
+
+
+# --- 3.3: time and cancellation -------------------------------------------------------------------
+
+
+def test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
+    rig = SequenceRig(rows=1)
+    rig.ask(1, START)
+    numbers = [rig.ask(2, START), rig.ask(2, timeout_ns=5 * MS), rig.ask(2)]
+    rig.pass_time(6 * MS)
+    text = "timeout of the corresponding sequence has been expired"
+    assert rig.outcomes() == dict.fromkeys(numbers, text)
+    rig.ask(2)
+    assert "must specify the START flag" in error(rig)
+    assert rig.report()["inference_stats"]["fail"]["count"] == 3
+
+
+def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: SequenceRig) -> None:
+    rig.ask(1, START)
+    late = rig.ask(1, timeout_ns=5 * MS)
+    behind = rig.ask(1)
+    rig.pass_time(6 * MS)
+    told = rig.outcomes()
+    assert told[late] == "Request timeout expired"
+    assert "an earlier request of the sequence" in told[behind]
+    rig.done()
+    assert not rig.runs()
+    rig.answers()
+    rig.ask(1)
+    assert "must specify the START flag" in error(rig)
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_3_10_cancelling_one_cancels_those_behind_it(slots: int) -> None:
+    """In the backlog and in a slot; those before it still run."""
+    rig = SequenceRig(rows=1)
+    if not slots:
+        rig.ask(9, START)
+    first = rig.ask(1, START)
+    second, third = rig.ask(1), rig.ask(1)
+    rig.client(m.Cancel(second))
+    told = rig.outcomes()
+    assert set(told) == {second, third}
+    if not slots:
+        rig.ask(9, END)
+        rig.done()
+        rig.done()
+    rig.done()
+    assert first in rig.outcomes()
+    # The slot is free.
+    rig.ask(5, START)
+    assert rig.batches()[0] == [5]
+
+
+def test_3_5_after_a_cancellation_the_next_start_is_a_new_sequence(rig: SequenceRig) -> None:
+    rig.ask(1, START)
+    second = rig.ask(1)
+    again = rig.ask(1, START)
+    rig.client(m.Cancel(second))
+    assert set(rig.outcomes()) == {second}
+    rig.done()
+    assert [row.flags for row in rig.rows()] == [START]
+    rig.done()
+    assert again in rig.outcomes()
+
+
+def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig) -> None:
+    other = b"7001.ab"
+    rig.ask(1, START)
+    rig.ask(2, START, peer=other)
+    rig.ask(3, START, peer=other)
+    rig.ask(3, peer=other)
+    rig.supervisor(m.ProcessExited(7001))
+    while rig.runs():
+        rig.done()
+    assert rig.scheduler.live == 0
+
+
+# --- 3.3: the end of a model ----------------------------------------------------------------------
+
+
+def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> None:
+    rig.ask(1, START)
+    rig.done()
+    rig.supervisor(m.Drain())
+    rig.outcomes()
+    refused = [rig.ask(1, START), rig.ask(2, START)]
+    assert all("stopped accepting" in text for text in rig.outcomes().values())
+    assert len(refused) == 2
+    goes_on = rig.ask(1)
+    rig.done()
+    assert rig.outcomes() == {goes_on: None}
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
+    """They fail and are told why, those it had not begun wait for another slot, new ones start."""
+    rig = SequenceRig(rows=2, instances=2)
+    runs = rig.ask(1, START)
+    rig.ask(2, START)
+    rig.done(1)
+    waits = rig.ask(1)
+    fresh = rig.ask(3, START)  # slot 1 of the first instance, not begun
+    rig.outcomes()
+    rig.die(0)
+    told = rig.outcomes()
+    text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
+    assert text in told.pop(runs) and text in told.pop(waits) and not told
+    rig.ask(1)
+    assert "the state of this one was lost when the model's worker died" in error(rig)
+    # On the other instance, at once.
+    assert rig.batches()[1] == [None, 3]
+    rig.done(1)
+    assert rig.outcomes() == {fresh: None}
+    rig.peers[0] = rig.start(0, 200)
+    rig.ask(1, START)
+    assert rig.batches() == {0: [1]}
+
+
+def test_without_any_instance_sequences_wait_and_fail_with_it() -> None:
+    rig = SequenceRig(rows=1)
+    rig.die()
+    numbers = [rig.ask(1, START), rig.ask(1), rig.ask(2, START)]
+    rig.supervisor(m.PoolFailed("it cannot load"))
+    assert rig.outcomes() == dict.fromkeys(numbers, "it cannot load")
+    rig.peers = [rig.start(0, 300)]
+    rig.ask(1, START)
+    assert rig.batches() == {0: [1]}
+
+
+def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
+    """So many wait for a slot, more are refused, and those in slots go on."""
+    rig.ask(1, START)
+    rig.done()
+    for sequence in range(2, 16_384 + 4):
+        rig.scheduler.from_client(b"7009.ab", submitted(sequence), rig.now)
+    refusals = [each for each in rig.answers() if isinstance(each, m.Failed)]
+    assert len(refusals) == 1 and refusals[0].retry_after_s
+    assert "16384 sequences that wait for a slot, which is as many as may" in refusals[0].message
+    mine = rig.ask(1)
+    while mine not in (told := rig.outcomes()):
+        rig.done()
+    assert told[mine] is None
+
+
+def submitted(sequence: int) -> m.Submit:
+    """The first request of a sequence."""
+    return m.Submit(sequence, 1, b"", 0, 0, 0, 0, b"w", "", START, sequence, "")
+
+
+# --- 3.5: iterative sequences ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_3_5_iterative_requests_get_an_id_and_come_again(strategy: str) -> None:
+    rig = SequenceRig(strategy, rows=2, iterative_sequence=True)
+    number = rig.ask(0)
+    (row,) = rig.rows()
+    assert (row.correlation_id, row.flags) == (1, START)
+    for _ in range(3):
+        rig.done(0, m.Reply(row.key, m.RESCHEDULED, "", b""))
+        (row,) = rig.rows()
+        assert (row.correlation_id, row.flags) == (1, 0)
+    rig.done()
+    assert rig.outcomes() == {number: None}
+    # The sequence is over: its slot is free at once.
+    other = rig.ask(0)
+    (row,) = rig.rows()
+    assert (row.correlation_id, row.flags, row.slot) == (2, START, 0)
+    rig.client(m.Cancel(other))
+    rig.done(0, m.Reply(row.key, m.RESCHEDULED, "", b""))
+    assert rig.outcomes() == {other: "request cancelled"}
+    assert not rig.runs()
+
+
+def test_3_5_iterative_and_decoupled() -> None:
+    rig = SequenceRig(rows=1, iterative_sequence=True, decoupled=True)
+    number = rig.ask(0)
+    key = rig.rows()[0].key
+    peer = rig.peers[0]
+    rig.respond(peer, key)
+    batch = rig._running.pop(peer)
+    rig.returned(peer, batch, m.Reply(key, m.RESCHEDULED, "", b""))
+    assert rig.rows()[0].flags == 0
+    rig.respond(peer, key, final=True)
+    rig.returned(peer, rig._running.pop(peer))
+    kinds = [(type(each).__name__, each.final) for each in rig.answers()]
+    assert kinds == [("Responded", False), ("Responded", True)]
+    assert number and rig.scheduler.live == 0
+    rig.ask(0)
+    assert rig.runs()

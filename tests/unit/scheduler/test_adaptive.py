@@ -1,0 +1,289 @@
+"""The adaptive batcher: what it learns, and what it makes of it on simulated models and loads."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
+from shmserve.scheduler.batchers.arrivals import Arrivals
+from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
+from shmserve.scheduler.batchers.batch_time import BatchTime
+from shmserve.scheduler.batchers.dynamic import DynamicBatcher
+from shmserve.scheduler.settings import Batching
+from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear
+
+
+def adaptive(target_ms: float = 60, most: int = 32, delay_ms: float = 0) -> AdaptiveBatcher:
+    """An adaptive batcher for batches up to `most`."""
+    rules = Batching(most, frozenset({most}), int(delay_ms * MS), int(target_ms * MS))
+    return AdaptiveBatcher(rules)
+
+
+def fixed(delay_ms: float, most: int = 32) -> DynamicBatcher:
+    """A batcher that waits up to this delay; 0: prefer_latency."""
+    return DynamicBatcher(Batching(most, frozenset({most}), int(delay_ms * MS)))
+
+
+# --- how long batches take ------------------------------------------------------------------------
+
+
+@given(st.floats(0.1, 100), st.floats(0.0, 10), st.integers(0, 1000))
+def test_it_learns_the_line(setup_ms: float, each_ms: float, seed: int) -> None:
+    sizes, time = random.Random(seed), BatchTime()
+    for _ in range(100):
+        size = sizes.randint(1, 32)
+        time.observe(size, (setup_ms + each_ms * size) * MS)
+    assert time.known
+    for size in (1, 8, 64):
+        assert time.expected_ns(size) == pytest.approx((setup_ms + size * each_ms) * MS, rel=0.1)
+
+
+def test_noise_and_outliers_do_not_move_it_far() -> None:
+    sizes, time = random.Random(5), BatchTime()
+    for number in range(400):
+        size = sizes.randint(1, 16)
+        took = (10 + size) * MS * sizes.uniform(0.9, 1.1)
+        time.observe(size, took * (40 if number % 29 == 0 else 1))
+    assert time.expected_ns(8) == pytest.approx(18 * MS, rel=0.25)
+    assert time.most_ns(8) > 18 * MS
+
+
+def test_a_change_that_lasts_is_believed() -> None:
+    sizes, time = random.Random(5), BatchTime()
+    for factor in (1, 5, 1):
+        for _ in range(300):
+            size = sizes.randint(1, 16)
+            time.observe(size, (10 + size) * MS * factor)
+        assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.05)
+
+
+def test_one_size_tells_nothing_of_the_slope() -> None:
+    time = BatchTime()
+    for _ in range(50):
+        time.observe(4, 10 * MS)
+    assert time.each_ns == 0
+    assert time.setup_ns == pytest.approx(10 * MS)
+    for size in (1, 8) * 50:
+        time.observe(size, (2 + size) * MS)
+    for _ in range(1000):
+        time.observe(8, 10 * MS)
+    assert time.each_ns == pytest.approx(MS, rel=0.2)
+
+
+def test_the_first_execution_does_not_count() -> None:
+    time = BatchTime()
+    time.observe(1, 1e12)
+    for _ in range(20):
+        time.observe(1, 5 * MS)
+    assert time.expected_ns(1) == pytest.approx(5 * MS)
+
+
+@given(st.lists(st.tuples(st.integers(1, 512), st.floats(0, 1e12)), max_size=60))
+def test_whatever_it_sees_its_times_make_sense(seen: list[tuple[int, float]]) -> None:
+    time = BatchTime()
+    for units, took_ns in seen:
+        time.observe(units, took_ns)
+    assert time.each_ns >= 0 and time.setup_ns >= -1e-3
+    assert time.most_ns(1) <= time.most_ns(2)
+
+
+# --- when requests come ---------------------------------------------------------------------------
+
+
+def test_a_burst_ends_when_every_client_has_sent() -> None:
+    arrivals, clock = Arrivals(), count(0, MS)
+    for _ in range(40):
+        for here in (1, 2, 3):
+            arrivals.arrived(next(clock), here, 5 * MS)
+        now = [next(clock) for _ in range(20)][-1]
+        arrivals.returned(now, 0, 5 * MS)
+    assert now < arrivals.burst_until(5 * MS, 8) <= now + 2 * MS
+    assert arrivals.burst_until(2 * MS, 8) == 0  # not over within two milliseconds
+    assert arrivals.burst_until(2 * MS, 2) > now  # but there is room for two only
+    for here in (1, 2):
+        now = next(clock)
+        arrivals.arrived(now, here, 5 * MS)
+        assert arrivals.burst_until(5 * MS, 8) > now
+    arrivals.arrived(next(clock), 3, 5 * MS)
+    assert arrivals.burst_until(5 * MS, 8) == 0
+
+
+def test_a_lone_client_is_no_burst() -> None:
+    arrivals, clock = Arrivals(), count(0, 10 * MS)
+    for _ in range(40):
+        arrivals.arrived(next(clock), 1, 5 * MS)
+        assert arrivals.burst_until(5 * MS, 8) == 0
+        arrivals.returned(next(clock), 0, 5 * MS)
+
+
+# --- what it decides ------------------------------------------------------------------------------
+
+
+def learned(target_ms: float, delay_ms: float = 0, gap_ms: float = 1) -> tuple[Batcher, int]:
+    """A batcher of a model that takes 10 ms + 1 ms each, whose bursts of 16 come with this gap; and
+    the time: the end of a batch, with nobody here."""
+    batcher = adaptive(target_ms, delay_ms=delay_ms)
+    clock, now = random.Random(3), 0
+    for _ in range(60):
+        size = clock.randint(1, 16)
+        for here in range(1, 17):
+            now += int(gap_ms * MS)
+            batcher.arrived(now, here)
+        now += (10 + size) * MS
+        batcher.returned(now, 0, size, (10 + size) * MS, [MS])
+    return batcher, now
+
+
+def test_it_waits_for_a_burst_and_not_past_its_end() -> None:
+    batcher, now = learned(1000, gap_ms=0.1)
+    queue: list[Item] = []
+    for here in range(1, 16):
+        now += MS // 10
+        queue.append(Item(now))
+        batcher.arrived(now, here)
+        decision = batcher.decide(now, queue, 0)
+        assert isinstance(decision, WaitUntil) and now < decision.ns < now + MS
+    batcher.arrived(now, 16)
+    queue.append(Item(now))
+    assert batcher.decide(now, queue, 0) == Batch(16, Closed.IDLE)
+
+
+def test_it_does_not_wait_longer_than_the_setup_of_an_execution() -> None:
+    batcher, now = learned(1000, gap_ms=1)
+    began, queue, here = now, [], 0
+    while True:
+        now, here = now + MS, here + 1
+        queue.append(Item(now))
+        batcher.arrived(now, 3)  # there always seem to be more to come
+        decision = batcher.decide(now, queue, 0)
+        if isinstance(decision, Batch):
+            break
+    assert decision == Batch(here, Closed.IDLE) and now - began <= 12 * MS
+
+
+def test_it_does_not_wait_where_the_target_would_be_missed() -> None:
+    batcher, now = learned(14, gap_ms=0.1)
+    batcher.arrived(now, 1)
+    assert isinstance(batcher.decide(now, [Item(now)], 0), WaitUntil)
+    late = [Item(now - 4 * MS)]
+    assert batcher.decide(now, late, 0) == Batch(1, Closed.TARGET)
+
+
+def test_a_configured_delay_is_the_most_it_waits() -> None:
+    batcher, now = learned(1000, delay_ms=0.05, gap_ms=0.1)
+    batcher.arrived(now, 1)
+    assert batcher.decide(now, [Item(now)], 0) == WaitUntil(now + MS // 20)
+    assert batcher.decide(now + MS // 20, [Item(now)], 0) == Batch(1, Closed.IDLE)
+
+
+def test_a_deadline_and_a_drain_end_the_wait() -> None:
+    batcher, now = learned(1000, gap_ms=0.1)
+    batcher.arrived(now, 1)
+    item = Item(now, hurry_ns=now + 15 * MS)
+    assert batcher.decide(now, [item], 15 * MS) == Batch(1, Closed.DEADLINE)
+    assert isinstance(batcher.decide(now, [item], 0), WaitUntil)
+    batcher.hurry()
+    assert batcher.decide(now, [item], 0) == Batch(1, Closed.IDLE)
+
+
+def test_what_would_be_late_together_and_not_apart_runs_apart() -> None:
+    """10 ms + 1 ms each: 12 together take 22 ms, 9 take 19 and the other 3 then 13."""
+    batcher, now = learned(42, gap_ms=0.1)
+    old = [Item(now - 22 * MS) for _ in range(4)]
+    new = [Item(now) for _ in range(8)]
+    assert batcher.decide(now, old + new, 0) == Batch(9, Closed.TARGET)
+    # Where some would be late in any case, as many run as can: that catches up.
+    older = [Item(now - 60 * MS) for _ in range(4)]
+    assert batcher.decide(now, older + new, 0) == Batch(12, Closed.TARGET)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
+    """A batcher that has learned from any load, the time, and any queue."""
+    most = draw(st.integers(1, 12))
+    batcher: Batcher = adaptive(draw(st.sampled_from([1, 20, 500])), most)
+    now = here = 0
+    for step in draw(st.lists(st.integers(0, 30), max_size=120)):
+        now += step * MS
+        if draw(st.booleans()) or not here:
+            here += 1
+            batcher.arrived(now, here)
+        else:
+            done = draw(st.integers(1, min(here, most)))
+            here -= done
+            batcher.returned(now, here, done, step * MS, [step * MS] * done)
+    item = st.builds(
+        Item,
+        enqueued_ns=st.integers(now - 40 * MS, now),
+        units=st.integers(1, most),
+        shape_key=st.sampled_from([b"a", b"a", b"a", b"b"]),
+    )
+    return batcher, now, draw(st.lists(item, min_size=1, max_size=14))
+
+
+@given(situations())
+def test_every_decision_is_legal_and_every_wait_ends(
+    situation: tuple[Batcher, int, list[Item]],
+) -> None:
+    batcher, now, queue = situation
+    most = batcher._rules.max_batch_size  # type: ignore[attr-defined]
+    for _ in range(1000):
+        if not queue:
+            return
+        decision = batcher.decide(now, queue, 0)
+        assert decision is not None
+        if isinstance(decision, WaitUntil):
+            assert decision.ns > now
+            now = decision.ns
+            continue
+        chosen = queue[: decision.count]
+        assert 1 <= decision.count <= len(queue)
+        assert sum(item.units for item in chosen) <= most
+        assert len({item.shape_key for item in chosen}) == 1
+        del queue[: decision.count]
+    pytest.fail("it waits for ever")
+
+
+# --- what comes of it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clients", [2, 5, 10, 20])
+def test_clients_that_wait_for_responses_get_more_of_them(clients: int) -> None:
+    """More than from either fixed strategy, and within the target."""
+    runs = [
+        Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
+            clients, 200 * clients, about(0.4)
+        )
+        for batcher in (adaptive(60), fixed(0), fixed(5))
+    ]
+    assert runs[0].per_second > 1.15 * max(runs[1].per_second, runs[2].per_second)
+    assert runs[0].percentile_ms(99) < 60
+
+
+def test_a_lone_client_waits_for_nobody() -> None:
+    run, eager = (
+        Simulation(batcher, linear(4, 0.5)).closed_loop(1, 200, about(0.4))
+        for batcher in (adaptive(100), fixed(0))
+    )
+    assert run.per_second > 0.98 * eager.per_second
+
+
+@pytest.mark.parametrize("per_second", [20, 100, 300, 600])
+def test_the_target_is_held_where_it_can_be(per_second: float) -> None:
+    """Beside a fixed delay for full batches, which misses it."""
+    run = Simulation(adaptive(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
+    assert run.percentile_ms(99) < 40
+    patient = Simulation(fixed(30), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
+    assert patient.percentile_ms(99) > 40
+
+
+def test_what_cannot_be_held_is_caught_up_with_in_full_batches() -> None:
+    run = Simulation(adaptive(20), linear(10, 0.5)).open_loop(2000, 4000)
+    eager = Simulation(fixed(0), linear(10, 0.5)).open_loop(2000, 4000)
+    assert run.per_second > 0.98 * eager.per_second
+    assert sum(run.sizes) / len(run.sizes) > 30

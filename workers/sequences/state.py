@@ -1,0 +1,192 @@
+"""Implicit state: tensors that a model gives back for the next request of the same sequence.
+
+    config ──> StateSpec ──START──> initial value ──> an input of the request
+                                         ^                     │ the model
+                                         └── its output <──────┘
+
+A value stays where the model left it, in host memory or on the device, and in the same buffer as
+long as its size does not change. It never passes the scheduler, and ends with the worker.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count, encode_bytes
+from shmserve.ipc.tensors.inference import SEQUENCE_START
+from shmserve.ipc.transport.records import record
+from shmserve.workers.batch.request import Input, Output, Request, Response
+
+_FOLDER = "initial_state"
+_STRING_HEAD = 4
+
+
+@record
+class StateSpec:
+    """A state as a configuration has it; `initial` are the bytes that a sequence begins with, in
+    `shape` (with the batch dimension, where there is one).
+
+    `same_buffer`: the model gets the buffer itself, and may compute the output in it.
+    """
+
+    input_name: str
+    output_name: str
+    datatype: str
+    shape: tuple[int, ...]
+    initial: bytes
+    same_buffer: bool
+
+
+@record
+class _Value:
+    """A state of a sequence: `raw` is host bytes, or a flat tensor of uint8 on a device."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    raw: Any
+
+
+class States:
+    """The states of the sequences of one instance, by slot. `copies`: a model that may write into
+    what it is given gets copies."""
+
+    def __init__(self, specs: list[StateSpec], copies: bool) -> None:
+        self._specs = specs
+        self._copies = copies
+        self._by_slot: dict[int, dict[str, _Value]] = {}
+        self.outputs = tuple(spec.output_name for spec in specs)
+
+    def lend(self, request: Request, row: SequenceRow) -> tuple[tuple[int, ...], ...]:
+        """Give a request the states of its sequence; returns their shapes."""
+        if not self._specs:
+            return ()
+        if row.flags & SEQUENCE_START:
+            self._by_slot.pop(row.slot, None)
+        values = self._by_slot.setdefault(row.slot, {})
+        for spec in self._specs:
+            value = values.get(spec.input_name)
+            if value is None:
+                raw = memoryview(bytearray(spec.initial))
+                value = values[spec.input_name] = _Value(spec.datatype, spec.shape, raw)
+            request.inputs[spec.input_name] = self._input(spec, value)
+        request.states = self.outputs
+        return tuple(values[spec.input_name].shape for spec in self._specs)
+
+    def _input(self, spec: StateSpec, value: _Value) -> Input:
+        raw = value.raw
+        if self._copies and not spec.same_buffer:
+            raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
+        given = Input(spec.input_name, value.datatype, value.shape, raw)
+        given.kept = not spec.same_buffer
+        given.writable = spec.same_buffer
+        return given
+
+    def keep(self, row: SequenceRow, response: Response, returned: frozenset[str]) -> None:
+        """Take what a model has made of the states of a sequence; one that it has not made stays as
+        it was. Outputs that are none of the model's, in `returned`, do not go to the client."""
+        if not self._specs or response.error is not None:
+            return
+        values = self._by_slot[row.slot]
+        made = {output.name: output for output in (*response.outputs, *response.states)}
+        for spec in self._specs:
+            output = made.get(spec.output_name)
+            if output is not None:
+                values[spec.input_name] = _updated(values[spec.input_name], output)
+        response.outputs = [
+            output
+            for output in response.outputs
+            if output.name not in self.outputs or output.name in returned
+        ]
+        response.states = []
+
+
+def _updated(value: _Value, output: Output) -> _Value:
+    data = output.data
+    shape = tuple(data.shape)
+    if isinstance(data, np.ndarray):
+        if output.datatype == "BYTES":
+            return _Value("BYTES", shape, memoryview(bytearray(encode_bytes(data))))
+        fresh = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    else:
+        flat = data.detach().contiguous().reshape(-1)
+        fresh = flat.view(_torch().uint8)
+        if fresh.device.type == "cpu":
+            fresh = fresh.numpy()
+    return _Value(output.datatype, shape, _stored(value.raw, fresh))
+
+
+def _stored(raw: Any, fresh: Any) -> Any:
+    """`fresh` in the buffer that there is, if it fits; else in one of its own."""
+    if isinstance(fresh, np.ndarray):
+        if not isinstance(raw, memoryview) or len(raw) != fresh.nbytes:
+            return memoryview(bytearray(fresh))
+        buffer = np.frombuffer(raw, np.uint8)
+        if buffer.ctypes.data != fresh.ctypes.data:
+            buffer[:] = fresh
+        return raw
+    if isinstance(raw, memoryview) or raw.nbytes != fresh.nbytes or raw.device != fresh.device:
+        return fresh.clone()
+    if raw.data_ptr() != fresh.data_ptr():
+        raw.copy_(fresh)
+    return raw
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def read(config: dict[str, Any], model_dir: Path) -> list[StateSpec]:
+    """The states of a model's configuration, with what they begin with.
+
+    Raises InvalidArgument for a file that cannot be read or is too short.
+    """
+    batching = config.get("sequence_batching") or {}
+    batched = config["max_batch_size"] > 0
+    return [_spec(state, model_dir, batched) for state in batching.get("state") or ()]
+
+
+def _spec(state: dict[str, Any], model_dir: Path, batched: bool) -> StateSpec:
+    datatype = FROM_CONFIG[state["data_type"]]
+    given = (state.get("initial_state") or [{}])[0]
+    dims = given.get("dims") or state.get("dims") or ()
+    shape = tuple(1 if dim == -1 else int(dim) for dim in dims)
+    size = element_count(shape) * (ITEM_SIZE[datatype] or _STRING_HEAD)
+    initial = bytes(size)
+    if given.get("data_file"):
+        initial = _file(model_dir / _FOLDER, given["data_file"], state["input_name"])
+        if ITEM_SIZE[datatype]:
+            if len(initial) < size:
+                raise InvalidArgument(
+                    f"initial_state setting expects {size} bytes, but the data provided from "
+                    f"{given['data_file']} only has {len(initial)} bytes"
+                )
+            initial = initial[:size]
+    return StateSpec(
+        state["input_name"],
+        state["output_name"],
+        datatype,
+        (1, *shape) if batched else shape,
+        initial,
+        bool(state.get("use_same_buffer_for_input_output")),
+    )
+
+
+def _file(folder: Path, name: str, state: str) -> bytes:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise InvalidArgument(
+            f"the data file of state '{state}' must lie in the model's folder '{_FOLDER}'"
+        )
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(
+            f"the data file of state '{state}' cannot be read: {error.strerror}"
+        ) from None
