@@ -1,1 +1,1 @@
-"""Rules that validation checks, by subject: tensors, batching, sequences, ensembles and their graphs."""
+"""Rules that validation checks, by subject: tensors, batching, sequences, ensembles."""

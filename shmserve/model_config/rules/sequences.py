@@ -1,8 +1,4 @@
 """Validation of sequence batching."""
-"""Rules about models whose scheduler keeps state: sequences."""
-========
-"""Validation of sequence batching and ensembles."""
->>>>>>>> main:shmserve/model_config/rules/composition.py
 
 from __future__ import annotations
 
