@@ -8,11 +8,11 @@ from math import inf
 from pathlib import Path, PurePath
 
 from shmserve.errors import InvalidArgument
-from shmserve.model_config.batching_rules import dynamic_problems, strategy_problems
-from shmserve.model_config.composition_rules import ensemble_problems, sequence_problems
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
 from shmserve.model_config.normalise import ENSEMBLE, LIBTORCH
-from shmserve.model_config.tensor_rules import batch_io_problems, tensor_problems
+from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems
+from shmserve.model_config.rules.composition import ensemble_problems, sequence_problems
+from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 # Of one group: each is a process, and the supervisor keeps a place for it before it is started.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from tests.support.wire.raw_http import Http, Reply, json_input
 if TYPE_CHECKING:
     from tests.support.servers import Server
 
+T = TypeVar("T")
+
 
 class ConnectionLimits:
     """Sends requests and does not wait for their answers."""
@@ -21,7 +23,13 @@ class ConnectionLimits:
     def __init__(self, server: Server, pool: ThreadPoolExecutor) -> None:
         self._server = server
         self._pool = pool
-        self.asked: list[Future[Reply]] = []
+        self.asked: list[Future[Any]] = []
+
+    def call(self, asking: Callable[[], T]) -> Future[T]:
+        """Call this beside what else is going on."""
+        called = self._pool.submit(asking)
+        self.asked.append(called)
+        return called
 
     def do(self, ask: Callable[[Http], Reply]) -> Future[Reply]:
         """Call `ask` with a connection of its own."""
@@ -30,8 +38,7 @@ class ConnectionLimits:
             with self._server.http() as http:
                 return ask(http)
 
-        self.asked.append(self._pool.submit(run))
-        return self.asked[-1]
+        return self.call(run)
 
     def infer(
         self, model: str, request: Any, headers: Mapping[str, str] | None = None

@@ -48,7 +48,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "common": ("common.access",),
     "proto": (),
     "model_config.syntax": ("model_config",),
-    "model_config": ("common.*", "model_config.syntax"),
+    "model_config.rules": ("common.*", "model_config"),
+    "model_config": ("common.*", "model_config.*"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
     "scheduler.requests": ("ipc.*", "scheduler", "scheduler.statistics"),

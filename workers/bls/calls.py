@@ -198,6 +198,7 @@ class CallRouter:
             call.arrived_ns,
             pack,
             request_id=request.request_id,
+            priority=request.priority,
             timeout_us=request.timeout_us,
             ends_ns=request.deadline_ns,
             flags=request.flags,

@@ -48,6 +48,7 @@ class CallRequest:
     flags: int = 0
     timeout_us: int = 0
     deadline_ns: int = 0
+    priority: int = 0
 
     def admit(
         self, signature: Signature, inputs: tuple[TensorRef, ...]
@@ -70,6 +71,7 @@ class CallRequest:
                     self.correlation_id,
                     self.flags,
                     self.timeout_us,
+                    self.priority,
                     deadline_ns=deadline_ns,
                 )
             )

@@ -67,20 +67,20 @@ class RequestQueue:
                 f"{id_prefix(message.request_id)}inference request batch-size must be <= "
                 f"{settings.max_batch_size} for '{settings.name}'"
             )
-        deadline = max(message.deadline_ns, 0)
-        if 0 < deadline < now_ns:
-            raise Unavailable(EXPIRED)
         level = settings.policies.level(message.priority)
         policy = settings.policies.of(level)
-        if 0 < policy.max_size <= self._queue.size(level):
-            raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         arrived = believable(message.arrived_ns, now_ns)
+        deadline = max(message.deadline_ns, 0)
         own = policy.own_timeout_ns(message.timeout_us)
-        timeout = own or policy.timeout_ns
         if own and policy.delays:
             # Its time over, it is to wait on: what is left is the limit of the server.
             limit = settings.request_limit_ns
             deadline = arrived + limit if limit else 0
+        if 0 < deadline < now_ns:
+            raise Unavailable(EXPIRED)
+        if 0 < policy.max_size <= self._queue.size(level):
+            raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
+        timeout = own or policy.timeout_ns
         request = Request(
             next(self._keys),
             client,

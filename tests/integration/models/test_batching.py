@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import repositories
-from tests.support.crowd import ConnectionLimits, crowd, values
+from tests.support.crowd import crowd, values
+from tests.support.held_queue import Queue
 from tests.support.servers import Server, running
 
 DYNAMIC = "dynamic_batching { %s }"
@@ -46,34 +47,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     add_two(repository, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
     with running(repository) as started:
         yield started
-
-
-class Queue:
-    """A model whose only instance is held at the gate by request 0: what comes queues up."""
-
-    def __init__(self, server: Server, people: ConnectionLimits, model: str) -> None:
-        self.server, self.people, self.model = server, people, model
-        self.first = people.number(model, 0)
-        self.holder = server.gate.next()
-        self.waiting = 0
-
-    def add(self, value: int, rows: int = 1, columns: int = 1) -> None:
-        """One more request, and wait until it is in the queue: the order is the test's."""
-        self.people.number(self.model, value, rows, columns)
-        self.waiting += 1
-        self.server.wait_pending(self.model, self.waiting)
-
-    def batches(self, count: int) -> list[list[int]]:
-        """Let the first go, and then the next `count` executions, one after the other: what each
-        was given.
-        """
-        self.holder.release()
-        found = []
-        for _ in range(count):
-            visit = self.server.gate.next()
-            found.append(visit.batch)
-            visit.release()
-        return found
 
 
 @pytest.fixture

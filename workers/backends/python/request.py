@@ -74,6 +74,7 @@ class InferenceRequest:
 
     `inputs` are Tensors, `requested_output_names` may be empty for all outputs; `model_version` -1
     is the latest, `timeout` is in microseconds, 0 for none. `parameters` reach the other model.
+    `priority` is its level in the other model's queue, 1 the highest, 0 that model's default.
     """
 
     __slots__ = (
@@ -85,6 +86,7 @@ class InferenceRequest:
         "_model_version",
         "_outputs",
         "_parameters",
+        "_priority",
         "_release_flags",
         "_request_id",
         "_timeout",
@@ -104,6 +106,7 @@ class InferenceRequest:
         preferred_memory: PreferredMemory = _ANY_MEMORY,
         trace: InferenceTrace = _NO_TRACE,
         parameters: dict[str, bool | int | str] | None = None,
+        priority: int = 0,
     ) -> None:
         if inputs is None or requested_output_names is None or model_name is None:
             raise TypeError(
@@ -131,6 +134,7 @@ class InferenceRequest:
         self._model_version = whole(model_version, "model_version", -(2**63))
         self._flags = whole(flags, "flags", bits=32)
         self._timeout = whole(timeout, "timeout", bits=64)
+        self._priority = whole(priority, "priority", bits=64)
         self._trace = trace
         self._parameters: dict[str, Any] = checked_parameters(parameters)
         self._release_flags = 0
@@ -230,6 +234,7 @@ class InferenceRequest:
             self._flags,
             self._timeout,
             server.current().deadline_ns(),
+            self._priority,
         )
 
     # --- only for requests that came from a client
@@ -283,6 +288,7 @@ class ReceivedRequest(InferenceRequest):
         self._correlation_id = inference.correlation_id
         self._flags = inference.flags
         self._timeout = inference.timeout_us
+        self._priority = inference.priority
         self._parameters = inference.parameters
         self._outputs = dict.fromkeys(origin.requested)
         self._model_name = ""

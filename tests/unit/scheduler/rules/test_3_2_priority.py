@@ -204,8 +204,11 @@ def test_a_requests_own_timeout_delays_it_too(server_us: int, late_us: int | Non
     policy = {**DELAYED, "allow_timeout_override": True}
     rig, _, _ = busy({"default_queue_policy": policy}, request_timeout_us=server_us)
     (number,) = rig.submit(timeout_us=400, timeout_ns=400_000)
+    (slow,) = rig.submit(timeout_us=400, arrived_ns=rig.now - MS, deadline_ns=rig.now - MS // 2)
     rig.pass_time(MS)
     assert rig.answers() == []
+    rig.client(m.Cancel(slow))
+    rig.answers()
     rig.pass_time(3_600_000 * MS)
     assert rig.answers() == ([refused(number, EXPIRED)] if late_us else [])
 

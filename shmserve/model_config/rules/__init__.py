@@ -1,0 +1,1 @@
+"""Rules that validation checks, by subject: tensors, batching, sequences and ensembles."""
