@@ -103,7 +103,7 @@ class Clients:
                 raise Unavailable(self._pool.failure)
             if self._pool.free and self._queue.full(message.priority):
                 self._dispatch.run(now_ns)
-            identity = self._dispatch.identify(message)
+            identity = self._dispatch.identify(client, message)
             request = self._queue.admit(client, message, now_ns)
             self._responses.admitted(request)
             self._dispatch.admitted(request, identity)
