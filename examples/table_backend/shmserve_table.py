@@ -15,7 +15,7 @@ class TableBackend(Backend):
     """Looks up `INDEX` (INT64, [n]) in a table of shape [rows, width]: `ROW`, [n, width]."""
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Inputs and outputs follow from the file: a model needs no more than `backend: "table"`."""
+        """Inputs and outputs follow from the file: `backend: "table"` is all a model needs."""
         table = self._read()
         width = int(table.shape[1])
         return {
@@ -39,7 +39,7 @@ class TableBackend(Backend):
     def _look_up(self, request: Request) -> Response:
         index = request.inputs["INDEX"].numpy()  # a view of where the client wrote it
         rows = len(self._table)
-        if index.size and not (0 <= index.min() and index.max() < rows):
+        if index.size and not (index.min() >= 0 and index.max() < rows):
             return Response(error=InvalidArgument(f"INDEX must be in 0 to {rows - 1}"))
         return Response([Output("ROW", self._kind, self._table[index])])
 
