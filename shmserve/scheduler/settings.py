@@ -81,9 +81,9 @@ class Sequencing:
     """The sequence batcher's rules. `slots` an instance; no `oldest`: the direct strategy, which
     waits for `minimum_utilization` of its slots up to `delay_ns` where both are set.
 
-    A sequence is idle after `idle_ns`, and `most` may wait for a slot. `id_datatype` is that of the
-    control input `id_name`, "" without one. `iterative`: a model may ask for a request again.
-    `hold`, `hold_backlog`: requests in slots, and in the backlog, before the first batch.
+    A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `id_datatype` is
+    that of the control input `id_name`, "" without one. `iterative`: a model may ask for a request
+    again. `hold`, `hold_backlog`: requests in slots, and in the backlog, before the first batch.
     """
 
     slots: int

@@ -182,9 +182,34 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
             "ensemble_scheduling.step[1].input_map",
             "must specify 'input_map' in step 1 of ensemble 'm'",
         ),
+        (
+            'ensemble_scheduling { step { %s } step { model_name: "x" '
+            'input_map { key: "a" value: "I" } @output_map { key: "b" value: "lost" } } }',
+            'ensemble_scheduling.step[1].output_map["b"]',
+            "ensemble tensor 'lost' is unused in ensemble 'm'",
+        ),
+        (
+            '@parameters { key: "step[1].condition" value { string_value: "I" } } '
+            "ensemble_scheduling { step { %s } }",
+            'parameters["step[1].condition"]',
+            "parameter 'step[1].condition': ensemble 'm' has 1 steps, from 0",
+        ),
+        (
+            '@parameters { key: "step[0].condition" value { string_value: "Q" } } '
+            "ensemble_scheduling { step { %s } }",
+            'parameters["step[0].condition"]',
+            "parameter 'step[0].condition': ensemble 'm' has no tensor 'Q', which is to be its "
+            "condition",
+        ),
+        (
+            '@parameters { key: "step[0].if" value { string_value: "I" } } '
+            "ensemble_scheduling { step { %s } }",
+            'parameters["step[0].if"]',
+            "parameter 'step[0].if' of ensemble 'm' is not known: step[N].condition is",
+        ),
     ],
 )
-def test_ensembles_are_checked_though_not_served(text: str, key: str, expected: str) -> None:
+def test_ensembles_are_checked(text: str, key: str, expected: str) -> None:
     second = STEP[STEP.index("output_map") :].replace('"O"', '"P"')
     text = ENSEMBLE + text.replace("%s", STEP, 1).replace("%s", second)
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
@@ -203,3 +228,28 @@ def test_what_an_ensemble_lacks_is_placed_where_it_would_be() -> None:
         "f: platform: unexpected platform type '' for m",
         f"{place(text)}ensemble_scheduling.step: must specify 'step' for ensemble 'm'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "missing"),
+    [
+        (
+            'step { model_name: "x" input_map [ { key: "a" value: "I" }, { key: "c" value: "r" } ] '
+            'output_map { key: "b" value: "q" } } step { model_name: "y" '
+            'input_map { key: "a" value: "q" } '
+            'output_map [ { key: "b" value: "r" }, { key: "c" value: "O" } ] }',
+            "q",
+        ),
+        (
+            'step { model_name: "x" input_map [ { key: "a" value: "I" }, '
+            '{ key: "c" value: "nowhere" } ] output_map { key: "b" value: "O" } }',
+            "nowhere",
+        ),
+    ],
+)
+def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> None:
+    text = ENSEMBLE + f"ensemble_scheduling {{ {steps} }}"
+    assert (
+        "output[0].name: output 'O' for ensemble 'm' is not written: at least one of its depending "
+        f"tensors, '{missing}', is not connected" in problems(text)
+    )

@@ -1,21 +1,18 @@
-"""Validation of sequence batching and ensembles."""
+"""Validation of sequence batching."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from shmserve.model_config.diagnostics import Key, Problem, member, repeats
+from shmserve.model_config.diagnostics import Key, Problem, repeats
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
-    ModelInput,
-    ModelOutput,
     ModelSequenceBatching,
 )
 
 _Control = ModelSequenceBatching.Control
 _SEQUENCE: Key = ("sequence_batching",)
-_STEP: Key = ("ensemble_scheduling", "step")
 _FALSE_TRUE = ("int32_false_true", "fp32_false_true", "bool_false_true")
 _ONE_OF_THEM = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
 _CORRELATION_TYPES = (
@@ -146,60 +143,3 @@ def _initial(
                 f"description. {mine} != {its}"
             )
             yield Problem((*dims, index), text, needs)
-
-
-def ensemble_problems(config: ModelConfig) -> Iterator[Problem]:
-    """What is wrong with an ensemble, as far as it shows without the models it calls."""
-    name, platform = config.name, config.platform
-    if not platform:
-        yield Problem(("platform",), f"unexpected platform type '' for {name}")
-    if not config.HasField("ensemble_scheduling"):
-        text = f"ensemble scheduling must be set for ensemble {name} whose platform is {platform}"
-        yield Problem(("ensemble_scheduling",), text, (("platform",),))
-        return
-    if config.instance_group:
-        text = f"instance group should not be specified for ensemble '{name}'"
-        yield Problem(("instance_group",), text)
-    if config.HasField("optimization"):
-        text = f"optimization should not be specified for ensemble '{name}'"
-        yield Problem(("optimization",), text)
-    if config.model_warmup:
-        text = f"model_warmup can not be specified for ensemble '{name}'"
-        yield Problem(("model_warmup",), text)
-    steps = config.ensemble_scheduling.step
-    if not steps:
-        yield Problem(_STEP, f"must specify 'step' for ensemble '{name}'")
-    for index, step in enumerate(steps):
-        for field in ("model_name", "input_map", "output_map"):
-            if not getattr(step, field):
-                text = f"must specify '{field}' in step {index} of ensemble '{name}'"
-                yield Problem((*_STEP, index, field), text)
-    yield from _links(config)
-
-
-def _links(config: ModelConfig) -> Iterator[Problem]:
-    """Every tensor of the graph is written once, and both ends of the ensemble are connected."""
-    name, steps = config.name, config.ensemble_scheduling.step
-    read = {tensor for step in steps for tensor in step.input_map.values()}
-    written = {
-        (*_STEP, index, "output_map", member(output)): tensor
-        for index, step in enumerate(steps)
-        for output, tensor in sorted(step.output_map.items())
-    }
-    for key, tensor, first in repeats(written.items()):
-        text = (
-            f"ensemble tensor '{tensor}' can appear in an output map only once for "
-            f"ensemble '{name}' step {key[len(_STEP)]}"
-        )
-        yield Problem(key, text, (first,))
-    yield from _unused(config, "input", config.input, read)
-    yield from _unused(config, "output", config.output, set(written.values()))
-
-
-def _unused(
-    config: ModelConfig, end: str, tensors: Sequence[ModelInput | ModelOutput], linked: set[str]
-) -> Iterator[Problem]:
-    for index, io in enumerate(tensors):
-        if io.name and io.name not in linked:
-            text = f"ensemble {end} '{io.name}' for ensemble {config.name}' is not used"
-            yield Problem((end, index, "name"), text, (_STEP,))
