@@ -32,6 +32,7 @@ from shmserve.ipc.messages import (
     Release,
     ReportStatistics,
     ReportTimes,
+    ResizeCache,
     SetLogging,
     Stop,
     Submit,
@@ -48,10 +49,20 @@ from shmserve.scheduler.instances.losses import ControlLink, Losses
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue, believable
-from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
+from shmserve.scheduler.requests.request import (
+    NEVER,
+    Client,
+    Event,
+    Lookup,
+    Outcome,
+    Request,
+    State,
+)
 from shmserve.scheduler.requests.responses import Peers, Responses
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics.timing import Timing
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +81,7 @@ class Scheduler:
         workers: Peers,
         control: ControlLink,
         wall_clock: Callable[[], int],
+        cache: ResponseCache | None = None,
     ) -> None:
         self._to_clients = clients
         self._to_workers = workers
@@ -77,6 +89,7 @@ class Scheduler:
         self._ordered = settings.preserve_ordering
         self._statistics = Statistics(settings)
         self._responses = Responses(clients, workers, self._statistics, self._ordered)
+        self._responses.cache = self._cache = cache
         self._queue = RequestQueue(settings)
         self._pool = Pool(settings.execution_limit_ns)
         self._losses = Losses(
@@ -115,7 +128,7 @@ class Scheduler:
                 if request is not None and request.state is State.RESPONDING:
                     self._executions.grant(request, message.responses)
             case Release():
-                self._executions.release(client.pid, message.pid, message.offsets)
+                self._release(client, message)
             case ReportStatistics():
                 self._reports.tell(peer, message.id, now_ns)
             case ReportTimes():
@@ -139,10 +152,17 @@ class Scheduler:
                 raise Unavailable(id_prefix(message.request_id) + _STOPPING)
             if self._pool.failure:
                 raise Unavailable(self._pool.failure)
+            lookup = None
+            if self._cache is not None:
+                lookup = self._cache.look_up(message.work, client.pid)
+                if lookup is not None and lookup.body:
+                    self._hit(client, message, lookup, now_ns)
+                    return
             if self._pool.free and self._queue.full(message.priority):
                 self._dispatch.run(now_ns)
             identity = self._dispatch.identify(message)
             request = self._queue.admit(client, message, now_ns)
+            request.lookup = lookup
             self._responses.admitted(request)
             self._dispatch.admitted(request, identity)
         except InvalidArgument as error:
@@ -154,6 +174,14 @@ class Scheduler:
                 wait_s = self._executions.service_time.drain_s(waiting, instances)
             self._statistics.failed(believable(message.arrived_ns, now_ns), Reason.REJECTED, now_ns)
             self._responses.refuse(client, message, error, wait_s)
+
+    def _hit(self, client: Client, message: Submit, lookup: Lookup, now_ns: int) -> None:
+        """The response to a request is known; only its turn may still have to come."""
+        request = self._queue.admit(client, message, now_ns, cached=True)
+        request.lookup = lookup
+        self._responses.admitted(request)
+        timing = Timing(now_ns, 0, 0, 0)
+        self._responses.finish(request, Outcome("", "", lookup.body, timing), now_ns)
 
     def _cancel(self, request: Request, now_ns: int) -> None:
         match request.state:
@@ -187,6 +215,11 @@ class Scheduler:
                 case _:
                     pass
             self._responses.abandon(request, now_ns)
+
+    def _release(self, client: Client, message: Release) -> None:
+        read = (client.pid, message.pid, message.offsets)
+        if self._cache is None or not self._cache.release(*read):
+            self._executions.release(*read)
 
     # --- workers and supervisor -------------------------------------------------------------------
 
@@ -222,6 +255,9 @@ class Scheduler:
                 self._reports.inherit(message, now_ns)
             case KeepStatistics():
                 self._reports.keep_brief(now_ns)
+            case ResizeCache():
+                if self._cache is not None:
+                    self._cache.resize(message.byte_size)
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():
@@ -234,6 +270,8 @@ class Scheduler:
     def _process_exited(self, pid: int, now_ns: int) -> None:
         self._losses.exited(self._pool.exit_process(pid), "", now_ns)
         self._executions.forget(pid)
+        if self._cache is not None:
+            self._cache.process_exited(pid)
         self._reports.exited(pid)
         # Frames that it sent may still be on their way.
         self._dead.append(pid)
@@ -328,5 +366,6 @@ class Scheduler:
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
+            "cache": {} if self._cache is None else self._cache.gauges(),
             "malformed": unread + self._executions.misplaced,
         }
