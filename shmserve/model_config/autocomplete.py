@@ -14,6 +14,7 @@ _COMPLETABLE = (
     "input",
     "output",
     "dynamic_batching",
+    "sequence_batching",
     "model_transaction_policy",
     "batch_input",
     "batch_output",
@@ -28,11 +29,11 @@ def merge_autocomplete(
     """`config`, and of `completed` what `config` leaves open.
 
     `completed` is a configuration in JSON form, whole or only what the model adds; of it only
-    max_batch_size, input, output, batch_input, batch_output, dynamic_batching and
-    model_transaction_policy count, and of its parameters `batching_strategy` and `target_p99_ms`.
-    What the author wrote (in `source`) stays, but for a max_batch_size that the model raises.
-    Raises InvalidArgument, one line a conflict as `Source.check` writes it, where the model
-    contradicts it.
+    max_batch_size, input, output, batch_input, batch_output, dynamic_batching, sequence_batching
+    (where `config` has no scheduler) and model_transaction_policy count, and of its parameters
+    `batching_strategy` and `target_p99_ms`. What the author wrote (in `source`) stays, but for a
+    max_batch_size that the model raises. Raises InvalidArgument, one line a conflict as
+    `Source.check` writes it, where the model contradicts it.
     """
     given = {name: completed[name] for name in _COMPLETABLE if name in completed}
     parameters = completed.get("parameters") or {}
@@ -88,6 +89,8 @@ def _merge_batching(merged: ModelConfig, model: ModelConfig, *, stated: bool) ->
                 f"scheduling_choice as 'dynamic_batching'"
             )
             conflicts.append(Problem((chosen,), text))
+    if model.HasField("sequence_batching") and chosen is None:
+        merged.sequence_batching.CopyFrom(model.sequence_batching)
     if model.HasField("model_transaction_policy"):
         decoupled = merged.model_transaction_policy.decoupled
         if not merged.HasField("model_transaction_policy"):

@@ -80,6 +80,9 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
         if control.metric_identifier.family != first_response.FAMILY:
             yield f"model_metrics.metric_control[{index}]"
     yield from _ignored_optimization(config.optimization)
+    for index, state in enumerate(config.sequence_batching.state):
+        if state.use_growable_memory:
+            yield f"sequence_batching.state[{index}].use_growable_memory"
     for index, group in enumerate(config.instance_group):
         for name in _GROUP_FIELDS:
             if _is_set(group, name):
