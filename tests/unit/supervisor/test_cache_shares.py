@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ def test_all_parts_together_are_never_more_than_the_bound(steps: list[tuple[bool
     shares = CacheShares(1000)
     told: dict[int, int] = {}
 
-    def hears(member: int):  # type: ignore[no-untyped-def]
+    def hears(member: int) -> Callable[[ResizeCache], None]:
         def hear(message: ResizeCache) -> None:
             told[member] = message.byte_size
 

@@ -20,7 +20,8 @@ STEPS = st.lists(
 def test_it_keeps_what_was_used_last_within_its_bound(steps: list[tuple[str, int, int]]) -> None:
     """Section 3.8: bounded by bytes, the least recently used evicted, nothing larger than all."""
     cache: LruCache[int] = LruCache(50)
-    bound, kept = 50, {}  # by recency
+    bound = 50
+    kept: dict[bytes, int] = {}  # by recency
     for what, number, size in steps:
         key = b"%d" % number
         if what == "insert":
