@@ -28,7 +28,6 @@ _BATCH_BACKENDS = ("pytorch", "native")  # models of others get each request's t
 _TOP_FIELDS = (
     "cc_model_filenames",
     "metric_tags",
-    "model_warmup",
     "model_operations",
     "model_repository_agents",
 )
