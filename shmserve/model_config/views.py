@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from shmserve.common import first_response
@@ -23,6 +23,8 @@ _OPTIMIZATION_FIELDS = (
     "gather_kernel_buffer_threshold",
     "eager_batching",
 )
+# Of these, what has an effect on the models of a backend.
+_EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators")}
 _TOP_FIELDS = (
     "batch_input",
     "batch_output",
@@ -77,16 +79,18 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
     for index, control in enumerate(config.model_metrics.metric_control):
         if control.metric_identifier.family != first_response.FAMILY:
             yield f"model_metrics.metric_control[{index}]"
-    yield from _ignored_optimization(config.optimization)
+    yield from _ignored_optimization(config.optimization, _EFFECTIVE.get(config.backend, ()))
     for index, group in enumerate(config.instance_group):
         for name in _GROUP_FIELDS:
             if _is_set(group, name):
                 yield f"instance_group[{index}].{name}"
 
 
-def _ignored_optimization(optimization: ModelOptimizationPolicy) -> Iterator[str]:
+def _ignored_optimization(
+    optimization: ModelOptimizationPolicy, effective: Collection[str]
+) -> Iterator[str]:
     for name in _OPTIMIZATION_FIELDS:
-        if _is_set(optimization, name):
+        if name not in effective and _is_set(optimization, name):
             yield f"optimization.{name}"
     if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
         yield "optimization.priority"
