@@ -3,6 +3,7 @@ what runs when.
 
 main.py, loop.py        the process; the event loop: wait, receive, plan, send
 core.py                 what each message changes, and what runs next (no clock, no socket)
+clients.py              who submits, and what becomes of their requests when they leave
 settings.py             what was configured
 requests/               request.py      the state machine of a request, as a table
                         queue.py        admission, order, timers
@@ -19,6 +20,7 @@ instances/              pool.py         slots: who is there, who is free, what e
                         executions.py   batches and responses between here and workers
                         losses.py       workers that died, overran or talked nonsense: retries
                         service_time.py moving averages of how long executions take
+response_cache/         responses kept for requests that come again: key.py, lru.py, cache.py
 statistics/             counters, histograms, quantiles, responses by index
 ensemble/               the scheduler of an ensemble: its steps are other models
 waiting.py              waiting for sockets, or for a time in microseconds

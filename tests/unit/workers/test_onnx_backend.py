@@ -138,6 +138,45 @@ def test_an_output_of_another_shape_than_the_file_says_is_right_all_the_same(wor
     assert reply.array("s", worker).shape == (1, LARGE)
 
 
+def test_ragged_batches_are_flat_for_the_model_and_cut_for_clients(worker: Rig) -> None:
+    """s = 100 * (how many elements there are in all) + a: §3, ragged batches."""
+    save(
+        worker.context.version_dir,
+        [
+            ("ReduceMax", "ends", "all", {"keepdims": 1}),
+            ("Constant", "", "hundred", {"value_float": 100.0}),
+            ("Mul", "all hundred", "more"),
+            ("Add", "a more", "s"),
+        ],
+        [("a", FLOAT, ("n",)), ("ends", FLOAT, ("k",))],
+        [("s", FLOAT, ("n",))],
+    )
+    config = model_config(
+        [tensor_config("a", "FP32", [-1], allow_ragged_batch=True)],
+        [tensor_config("s", "FP32", [-1])],
+        4,
+        batch_input=[
+            {
+                "kind": "BATCH_ACCUMULATED_ELEMENT_COUNT",
+                "target_name": ["ends"],
+                "data_type": "TYPE_FP32",
+                "source_input": ["a"],
+            }
+        ],
+        batch_output=[
+            {
+                "kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
+                "target_name": ["s"],
+                "source_input": ["a"],
+            }
+        ],
+    )
+    worker.serve(OnnxBackend(worker.context), config)
+    rows = [np.ones((1, size), F32) * size for size in (2, 3)]
+    replies = worker.batch(*(inference(tensor("a", row)) for row in rows))
+    assert [reply.array("s").tolist() for reply in replies] == [[[502.0] * 2], [[503.0] * 3]]
+
+
 def test_text_in_and_out(worker: Rig) -> None:
     text = int(TensorProto.STRING)
     dims = ("batch", 2)

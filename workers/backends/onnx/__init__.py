@@ -26,6 +26,7 @@ from shmserve.workers.backends.onnx.binding import DeviceBinding, HostBinding
 from shmserve.workers.backends.onnx.model_file import check, describe
 from shmserve.workers.backends.onnx.session import open_session
 from shmserve.workers.backends.pytorch.runner import Runner
+from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import Device, open_device
 from shmserve.workers.sequences.config import as_model_sees, of_sequences
 
@@ -61,12 +62,14 @@ class OnnxBackend(Backend):
         """Open the file and match it with the configuration."""
         session, description = self._open(config)
         signature = Signature(as_model_sees(config), self.context.version)
-        check(signature, description)
+        ragged = Ragged(config)
+        made = {name for each in config.get("batch_input") or () for name in each["target_name"]}
+        check(signature, description, made)
         self._names = [tensor.name for tensor in description.outputs]
         on_gpu = self.context.kind == "GPU"
         device = open_device(self.context.device) if on_gpu else Device("cpu")
-        as_numpy = frozenset() if on_gpu else frozenset(signature.inputs)
-        self._runner = Runner(self.context, signature, device, as_numpy)
+        as_numpy = frozenset() if on_gpu else frozenset(signature.inputs) | made
+        self._runner = Runner(self.context, signature, device, as_numpy, ragged)
         self._binding: DeviceBinding | HostBinding
         if on_gpu:
             strings = [t.name for t in description.inputs if t.datatype == "BYTES"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from shmserve.errors import InvalidArgument
@@ -52,8 +52,11 @@ def _largest_batch(tensors: Sequence[Described]) -> int:
     return _UNBOUNDED if all(tensor.dims[:1] == (-1,) for tensor in tensors) else 0
 
 
-def check(signature: Signature, description: Description) -> None:
-    """Raises InvalidArgument when a configuration promises what the file cannot do."""
+def check(
+    signature: Signature, description: Description, made: Collection[str] = frozenset()
+) -> None:
+    """Raises InvalidArgument when a configuration promises what the file cannot do. `made`: inputs
+    that are made of the batch, and clients do not send."""
     name, most = signature.name, signature.max_batch_size
     if most > 0 and not description.largest_batch:
         fixed = next(
@@ -79,7 +82,7 @@ def check(signature: Signature, description: Description) -> None:
                     f"{', '.join(sorted(known))}"
                 )
             _check_tensor(what, spec, known[spec.name], signature)
-    lost = sorted({tensor.name for tensor in description.inputs} - set(signature.inputs))
+    lost = sorted({tensor.name for tensor in description.inputs} - {*signature.inputs, *made})
     if lost:
         raise InvalidArgument(
             f"unable to load model '{name}', configuration expects {len(signature.inputs)} inputs, "
