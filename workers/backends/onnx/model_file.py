@@ -58,17 +58,13 @@ def check(
     """Raises InvalidArgument when a configuration promises what the file cannot do. `made`: inputs
     that are made of the batch, and clients do not send."""
     name, most = signature.name, signature.max_batch_size
-    if most > 0 and not description.largest_batch:
-        fixed = next(
-            tensor
-            for tensor in (*description.inputs, *description.outputs)
-            if tensor.dims[:1] != (-1,)
-        )
-        raise InvalidArgument(
-            f"model '{name}' has max_batch_size {most}, but the first dimension of its tensor "
-            f"'{fixed.name}', {shape_text(fixed.dims)}, is no batch dimension, which is one that "
-            "varies in all"
-        )
+    for tensor in (*description.inputs, *filter(_ranked, description.outputs)) if most > 0 else ():
+        if tensor.dims[:1] != (-1,):
+            raise InvalidArgument(
+                f"model '{name}' has max_batch_size {most}, but the first dimension of its tensor "
+                f"'{tensor.name}', {shape_text(tensor.dims)}, is no batch dimension, which is one "
+                "that varies in all"
+            )
     sides: tuple[tuple[str, dict[str, TensorSpec], tuple[Described, ...]], ...] = (
         ("input", signature.inputs, description.inputs),
         ("output", signature.outputs, description.outputs),
@@ -90,6 +86,12 @@ def check(
         )
 
 
+def _ranked(output: Described) -> bool:
+    """Whether an output has dimensions: onnxruntime says of a scalar what it says of one that it
+    does not know the rank of."""
+    return bool(output.dims)
+
+
 def _check_tensor(what: str, spec: TensorSpec, tensor: Described, signature: Signature) -> None:
     if spec.datatype != tensor.datatype:
         raise InvalidArgument(
@@ -99,7 +101,7 @@ def _check_tensor(what: str, spec: TensorSpec, tensor: Described, signature: Sig
         )
     dims = spec.dims if spec.reshape is None else spec.reshape
     want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-    if not spec.ragged and not agree(dims, want):
+    if (what == "input" or _ranked(tensor)) and not spec.ragged and not agree(dims, want):
         raise InvalidArgument(
             f"model '{signature.name}', tensor '{spec.name}': the model expects "
             f"{len(want)} dimensions (shape {shape_text(want)}) but the model configuration "
