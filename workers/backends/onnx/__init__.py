@@ -63,7 +63,8 @@ class OnnxBackend(Backend):
         session, description = self._open(config)
         signature = Signature(as_model_sees(config), self.context.version)
         ragged = Ragged(config)
-        made = {name for each in config.get("batch_input") or () for name in each["target_name"]}
+        of_batches = [*(config.get("batch_input") or ()), *(config.get("batch_output") or ())]
+        made = {name for each in of_batches for name in each["target_name"]}
         check(signature, description, made)
         self._names = [tensor.name for tensor in description.outputs]
         on_gpu = self.context.kind == "GPU"

@@ -56,7 +56,7 @@ def check(
     signature: Signature, description: Description, made: Collection[str] = frozenset()
 ) -> None:
     """Raises InvalidArgument when a configuration promises what the file cannot do. `made`: inputs
-    that are made of the batch, and clients do not send."""
+    that are made of the batch, which clients do not send, and outputs that are cut."""
     name, most = signature.name, signature.max_batch_size
     for tensor in (*description.inputs, *filter(_ranked, description.outputs)) if most > 0 else ():
         if tensor.dims[:1] != (-1,):
@@ -77,7 +77,8 @@ def check(
                     f"unexpected inference {what} '{spec.name}', allowed {what}s are: "
                     f"{', '.join(sorted(known))}"
                 )
-            _check_tensor(what, spec, known[spec.name], signature)
+            if spec.name not in made:
+                _check_tensor(what, spec, known[spec.name], signature)
     lost = sorted({tensor.name for tensor in description.inputs} - {*signature.inputs, *made})
     if lost:
         raise InvalidArgument(
