@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
 _IDLE_NS = _NS_PER_S
-_MOST_SEQUENCES = 16384  # that wait for a slot
+_MOST_SEQUENCES = 16384  # of a client, that wait for a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,7 @@ class Settings:
     decoupled: bool = False  # any number of responses to a request
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
     first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
+    cached: bool = False  # its responses may be kept and given again
 
     @classmethod
     def read(cls, config: dict[str, Any], version: str, limits: SchedulingLimits) -> Settings:
@@ -151,6 +152,7 @@ class Settings:
             decoupled=decoupled,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
+            cached=bool((config.get("response_cache") or {}).get("enable", False)),
         )
 
 
@@ -198,6 +200,8 @@ def _sequencing(config: dict[str, Any], limits: SchedulingLimits) -> Sequencing 
         iterative=bool(given.get("iterative_sequence")),
         id_name=name,
         id_datatype=datatype,
+        # Not so many that one client's fill the queue.
+        most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
         hold=limits.delay_scheduler,
         hold_backlog=limits.backlog_delay_scheduler,
     )
