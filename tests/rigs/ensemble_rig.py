@@ -89,7 +89,7 @@ class EnsembleRig:
             "ensemble_scheduling": {"step": list(steps), "max_inflight_requests": max_inflight},
         }
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
-        self.memory = EnsembleMemory(1 << 20)
+        self.memory = EnsembleMemory(1 << 20, lambda memory_id: None)
         self.ensemble = Ensemble(
             Settings.read(config, "1", SchedulingLimits()),
             config,
