@@ -105,6 +105,7 @@ from shmserve.ipc.messages.supervision import (
     ProcessExited,
     ReadyChecked,
     Refused,
+    ResizeCache,
     SchedulerLost,
     SchedulerReady,
     SetLogging,
@@ -188,6 +189,7 @@ __all__ = [
     "Reply",
     "ReportStatistics",
     "ReportTimes",
+    "ResizeCache",
     "Responded",
     "SchedulerLost",
     "SchedulerReady",
@@ -261,6 +263,7 @@ SupervisorToScheduler = (
     | ProcessExited
     | CountsInherited
     | KeepStatistics
+    | ResizeCache
     | SetLogging
     | Drain
     | Stop

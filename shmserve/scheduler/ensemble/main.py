@@ -18,7 +18,7 @@ from shmserve.scheduler.ensemble.core import Ensemble
 from shmserve.scheduler.ensemble.loop import Loop, Steps
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.local_clients import ClientRouters
-from shmserve.scheduler.main import PARTING_S, open_listener
+from shmserve.scheduler.main import PARTING_S, open_cache, open_listener
 from shmserve.scheduler.settings import Settings
 
 
@@ -49,6 +49,7 @@ def run(data: bytes) -> None:
         control,
         memory,
         time.time_ns,
+        open_cache(start, settings),
     )
     if start.kept:
         ensemble.go_on(start.kept, time.monotonic_ns())

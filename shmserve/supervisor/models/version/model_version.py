@@ -179,6 +179,7 @@ class ModelVersion:
         """End every process now."""
         self._lifetime.retiring = self._lifetime.stopping = True
         self._news.set()
+        self._scheduler.leave_cache()
         children = [*self._scheduler.children(), *self.instances.children()]
         for child in children:
             child.kill()
