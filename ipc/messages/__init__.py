@@ -270,7 +270,7 @@ SupervisorToScheduler = (
 )
 SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
 SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
-EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged
+EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
     CompleteConfig
     | LoadInstance

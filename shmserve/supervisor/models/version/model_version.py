@@ -150,6 +150,8 @@ class ModelVersion:
         match message:
             case m.KillInstance(index, reason, pid):
                 self.instances.kill_overrunning(index, reason, pid)
+            case m.MemoryDropped():  # which an ensemble has kept for workers
+                self._context.broadcast(message, "worker")
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)
 
