@@ -31,7 +31,6 @@ from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import SchedulerLink
-from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences.execute import SequenceExecutor
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class Instance:
     ) -> None:
         self._context = context
         self._backend = backend
-        self._memory = OutputMemory(context.arena)
+        self._memory = context.output_memory
         self._metrics = MetricsReports(backend.metrics)
         self.link = SchedulerLink(context.control, index, pid, self._memory.release)
         signature = Signature(config, context.version)

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
-from shmserve.model_config.normalise import ENSEMBLE, LIBTORCH
+from shmserve.model_config.normalise import ENSEMBLE, PLATFORMS
 from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.padding import padding_problems
@@ -103,7 +103,7 @@ def _platform_problems(config: ModelConfig) -> Iterator[Problem]:
     elif platform and not backend:
         text = f"unexpected platform type '{platform}' for {name}"
         yield Problem(("platform",), text, (("backend",),))
-    elif backend == "pytorch" and platform not in ("", LIBTORCH):
+    elif platform and backend in PLATFORMS.values() and PLATFORMS.get(platform) != backend:
         text = f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}"
         yield Problem(("platform",), text, (("backend",),))
 

@@ -130,6 +130,7 @@ class Settings:
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
     first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
     padding: Padding | None = None
+    cached: bool = False  # its responses may be kept and given again
 
     @classmethod
     def read(cls, config: dict[str, Any], version: str, limits: SchedulingLimits) -> Settings:
@@ -156,6 +157,7 @@ class Settings:
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
             padding=Padding.of(config),
+            cached=bool((config.get("response_cache") or {}).get("enable", False)),
         )
 
 
