@@ -26,6 +26,7 @@ from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend, ModelContext, is_decoupled
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.failures import Failures
+from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
@@ -73,7 +74,9 @@ class Instance:
             context.control,
             context.copied,
         )
-        given = (context, backend, unpacker, self._writer, is_decoupled(config))
+        padding = signature.padding
+        padder = None if padding is None else Padder(padding, signature, context.copied)
+        given = (context, backend, unpacker, self._writer, is_decoupled(config), padder)
         self._executor = (
             SequenceExecutor(*given, config)
             if config.get("sequence_batching") is not None

@@ -12,6 +12,7 @@ from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, r
 from shmserve.model_config.normalise import ENSEMBLE, PLATFORMS
 from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems
 from shmserve.model_config.rules.ensembles import ensemble_problems
+from shmserve.model_config.rules.padding import padding_problems
 from shmserve.model_config.rules.sequences import sequence_problems
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems
 from shmserve.model_config.rules.warmup import warmup_problems
@@ -45,6 +46,7 @@ def validate(
     LoadProblem where all of them concern tensors, instances and label files.
     """
     of_file = [*_file_problems(config), *strategy_problems(config, complete=complete)]
+    of_file += padding_problems(config, complete=complete)
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
     kind = InvalidArgument if of_file or source.problems else LoadProblem
     source.check(config, problems, kind)
