@@ -43,6 +43,7 @@ from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
 from shmserve.workers.memory.device import DeviceMemory
+from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences import state
 from shmserve.workers.user_code import in_words
 
@@ -161,6 +162,7 @@ def _context(start: WorkerStart, device: str, control: Control) -> ModelContext:
     device_memory = DeviceMemory()
     kind, _, number = device.partition(":")
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
+    arena = Arena(start.arena_byte_size)
     return ModelContext(
         model_name=start.model_name,
         version=start.version,
@@ -175,7 +177,8 @@ def _context(start: WorkerStart, device: str, control: Control) -> ModelContext:
         threads=start.threads,
         run_dir=start.run_dir,
         control=control,
-        arena=Arena(start.arena_byte_size),
+        arena=arena,
+        output_memory=OutputMemory(arena),
         mappings=Mappings(device_memory.open, pin),
         device_memory=device_memory,
     )

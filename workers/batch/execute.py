@@ -13,6 +13,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.failures import WrongCount
 from shmserve.workers.batch.input_policy import InputPolicy
+from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
@@ -37,7 +38,9 @@ class Executor:
         unpacker: Unpacker,
         writer: ResponseWriter,
         decoupled: bool,
+        padder: Padder | None = None,
     ) -> None:
+        self._padder = padder
         self._context = context
         self._backend = backend
         self._unpacker = unpacker
@@ -193,6 +196,7 @@ class Executor:
         return self._failures.explain(error, request.inference.request_id)
 
     def _execute(self, requests: list[Request]) -> list[Response]:
+        padded = None if self._padder is None else self._padder.pad(requests)
         before_ns = time.monotonic_ns()
         try:
             responses = self._backend.execute(requests)
@@ -201,6 +205,8 @@ class Executor:
         if type(responses) is not list or len(responses) != len(requests):
             raise WrongCount(len(requests), len(responses) if isinstance(responses, list) else 0)
         self._take_times(before_ns)
+        if self._padder is not None and padded is not None:
+            self._padder.cut(responses, padded)
         return responses
 
     def _scatter(self, opened: OpenRequest, request: Request, response: Response) -> Reply | None:

@@ -14,6 +14,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.execute import Executor
+from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.request import Input, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
@@ -36,9 +37,10 @@ class SequenceExecutor(Executor):
         unpacker: Unpacker,
         writer: ResponseWriter,
         decoupled: bool,
+        padder: Padder | None,
         config: dict[str, Any],
     ) -> None:
-        super().__init__(context, backend, unpacker, writer, decoupled)
+        super().__init__(context, backend, unpacker, writer, decoupled, padder)
         self._controls = controls.read(config)
         self._batched = config["max_batch_size"] > 0
         self._policy.copies = True  # no second try would find out that a model needs them
