@@ -7,6 +7,7 @@ from typing import Any
 from shmserve.common.batching_strategy import STRATEGY, TARGET
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
+from shmserve.model_config.rules.padding import PADDING
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _COMPLETABLE = (
@@ -16,9 +17,11 @@ _COMPLETABLE = (
     "dynamic_batching",
     "sequence_batching",
     "model_transaction_policy",
+    "batch_input",
+    "batch_output",
 )
 # Of the parameters, what a class may have as an attribute.
-_PARAMETERS = (STRATEGY, TARGET)
+_PARAMETERS = (STRATEGY, TARGET, PADDING)
 
 
 def merge_autocomplete(
@@ -27,10 +30,10 @@ def merge_autocomplete(
     """`config`, and of `completed` what `config` leaves open.
 
     `completed` is a configuration in JSON form, whole or only what the model adds; of it only
-    max_batch_size, input, output, dynamic_batching, sequence_batching (where `config` has no
-    scheduler) and model_transaction_policy count, and of its parameters `batching_strategy` and
-    `target_p99_ms`. What the author wrote (in `source`) stays, but for a max_batch_size that the
-    model raises. Raises InvalidArgument, one line a conflict as
+    max_batch_size, input, output, batch_input, batch_output, dynamic_batching, sequence_batching
+    (where `config` has no scheduler) and model_transaction_policy count, and of its parameters
+    `batching_strategy`, `target_p99_ms` and `padding`. What the author wrote (in `source`) stays,
+    but for a max_batch_size that the model raises. Raises InvalidArgument, one line a conflict as
     `Source.check` writes it, where the model contradicts it.
     """
     given = {name: completed[name] for name in _COMPLETABLE if name in completed}
@@ -43,6 +46,10 @@ def merge_autocomplete(
     for name in model.parameters:
         if name not in merged.parameters:
             merged.parameters[name].CopyFrom(model.parameters[name])
+    if not merged.batch_input:
+        merged.batch_input.extend(model.batch_input)
+    if not merged.batch_output:
+        merged.batch_output.extend(model.batch_output)
     for kind, written, derived in (
         ("input", merged.input, model.input),
         ("output", merged.output, model.output),
@@ -118,6 +125,7 @@ def _merge_tensor(
         written.data_type = derived.data_type
     if not written.dims:
         written.dims.extend(derived.dims)
-    if isinstance(written, ModelInput) and isinstance(derived, ModelInput) and derived.optional:
-        written.optional = True
+    if isinstance(written, ModelInput) and isinstance(derived, ModelInput):
+        written.optional |= derived.optional
+        written.allow_ragged_batch |= derived.allow_ragged_batch
     return []

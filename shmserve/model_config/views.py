@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from shmserve.common import first_response
@@ -23,12 +23,17 @@ _OPTIMIZATION_FIELDS = (
     "gather_kernel_buffer_threshold",
     "eager_batching",
 )
+# Of these, what has an effect on the models of a backend.
+_EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators")}
+_BATCH_FIELDS = ("batch_input", "batch_output")
+_BATCH_BACKENDS = (
+    "pytorch",
+    "onnxruntime",
+    "native",
+)  # models of others get each request's tensors apart
 _TOP_FIELDS = (
-    "batch_input",
-    "batch_output",
     "cc_model_filenames",
     "metric_tags",
-    "model_warmup",
     "model_operations",
     "model_repository_agents",
 )
@@ -69,24 +74,29 @@ def ignored_fields(config: ModelConfig) -> list[str]:
 
 
 def _ignored(config: ModelConfig) -> Iterator[str]:
+    if config.backend not in _BATCH_BACKENDS:
+        yield from (name for name in _BATCH_FIELDS if _is_set(config, name))
     for name in _TOP_FIELDS:
         if _is_set(config, name):
             yield name
-    if config.response_cache.enable:
-        yield "response_cache"
     for index, control in enumerate(config.model_metrics.metric_control):
         if control.metric_identifier.family != first_response.FAMILY:
             yield f"model_metrics.metric_control[{index}]"
-    yield from _ignored_optimization(config.optimization)
+    yield from _ignored_optimization(config.optimization, _EFFECTIVE.get(config.backend, ()))
+    for index, state in enumerate(config.sequence_batching.state):
+        if state.use_growable_memory:
+            yield f"sequence_batching.state[{index}].use_growable_memory"
     for index, group in enumerate(config.instance_group):
         for name in _GROUP_FIELDS:
             if _is_set(group, name):
                 yield f"instance_group[{index}].{name}"
 
 
-def _ignored_optimization(optimization: ModelOptimizationPolicy) -> Iterator[str]:
+def _ignored_optimization(
+    optimization: ModelOptimizationPolicy, effective: Collection[str]
+) -> Iterator[str]:
     for name in _OPTIMIZATION_FIELDS:
-        if _is_set(optimization, name):
+        if name not in effective and _is_set(optimization, name):
             yield f"optimization.{name}"
     if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
         yield "optimization.priority"

@@ -18,7 +18,9 @@ from prometheus_client.registry import Collector
 
 from shmserve.common import cumulative_counters, model_metrics
 from shmserve.gateway.api import statistics
+from shmserve.gateway.api.cache_families import cached
 from shmserve.gateway.api.latency_families import first_responses, summaries
+from shmserve.gateway.api.padding_families import padding
 from shmserve.gateway.api.process_stats import CpuUtilization, memory_bytes, processes
 from shmserve.gateway.context import Gateway
 
@@ -170,6 +172,7 @@ class _Families(Collector):
         for labels, report in self._tagged:
             pending.add_sample(pending.name, labels, report["pending"])
         yield pending
+        yield from cached(self._tagged, settings.counter_latencies)
         if settings.histogram_latencies:
             yield from first_responses(self._tagged)
         if settings.summary_latencies:
@@ -207,6 +210,7 @@ class _Families(Collector):
                 there = {**labels, "direction": direction}
                 copied.add_sample(copied.name + "_total", there, count)
         yield from (closed, instances, executing, copied)
+        yield from padding(self._reports)
         regions = list(self._gateway.regions.all())
         yield _gauge("shmserve_shm_regions", "Registered shared memory regions", len(regions))
         yield _gauge(

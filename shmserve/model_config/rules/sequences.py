@@ -36,10 +36,7 @@ def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
         title = _Control.Kind.Name(kind)
         text = f"sequence batching specifies multiple {title} tensors for {name}"
         yield Problem(key, text, (first,))
-    for index, given in enumerate(batching.control_input):
-        if not given.name:
-            text = f"sequence batching control tensor must have a name for {name}"
-            yield Problem((*_SEQUENCE, "control_input", index, "name"), text)
+    yield from _names(config)
     for at, control in controls:
         yield from _control(at, control, name)
     for index, size in enumerate(batching.oldest.preferred_batch_size):
@@ -54,8 +51,34 @@ def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
         key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
         text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"
         yield Problem(key, text)
+    if batching.oldest.max_candidate_sequences < 0:
+        key = (*_SEQUENCE, "oldest", "max_candidate_sequences")
+        yield Problem(key, f"sequence batching max candidate sequences must be >= 0 for {name}")
     for index, state in enumerate(batching.state):
-        yield from _state((*_SEQUENCE, "state", index), state)
+        yield from _state((*_SEQUENCE, "state", index), state, name)
+
+
+def _names(config: ModelConfig) -> Iterator[Problem]:
+    """Every control input has a name, and one kind."""
+    name = config.name
+    named: list[tuple[Key, str]] = []
+    for index, given in enumerate(config.sequence_batching.control_input):
+        key = (*_SEQUENCE, "control_input", index, "name")
+        if not given.name:
+            yield Problem(key, f"sequence batching control tensor must have a name for {name}")
+        else:
+            named.append((key, given.name))
+        if len({control.kind for control in given.control}) > 1:
+            yield Problem(key, _two_kinds(given.name, name))
+    for key, tensor, first in repeats(named):
+        yield Problem(key, _two_kinds(tensor, name), (first,))
+
+
+def _two_kinds(tensor: str, name: str) -> str:
+    return (
+        f"sequence batching control tensor '{tensor}' is specified for multiple control kinds "
+        f"for {name}"
+    )
 
 
 def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iterator[Problem]:
@@ -92,8 +115,20 @@ def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iter
             yield Problem((*at, field), text, needs)
 
 
-def _state(at: Key, state: ModelSequenceBatching.State) -> Iterator[Problem]:
+def _state(at: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[Problem]:
     tensor = state.input_name
+    for field in ("input_name", "output_name", "data_type", "dims"):
+        if not getattr(state, field):
+            yield Problem(
+                (*at, field), f"sequence batching state must specify '{field}' for {name}"
+            )
+    for index, dim in enumerate(state.dims):
+        if dim < 1 and dim != -1:
+            text = (
+                f"sequence batching state '{tensor}' dimension must be integer >= 1, or -1 to "
+                f"indicate a variable-size dimension for {name}"
+            )
+            yield Problem((*at, "dims", index), text)
     if len(state.initial_state) > 1:
         text = (
             f"initial_state field for state input '{tensor}' must contain exactly one or zero "

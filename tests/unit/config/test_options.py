@@ -156,7 +156,7 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
         [part for name, word in words.items() for part in (f"--{name}", word)],
     ):
         assert settings(*arguments).without_effect == tuple(f"--{name}" for name in idle)
-    assert len(idle) > 40
+    assert len(idle) > 35
 
 
 def test_log_flags_are_the_first_log_settings() -> None:
@@ -269,6 +269,7 @@ def test_the_environment() -> None:
     found = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
     assert (found.delay_scheduler, found.visible_devices) == (3, "1")
     assert settings(TRITONSERVER_DELAY_SCHEDULER="").delay_scheduler == 0
+    assert settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").backlog_delay_scheduler == 2
     for text in ("x", "-1", "\N{SUPERSCRIPT TWO}"):
         assert "TRITONSERVER_DELAY_SCHEDULER" in refusal(
             str(ROOT), TRITONSERVER_DELAY_SCHEDULER=text

@@ -9,7 +9,10 @@ from tests.rigs.marked_configs import IO, PYTHON, place, problems
 SEQUENCE = (
     'sequence_batching { control_input { name: "C" @control { kind: CONTROL_SEQUENCE_%s } } }'
 )
-STATE = 'sequence_batching { state { input_name: "s" data_type: TYPE_INT32 dims: [%s] %s } }'
+STATE = (
+    'sequence_batching { state { input_name: "s" output_name: "t" data_type: TYPE_INT32 '
+    "dims: [%s] %s } }"
+)
 INITIAL = 'initial_state { name: "i" data_type: TYPE_INT32 @dims: [%s] zero_data: true }'
 CONTROL = "sequence_batching.control_input[0].control[0]"
 FIRST = "sequence_batching.state[0].initial_state[0]"
@@ -70,6 +73,43 @@ def at(text: str, what: str) -> str:
             "sequence batching specifies multiple CONTROL_SEQUENCE_END tensors for m",
         ),
         (
+            at(
+                SEQUENCE.replace("} }", "} control { kind: CONTROL_SEQUENCE_START %s } }", 1)
+                % ("END int32_false_true: [0,1]", "int32_false_true: [0,1]"),
+                'name: "C"',
+            ),
+            "sequence_batching.control_input[0].name",
+            "sequence batching control tensor 'C' is specified for multiple control kinds for m",
+        ),
+        (
+            'sequence_batching { control_input { name: "C" control { kind: '
+            "CONTROL_SEQUENCE_CORRID data_type: TYPE_INT32 } } control_input { @name: 'C' "
+            "control { kind: CONTROL_SEQUENCE_END int32_false_true: [0,1] } } }",
+            "sequence_batching.control_input[1].name",
+            "sequence batching control tensor 'C' is specified for multiple control kinds for m",
+        ),
+        (
+            "sequence_batching { oldest { @max_candidate_sequences: -1 } }",
+            "sequence_batching.oldest.max_candidate_sequences",
+            "sequence batching max candidate sequences must be >= 0 for m",
+        ),
+        (
+            "sequence_batching { @state { output_name: 't' data_type: TYPE_INT32 dims: 1 } }",
+            "sequence_batching.state[0].input_name",
+            "sequence batching state must specify 'input_name' for m",
+        ),
+        (
+            'sequence_batching { @state { input_name: "s" output_name: "t" dims: 1 } }',
+            "sequence_batching.state[0].data_type",
+            "sequence batching state must specify 'data_type' for m",
+        ),
+        (
+            STATE.replace("dims: [", "dims: [@") % ("0", ""),
+            "sequence_batching.state[0].dims[0]",
+            "sequence batching state 's' dimension must be integer >= 1, or -1 to indicate a "
+            "variable-size dimension for m",
+        ),
+        (
             "sequence_batching { direct { @minimum_slot_utilization: 1.5 } }",
             "sequence_batching.direct.minimum_slot_utilization",
             "sequence batching minimum slot utilization must be in range (0.0, 1.0] for m",
@@ -124,7 +164,7 @@ def at(text: str, what: str) -> str:
         ),
     ],
 )
-def test_sequences_are_checked_though_not_served(text: str, key: str, expected: str) -> None:
+def test_sequences_are_checked(text: str, key: str, expected: str) -> None:
     text = PYTHON + "max_batch_size: 2 " + IO + text
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
 

@@ -23,6 +23,7 @@ import torch
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, parameters
+from shmserve.workers.backends.described import Description, complete
 from shmserve.workers.backends.pytorch import export
 from shmserve.workers.backends.pytorch.names import CallPlan, ResultPlan
 from shmserve.workers.backends.pytorch.programs import (
@@ -32,8 +33,9 @@ from shmserve.workers.backends.pytorch.programs import (
     load_script,
 )
 from shmserve.workers.backends.pytorch.runner import Runner
+from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
-from shmserve.workers.sequences.config import as_model_sees
+from shmserve.workers.model_view import as_model_sees
 
 _FILES = ("model.pt", "model.pt2", "model.py")
 # As Triton reads them.
@@ -49,7 +51,7 @@ class PytorchBackend(Backend):
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._device = open_device(context.device)
-        self._loaded: tuple[Program, export.Description | None] | None = None
+        self._loaded: tuple[Program, Description | None] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Inputs, outputs and batch size of an exported program.
@@ -60,7 +62,7 @@ class PytorchBackend(Backend):
         program, description = self._program(config)
         if description is not None:
             most = int(self.context.backend_config.get("default-max-batch-size", "4"))
-            return export.complete(config, description, most)
+            return complete(config, description, most)
         if not config.get("input") or not config.get("output"):
             raise InvalidArgument(_what_to_write(config, program))
         return config
@@ -85,7 +87,7 @@ class PytorchBackend(Backend):
         self._serving = program
         inference_mode = _boolean(parameters(config), "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
-        self._runner = Runner(self.context, signature, self._device)
+        self._runner = Runner(self.context, signature, self._device, ragged=Ragged(config))
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One call of the model for the whole batch."""
@@ -97,7 +99,7 @@ class PytorchBackend(Backend):
                 result = program.call(*args, **kwargs)
             return self._runner.responses(requests, self._result_plan.name(result))
 
-    def _program(self, config: dict[str, Any]) -> tuple[Program, export.Description | None]:
+    def _program(self, config: dict[str, Any]) -> tuple[Program, Description | None]:
         if self._loaded is None:
             path = self._find(config)
             if path.suffix == ".py":
