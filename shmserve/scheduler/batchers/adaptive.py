@@ -3,10 +3,10 @@
 It learns how long batches take (batch_time.py) and when requests come (arrivals.py):
 
 1. What is there runs as soon as an instance is free, unless
-2. a burst of requests is coming that will be over in less time than a batch of its own would take
-   on top (the setup of one more execution). Then it waits for the next request of the burst, and
-   in all for no longer than that setup: so waiting never costs more than twice what is best, as
-   with the ski-rental problem (Karlin et al., 1988).
+2. a burst of requests is coming that should be over in half the time that a batch of its own would
+   take on top (the setup of one more execution). Then it waits for the next request of the burst,
+   and in all for no longer than that setup: so waiting never costs more than twice what is best,
+   as with the ski-rental problem (Karlin et al., 1988).
 3. It never waits so long that the oldest request would miss the target if the batch took as long as
    it does but for one in a hundred; nor longer than the configured delay, if there is one.
 4. Where all that waits would be late in one batch, and would not be in two, it runs as two.
