@@ -3,6 +3,7 @@ of the server's is needed.
 
     python examples/zmq_client.py [RUN_DIR]
 
+(RUN_DIR is the server's `--run-dir`, else $SHMSERVE_RUN_DIR, else where this user's server is)
 asks the model `simple` of bench/models for a sum and a difference of two times sixteen numbers.
 """
 
@@ -22,14 +23,17 @@ COUNT = 16
 
 
 def main() -> None:
-    """Ask the server at the run directory that the command line names, or else this user's."""
+    """Ask the server at the run directory that is named, or else this user's."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     usual = f"{runtime}/shmserve" if runtime else f"/tmp/shmserve-{os.getuid()}"
-    run_dir = sys.argv[1] if len(sys.argv) > 1 else usual
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.connect(f"{run_dir}/guests/door")
-        door.send(packed("Hello", 1))
-        number, token, endpoint = introduced(door)
+    run_dir = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("SHMSERVE_RUN_DIR", usual)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.connect(f"{run_dir}/guests/door")
+        except OSError as error:
+            sys.exit(f"there is no server at {run_dir}: {error.strerror}")
+        listener.send(packed("Hello", 1))
+        number, token, endpoint = introduced(listener)
         with zmq.Context() as context, context.socket(zmq.DEALER) as scheduler:
             scheduler.set(zmq.LINGER, 0)
             scheduler.set(zmq.IDENTITY, f"{number}.{token}.only".encode())
@@ -45,11 +49,11 @@ def packed(*message: Any) -> bytes:
     return frame
 
 
-def introduced(door: socket.socket) -> tuple[int, str, str]:
+def introduced(listener: socket.socket) -> tuple[int, str, str]:
     """Our number and token, and where the scheduler of the model is."""
     number, token, endpoint = 0, "", ""
     while True:
-        packet = door.recv(4 << 20)
+        packet = listener.recv(4 << 20)
         if not packet:
             sys.exit("the server does not let us in")
         _, *messages = msgpack.unpackb(packet)
@@ -65,7 +69,7 @@ def introduced(door: socket.socket) -> tuple[int, str, str]:
 
 
 def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[int]]:
-    """One request: the tensors travel in the message, and so do those of the answer."""
+    """One request: the tensors travel in the message, and so do those of the response."""
     tensors = [
         [
             name,

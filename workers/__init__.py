@@ -6,6 +6,7 @@ Its rooms:
     instance.py         its loop: wait, execute, report
     links/              to the scheduler that feeds it, and to the supervisor
     batch/              requests unpacked, inputs gathered, run, outputs scattered
+    model_view.py       what of that a model sees: its configuration, and what the server makes
     sequences/          control inputs of sequences, batches of their slots
     backends/           the contract of a backend, and the three there are
     bls/                business logic scripting: a model's calls of other models

@@ -43,6 +43,7 @@ from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
 from shmserve.workers.memory.device import DeviceMemory
+from shmserve.workers.sequences import state
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class _Worker:
     def _load(self, config: dict[str, Any]) -> None:
         began = time.monotonic()
         backend = self._made(config)
+        state.read(config, self._context.model_dir)  # its files can be read
         backend.load(config)
         # What is there now stays: the collector need not look at it again, nor unshare its pages.
         gc.collect()

@@ -1,7 +1,8 @@
 """Events of the publish/subscribe feed: what happened in the server, and snapshots of what is.
 
 A message there has two frames: a topic, and a frame as everybody's here: an `EventHeader`, then the
-event. On a topic that begins with `SNAPSHOT` there come, once, as many as it takes to say what is.
+event. On a topic that begins with `SNAPSHOT` there come, once, as many as it takes to say what is,
+and on one that begins with `SEQUENCES` a `SequenceReached` for each topic.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ REGIONS = "regions"
 HEALTH = "health"
 COUNTERS = "counters"
 SNAPSHOT = "snapshot/"
+SEQUENCES = "sequences/"
 
 
 @message
@@ -102,6 +104,14 @@ class ModelCounted:
     name: str
     version: str
     counters: dict[str, Any]
+
+
+@message
+class SequenceReached:
+    """The number of the latest event of a topic: who does not have it has lost what is missing."""
+
+    topic: str
+    sequence: int
 
 
 TOPICS: dict[type[Any], str] = {

@@ -131,7 +131,8 @@ class LoadModel:
 
 @message
 class UnloadModel:
-    """Unload all versions of a model; there are no ensembles, so none has dependents."""
+    """Unload all versions of a model, and the ensembles that need it. `unload_dependents`: of an
+    ensemble, the models that were loaded for it alone, too."""
 
     id: int
     name: str

@@ -1,7 +1,7 @@
-"""`shmserve client infer`: one request from the shell, its response as JSON.
+"""`shmserve client infer`: one request from the shell, each of its responses as a line of JSON.
 
 Datatypes and shapes come from what the server says of the model, and every way to it (transports/)
-gives the same response.
+gives the same responses.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     infer = verbs.add_parser(
         "infer",
         help="send one request and print its response",
-        description="Send one request to a model and print its response as JSON.",
+        description="Send one request to a model and print its response as JSON; where a model "
+        "gives many, each on a line when it comes.",
         epilog="Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong.",
     )
     infer.add_argument("model", metavar="MODEL")
@@ -82,11 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit status.
 
-    0: the response is on stdout. 1: the server failed or refused. 2: the command line is wrong.
+    0: every response is on stdout. 1: the server failed or refused. 2: the command line is wrong.
     Whatever is wrong is one line on stderr.
     """
     try:
-        print(json.dumps(_infer(args)))
+        for response in _infer(args):
+            print(json.dumps(response), flush=True)
     except (WrongInput, UnicodeError) as error:  # of a name or a text that is none
         return _complain(str(error), _USAGE)
     except Failed as error:
@@ -102,7 +105,7 @@ def _complain(text: str, status: int) -> int:
     return status
 
 
-def _infer(args: argparse.Namespace) -> dict[str, Any]:
+def _infer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     given = [_split(text) for text in args.inputs]
     values = [(name, load(name, value)) for name, value in given]
     with contextlib.closing(_transport(args)) as transport:
@@ -113,7 +116,7 @@ def _infer(args: argparse.Namespace) -> dict[str, Any]:
                 raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model)}")
             shape, raw = encode(model[name], value)
             inputs.append(Tensor(name, model[name].datatype, shape, raw))
-        return transport.infer(
+        yield from transport.infer(
             Request(
                 args.model,
                 args.model_version,

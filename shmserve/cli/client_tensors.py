@@ -67,14 +67,17 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
     """Shape and bytes on the wire of a value (JSON, or an array) for this input.
 
     A value with exactly one dimension less than the model takes, where the model's first is of any
-    size, becomes a batch of one. Raises WrongInput if the elements are not of the datatype.
+    size, becomes a batch of one; a single value becomes the one element that a model takes. Raises
+    WrongInput if the elements are not of the datatype.
     """
     if tensor.datatype not in ITEM_SIZE:
         raise WrongInput(f"input '{tensor.name}' is of an unknown datatype, {tensor.datatype}")
     convert = _from_array if isinstance(value, np.ndarray) else _from_json
     array = convert(tensor, value)
     shape = list(array.shape)
-    if tensor.shape[:1] == (-1,) and len(shape) == len(tensor.shape) - 1:
+    if not shape and set(tensor.shape) <= {1, -1}:
+        shape = [1] * len(tensor.shape)
+    elif tensor.shape[:1] == (-1,) and len(shape) == len(tensor.shape) - 1:
         shape.insert(0, 1)
     return shape, encode_bytes(array) if tensor.datatype == "BYTES" else array.tobytes()
 

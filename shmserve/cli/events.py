@@ -40,8 +40,9 @@ def run(args: argparse.Namespace) -> int:
         if args.follow:
             for told in reader.follow():
                 if told.lost:
-                    print(_lost(told, args.json))
-                print(show(told), flush=True)
+                    print(_lost(told, args.json), flush=True)
+                if told.event is not None:
+                    print(show(told), flush=True)
     return 0
 
 

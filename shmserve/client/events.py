@@ -21,8 +21,10 @@ from shmserve.ipc.messages.events import (
     MODELS,
     PROCESSES,
     REGIONS,
+    SEQUENCES,
     SNAPSHOT,
     EventHeader,
+    SequenceReached,
 )
 from shmserve.ipc.transport.frames import unpack
 from shmserve.ipc.transport.records import MalformedMessage
@@ -30,13 +32,14 @@ from shmserve.ipc.transport.records import MalformedMessage
 TOPICS = (HEALTH, MODELS, PROCESSES, REGIONS, COUNTERS)
 
 _ANSWER_WITHIN_MS = 10_000
+_SILENCE_MS = 250  # after which what comes next would tell of losses too late
 _ENDINGS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
     """Something that the server told: an event of shmserve.ipc.messages.events, when (ns since the
-    epoch), and how many of its topic were lost just before it."""
+    epoch), and how many of its topic were lost just before it. Event None: only that they were."""
 
     topic: str
     event: Any
@@ -56,6 +59,12 @@ class Gaps:
         self._latest[topic] = sequence
         return max(sequence - latest - 1, 0)
 
+    def reached(self, topic: str, sequence: int) -> int:
+        """How many were lost where everything up to `sequence` has been sent."""
+        latest = self._latest.get(topic, sequence)
+        self._latest[topic] = max(latest, sequence)
+        return max(sequence - latest, 0)
+
 
 class EventReader:
     """Listens to a server's events, of these topics.
@@ -69,6 +78,7 @@ class EventReader:
         endpoint = endpoints.events(discovery.find(run_dir))
         if not Path(endpoint.removeprefix("ipc://")).is_socket():
             raise Disconnected(f"no server tells its events at {endpoint}")
+        self._topics = tuple(topics)
         self._gaps = Gaps()
         self._context = zmq.Context(io_threads=1)
         try:
@@ -76,7 +86,7 @@ class EventReader:
             self._socket.set(zmq.LINGER, 0)
             self._monitor = self._socket.get_monitor_socket(_ENDINGS)
             self._socket.connect(endpoint)
-            for topic in topics:
+            for topic in self._topics:
                 self._socket.subscribe(topic)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
@@ -88,7 +98,10 @@ class EventReader:
         self._socket.subscribe(mine)
         try:
             while True:
-                topic, header, events = self._next(_ANSWER_WITHIN_MS)
+                arrived = self._next(_ANSWER_WITHIN_MS)
+                if arrived is None:
+                    raise Disconnected("the server does not say what is")
+                topic, header, events = arrived
                 if topic == mine:
                     return [Told(topic, event, header.time_ns, 0) for event in events]
                 self._gaps.before(topic, header.sequence)
@@ -96,15 +109,36 @@ class EventReader:
             self._socket.unsubscribe(mine)
 
     def follow(self) -> Iterator[Told]:
-        """What happens, as it does. Raises Disconnected when the server has ended."""
+        """What happens, as it does. Raises Disconnected when the server has ended.
+
+        Where nothing comes any more the server is asked how far it is: what was lost at the end is
+        told too.
+        """
+        quiet = False
         while True:
-            topic, header, events = self._next(None)
+            arrived = self._next(None if quiet else _SILENCE_MS)
+            if arrived is None:
+                quiet = True
+                self._socket.subscribe(SEQUENCES + secrets.token_hex(8))
+                continue
+            topic, header, events = arrived
+            if topic.startswith(SEQUENCES):
+                self._socket.unsubscribe(topic)
+                yield from self._missing(header, events)
+                continue
+            quiet = False
             lost = self._gaps.before(topic, header.sequence)
             for event in events:
                 yield Told(topic, event, header.time_ns, lost)
                 lost = 0
 
-    def _next(self, timeout_ms: int | None) -> tuple[str, EventHeader, list[Any]]:
+    def _missing(self, header: EventHeader, events: list[SequenceReached]) -> Iterator[Told]:
+        for reached in events:
+            lost = self._gaps.reached(reached.topic, reached.sequence)
+            if lost and reached.topic in self._topics:
+                yield Told(reached.topic, None, header.time_ns, lost)
+
+    def _next(self, timeout_ms: int | None) -> tuple[str, EventHeader, list[Any]] | None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -120,7 +154,7 @@ class EventReader:
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
                 raise Disconnected("the server has ended")
-            raise Disconnected("the server does not say what is")
+            return None
 
     def close(self) -> None:
         """Listen no more."""

@@ -114,9 +114,9 @@ class Server:
         Outputs that go to a region are written there once for each response: it holds one until the
         next is asked for. `timeout` is for all of the responses. Leaving the iterator cancels:
 
-        >>> with server.stream("words", TEXT=[b"..."]) as responses:  # doctest: +SKIP
+        >>> with server.stream("words", text=[b"..."]) as responses:  # doctest: +SKIP
         ...     for response in responses:
-        ...         print(response["WORD"])
+        ...         print(response["output"])
         """
         options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
         way = self._waiting()

@@ -14,7 +14,10 @@ _COMPLETABLE = (
     "input",
     "output",
     "dynamic_batching",
+    "sequence_batching",
     "model_transaction_policy",
+    "batch_input",
+    "batch_output",
 )
 # Of the parameters, what a class may have as an attribute.
 _PARAMETERS = (STRATEGY, TARGET)
@@ -26,9 +29,10 @@ def merge_autocomplete(
     """`config`, and of `completed` what `config` leaves open.
 
     `completed` is a configuration in JSON form, whole or only what the model adds; of it only
-    max_batch_size, input, output, dynamic_batching and model_transaction_policy count, and of its
-    parameters `batching_strategy` and `target_p99_ms`. What the author wrote (in `source`) stays,
-    but for a max_batch_size that the model raises. Raises InvalidArgument, one line a conflict as
+    max_batch_size, input, output, batch_input, batch_output, dynamic_batching, sequence_batching
+    (where `config` has no scheduler) and model_transaction_policy count, and of its parameters
+    `batching_strategy` and `target_p99_ms`. What the author wrote (in `source`) stays, but for a
+    max_batch_size that the model raises. Raises InvalidArgument, one line a conflict as
     `Source.check` writes it, where the model contradicts it.
     """
     given = {name: completed[name] for name in _COMPLETABLE if name in completed}
@@ -41,6 +45,10 @@ def merge_autocomplete(
     for name in model.parameters:
         if name not in merged.parameters:
             merged.parameters[name].CopyFrom(model.parameters[name])
+    if not merged.batch_input:
+        merged.batch_input.extend(model.batch_input)
+    if not merged.batch_output:
+        merged.batch_output.extend(model.batch_output)
     for kind, written, derived in (
         ("input", merged.input, model.input),
         ("output", merged.output, model.output),
@@ -81,6 +89,8 @@ def _merge_batching(merged: ModelConfig, model: ModelConfig, *, stated: bool) ->
                 f"scheduling_choice as 'dynamic_batching'"
             )
             conflicts.append(Problem((chosen,), text))
+    if model.HasField("sequence_batching") and chosen is None:
+        merged.sequence_batching.CopyFrom(model.sequence_batching)
     if model.HasField("model_transaction_policy"):
         decoupled = merged.model_transaction_policy.decoupled
         if not merged.HasField("model_transaction_policy"):
@@ -114,6 +124,7 @@ def _merge_tensor(
         written.data_type = derived.data_type
     if not written.dims:
         written.dims.extend(derived.dims)
-    if isinstance(written, ModelInput) and isinstance(derived, ModelInput) and derived.optional:
-        written.optional = True
+    if isinstance(written, ModelInput) and isinstance(derived, ModelInput):
+        written.optional |= derived.optional
+        written.allow_ragged_batch |= derived.allow_ragged_batch
     return []

@@ -11,7 +11,8 @@ from shmserve.errors import InvalidArgument
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
 from shmserve.model_config.normalise import ENSEMBLE, LIBTORCH
 from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems
-from shmserve.model_config.rules.composition import ensemble_problems, sequence_problems
+from shmserve.model_config.rules.ensembles import ensemble_problems
+from shmserve.model_config.rules.sequences import sequence_problems
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
 

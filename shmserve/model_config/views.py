@@ -23,9 +23,9 @@ _OPTIMIZATION_FIELDS = (
     "gather_kernel_buffer_threshold",
     "eager_batching",
 )
+_BATCH_FIELDS = ("batch_input", "batch_output")
+_BATCH_BACKENDS = ("pytorch", "native")  # models of others get each request's tensors apart
 _TOP_FIELDS = (
-    "batch_input",
-    "batch_output",
     "cc_model_filenames",
     "metric_tags",
     "model_warmup",
@@ -69,6 +69,8 @@ def ignored_fields(config: ModelConfig) -> list[str]:
 
 
 def _ignored(config: ModelConfig) -> Iterator[str]:
+    if config.backend not in _BATCH_BACKENDS:
+        yield from (name for name in _BATCH_FIELDS if _is_set(config, name))
     for name in _TOP_FIELDS:
         if _is_set(config, name):
             yield name
@@ -78,6 +80,9 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
         if control.metric_identifier.family != first_response.FAMILY:
             yield f"model_metrics.metric_control[{index}]"
     yield from _ignored_optimization(config.optimization)
+    for index, state in enumerate(config.sequence_batching.state):
+        if state.use_growable_memory:
+            yield f"sequence_batching.state[{index}].use_growable_memory"
     for index, group in enumerate(config.instance_group):
         for name in _GROUP_FIELDS:
             if _is_set(group, name):

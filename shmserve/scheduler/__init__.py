@@ -3,6 +3,7 @@ what runs when.
 
 main.py, loop.py        the process; the event loop: wait, receive, plan, send
 core.py                 what each message changes, and what runs next (no clock, no socket)
+clients.py              who submits, and what becomes of their requests when they leave
 settings.py             what was configured
 requests/               request.py      the state machine of a request, as a table
                         queue.py        admission, order, timers

@@ -9,46 +9,38 @@ What is to be sent is posted to three outboxes, which the loop flushes once a tu
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import Any, assert_never
 
 from shmserve import logs
-from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import (
-    Cancel,
     ClientToScheduler,
     CountsInherited,
     Drain,
     Drained,
     ExecutionResponded,
-    Grant,
     InstanceExited,
     InstanceExpected,
     KeepStatistics,
     MetricsReported,
     PoolFailed,
     ProcessExited,
-    Release,
-    ReportStatistics,
-    ReportTimes,
     SetLogging,
     Stop,
-    Submit,
     SupervisorToScheduler,
     WorkerToScheduler,
 )
-from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.ipc.transport.peercred_router import last_number
 from shmserve.scheduler.batchers.dispatch import Dispatch
 from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
+from shmserve.scheduler.clients import Clients
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.losses import ControlLink, Losses
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.reports import Reports
-from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue, believable
-from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
+from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
+from shmserve.scheduler.requests.request import NEVER, Request, State
 from shmserve.scheduler.requests.responses import Peers, Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
@@ -87,9 +79,15 @@ class Scheduler:
         )
         self._dispatch = self._dispatcher(settings)
         self._reports = Reports(self._statistics, clients, control, wall_clock, self._gauges)
-        self._clients: dict[bytes, Client] = {}
-        self._dead: deque[int] = deque(maxlen=_DEAD_REMEMBERED)
-        self._draining = False
+        self.clients = Clients(
+            self._queue,
+            self._pool,
+            self._dispatch,
+            self._executions,
+            self._responses,
+            self._statistics,
+            self._reports,
+        )
         self._drained = False
         self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
         self.stopped = False
@@ -102,91 +100,7 @@ class Scheduler:
 
     def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
         """Handle a client's message."""
-        client = self._clients.get(peer) or self._new_client(peer)
-        match message:
-            case Submit():
-                self._submit(client, message, now_ns)
-            case Cancel():
-                request = client.requests.get(message.id)
-                if request is not None:
-                    self._cancel(request, now_ns)
-            case Grant():
-                request = client.requests.get(message.id)
-                if request is not None and request.state is State.RESPONDING:
-                    self._executions.grant(request, message.responses)
-            case Release():
-                self._executions.release(client.pid, message.pid, message.offsets)
-            case ReportStatistics():
-                self._reports.tell(peer, message.id, now_ns)
-            case ReportTimes():
-                client.timed = True
-            case _:
-                assert_never(message)
-
-    def _new_client(self, peer: bytes) -> Client:
-        if len(self._clients) >= _MOST_CLIENTS:
-            self._clients = {p: c for p, c in self._clients.items() if c.requests or c.timed}
-        client = self._clients[peer] = Client(peer)
-        return client
-
-    def _submit(self, client: Client, message: Submit, now_ns: int) -> None:
-        if message.id in client.requests or (client.pid and client.pid in self._dead):
-            # Nothing is owed: a response would be taken for the other request's, or by nobody.
-            self.misplaced()
-            return
-        try:
-            if self._draining and not self._dispatch.goes_on(message):
-                raise Unavailable(id_prefix(message.request_id) + _STOPPING)
-            if self._pool.failure:
-                raise Unavailable(self._pool.failure)
-            if self._pool.free and self._queue.full(message.priority):
-                self._dispatch.run(now_ns)
-            identity = self._dispatch.identify(message)
-            request = self._queue.admit(client, message, now_ns)
-            self._responses.admitted(request)
-            self._dispatch.admitted(request, identity)
-        except InvalidArgument as error:
-            self._responses.refuse(client, message, error, 0)
-        except ShmserveError as error:
-            wait_s = 0
-            if isinstance(error, QueueFull):
-                waiting, instances = len(self._queue), self._pool.ready_count
-                wait_s = self._executions.service_time.drain_s(waiting, instances)
-            self._statistics.failed(believable(message.arrived_ns, now_ns), Reason.REJECTED, now_ns)
-            self._responses.refuse(client, message, error, wait_s)
-
-    def _cancel(self, request: Request, now_ns: int) -> None:
-        match request.state:
-            case State.QUEUED | State.HELD:
-                self._withdraw(request, now_ns)
-                self._responses.fail(
-                    request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
-                )
-            case State.EXECUTING | State.RESPONDING:
-                request.meet(Event.CANCEL)
-                self._executions.cancel(request)
-            case _:
-                pass  # decided already
-
-    def _withdraw(self, request: Request, now_ns: int) -> None:
-        """Nobody waits for what is in the queue, or held after it ran."""
-        if request.state is State.QUEUED:
-            self._queue.remove(request)
-            self._dispatch.removed(request, now_ns)
-
-    def _client_gone(self, client: Client, now_ns: int) -> None:
-        self._clients.pop(client.peer, None)
-        for request in list(client.requests.values()):
-            match request.state:
-                case State.DONE:
-                    continue  # it was of a sequence of which another one was cancelled
-                case State.QUEUED | State.HELD:
-                    self._withdraw(request, now_ns)
-                case State.EXECUTING | State.RESPONDING:
-                    self._executions.cancel(request)
-                case _:
-                    pass
-            self._responses.abandon(request, now_ns)
+        self.clients.handle(peer, message, now_ns)
 
     # --- workers and supervisor -------------------------------------------------------------------
 
@@ -203,7 +117,7 @@ class Scheduler:
         pid = last_number(peer)  # as the instance's InstanceReady says
         if not (pid and peer.partition(b".")[0].isdigit()):
             self.misplaced()
-        elif pid not in self._dead:
+        elif not self.clients.is_dead(pid):
             self._reports.metrics_reported(pid, message)
 
     def from_control(self, message: SupervisorToScheduler, now_ns: int) -> None:
@@ -235,26 +149,17 @@ class Scheduler:
         self._losses.exited(self._pool.exit_process(pid), "", now_ns)
         self._executions.forget(pid)
         self._reports.exited(pid)
-        # Frames that it sent may still be on their way.
-        self._dead.append(pid)
-        for client in [c for c in self._clients.values() if c.pid == pid]:
-            self._client_gone(client, now_ns)
+        self.clients.exited(pid, now_ns)
 
     def _drain(self, now_ns: int) -> None:
         self._reports.keep(now_ns)
-        self._draining = True
+        self.clients.draining = True
         self._drained = False
         self._dispatch.hurry()
 
     def _stop(self, now_ns: int) -> None:
         self.stopped = True
-        for client in self._clients.values():
-            for request in list(client.requests.values()):
-                if request.state is State.FAILED_EARLY:
-                    self._responses.close(request, now_ns)
-                else:
-                    text = id_prefix(request.request_id) + _STOPPING
-                    self._responses.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
+        self.clients.stop(now_ns)
 
     @property
     def live(self) -> int:
@@ -276,7 +181,7 @@ class Scheduler:
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()
-        if self._draining and not self._drained and not self._responses.live:
+        if self.clients.draining and not self._drained and not self._responses.live:
             self._drained = True
             self._reports.keep(now_ns)
             self._to_control.post(Drained())

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _NS_PER_US = 1_000
 _NS_PER_S = 1_000_000_000
 _IDLE_NS = _NS_PER_S
-_MOST_SEQUENCES = 16384  # that wait for a slot
+_MOST_SEQUENCES = 16384  # of a client, that wait for a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class Sequencing:
     """The sequence batcher's rules. `slots` an instance; no `oldest`: the direct strategy, which
     waits for `minimum_utilization` of its slots up to `delay_ns` where both are set.
 
-    A sequence is idle after `idle_ns`, and `most` may wait for a slot. `id_datatype` is that of the
-    control input `id_name`, "" without one. `iterative`: a model may ask for a request again.
-    `hold`, `hold_backlog`: requests in slots, and in the backlog, before the first batch.
+    A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `id_datatype` is
+    that of the control input `id_name`, "" without one. `iterative`: a model may ask for a request
+    again. `hold`, `hold_backlog`: requests in slots, and in the backlog, before the first batch.
     """
 
     slots: int
@@ -198,6 +198,8 @@ def _sequencing(config: dict[str, Any], limits: SchedulingLimits) -> Sequencing 
         iterative=bool(given.get("iterative_sequence")),
         id_name=name,
         id_datatype=datatype,
+        # Not so many that one client's fill the queue.
+        most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
         hold=limits.delay_scheduler,
         hold_backlog=limits.backlog_delay_scheduler,
     )

@@ -87,8 +87,8 @@ class ControlApi:
         match request:
             case m.LoadModel(name=name, config=config, files=files):
                 await self._models.load_on_request(name, config, files)
-            case m.UnloadModel(name=name):
-                await self._models.unload_on_request(name)
+            case m.UnloadModel(name=name, unload_dependents=dependents):
+                await self._models.unload_on_request(name, dependents)
             case m.IndexRepository(ready=only_ready):
                 return {"models": await self._models.index(only_ready)}
             case m.ChangeLogging(changes=changes):

@@ -73,6 +73,13 @@ class Gatherer:
             at = end
         return buffer[:total], shape, False
 
+    def gather_strings(self, name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
+        """A BYTES input of a whole batch as one object array of `bytes`, as `gather` shapes it."""
+        arrays = [request.inputs[name].numpy() for request in requests]
+        if name in self._ragged:
+            arrays = [array.reshape(-1) for array in arrays]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
     def _batch_shape(self, name: str, inputs: list[Input]) -> tuple[int, ...]:
         first = inputs[0].shape
         if name in self._ragged:
@@ -123,9 +130,3 @@ def room(byte_size: int, rows: int, most_rows: int) -> int:
     rows = max(1, rows)
     largest = (byte_size + rows - 1) // rows * max(most_rows, rows)
     return min(largest, max(byte_size + byte_size // 4, _ROOM_AT_ONCE))
-
-
-def gather_strings(name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
-    """A BYTES input of a whole batch as one object array of `bytes`."""
-    arrays = [request.inputs[name].numpy() for request in requests]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

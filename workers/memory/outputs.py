@@ -19,7 +19,8 @@ class OutputMemory:
 
     A local client, which need not release anything, may hold as much as is free then and no more
     (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998): one
-    that keeps all has half of the arena, n of them n/(n + 1), and the rest is left to others.
+    that keeps all has half of the arena, n of them n/(n + 1), and the rest is left to others. Who
+    holds nothing may have an output of any size.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -44,7 +45,7 @@ class OutputMemory:
 
     def _check_share(self, held: int, byte_size: int) -> None:
         free = self._arena.memory.byte_size - self._arena.used
-        if held + byte_size > free - byte_size:
+        if held and held + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes were needed, {free} are free, and "
                 f"this client has not released {held} yet; it may hold as much as is free then"

@@ -1,4 +1,4 @@
-"""Transports of the shell's client: each asks a server what a model takes, and sends a request.
+"""The transports of the shell's client: each asks what a model takes, and sends a request.
 
 native.py    shared memory and unix sockets, on the server's host
 http.py      HTTP, by TCP or at a unix socket
@@ -7,6 +7,7 @@ grpc.py      gRPC
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,13 +41,14 @@ class Request:
 
 
 class Transport(Protocol):
-    """A connection to a server."""
+    """A way to a server."""
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """What a model takes; raises Failed."""
 
-    def infer(self, request: Request) -> dict[str, Any]:
-        """The response as JSON has it, each output's data as nested lists; raises Failed."""
+    def infer(self, request: Request) -> Iterator[dict[str, Any]]:
+        """The responses as JSON has them, each when it comes, their outputs' data as nested lists;
+        raises Failed."""
 
     def close(self) -> None:
         """Close the connection."""

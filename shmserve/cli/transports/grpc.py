@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -13,6 +15,7 @@ from shmserve.proto import grpc_service_pb2
 pb: Any = grpc_service_pb2
 
 _SERVICE = "/inference.GRPCInferenceService/"
+_FINAL = "triton_final_response"  # of the stream, not of the model
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -32,8 +35,8 @@ class GrpcTransport:
             for tensor in metadata.inputs
         }
 
-    def infer(self, request: Request) -> dict[str, Any]:
-        """ModelInfer."""
+    def infer(self, request: Request) -> Iterator[dict[str, Any]]:
+        """ModelStreamInfer, which any model takes."""
         asked = pb.ModelInferRequest(
             model_name=request.model, model_version=request.version, id=request.id
         )
@@ -44,31 +47,28 @@ class GrpcTransport:
             asked.raw_input_contents.append(tensor.raw)
         for name in request.outputs:
             asked.outputs.add(name=name)
-        found = self._call("ModelInfer", asked, pb.ModelInferResponse)
-        try:
-            outputs = [
-                {
-                    "name": output.name,
-                    "datatype": output.datatype,
-                    "shape": list(output.shape),
-                    "data": decode(output.datatype, list(output.shape), memoryview(raw)),
-                }
-                for output, raw in zip(found.outputs, found.raw_output_contents, strict=True)
-            ]
-        except (KeyError, ValueError) as error:
-            raise Failed("the server's answer is malformed") from error
-        parameters = {
-            name: getattr(value, value.WhichOneof("parameter_choice"))
-            for name, value in found.parameters.items()
-        }
-        return response(found.model_name, found.model_version, found.id, parameters, outputs)
+        call = self._channel.stream_stream(
+            _SERVICE + "ModelStreamInfer",
+            pb.ModelInferRequest.SerializeToString,
+            pb.ModelStreamInferResponse.FromString,
+        )
+        with self._failing():
+            for told in call(iter([asked])):
+                if told.error_message:
+                    raise Failed(told.error_message)
+                yield _response(told.infer_response)
 
     def _call(self, method: str, request: Any, response: Any) -> Any:
         call = self._channel.unary_unary(
             _SERVICE + method, type(request).SerializeToString, response.FromString
         )
-        try:
+        with self._failing():
             return call(request)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
         except grpc.RpcError as error:
             text = error.details() or str(error.code())
             if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in text:
@@ -78,3 +78,24 @@ class GrpcTransport:
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
+
+
+def _response(found: Any) -> dict[str, Any]:
+    try:
+        outputs = [
+            {
+                "name": output.name,
+                "datatype": output.datatype,
+                "shape": list(output.shape),
+                "data": decode(output.datatype, list(output.shape), memoryview(raw)),
+            }
+            for output, raw in zip(found.outputs, found.raw_output_contents, strict=True)
+        ]
+    except (KeyError, ValueError) as error:
+        raise Failed("the server's response is malformed") from error
+    parameters = {
+        name: getattr(value, value.WhichOneof("parameter_choice"))
+        for name, value in found.parameters.items()
+        if name != _FINAL
+    }
+    return response(found.model_name, found.model_version, found.id, parameters, outputs)

@@ -1,4 +1,5 @@
-"""Requests over HTTP: every tensor travels as binary, both ways."""
+"""Requests over HTTP: every tensor travels as binary, both ways; of many responses, each is a line
+of JSON."""
 
 from __future__ import annotations
 
@@ -6,12 +7,16 @@ import contextlib
 import http.client
 import json
 import socket
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
+
+import numpy as np
 
 from shmserve.cli.client_tensors import ModelTensor, decode
 from shmserve.cli.transports import Failed, Request, response
 
+_LINES = "application/x-ndjson"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
@@ -48,12 +53,20 @@ class HttpTransport:
         except (KeyError, TypeError) as error:
             raise Failed("the server did not answer with a model's metadata") from error
 
-    def infer(self, request: Request) -> dict[str, Any]:
-        """POST /v2/models/NAME/infer."""
-        header = json.dumps(_header(request)).encode()
+    def infer(self, request: Request) -> Iterator[dict[str, Any]]:
+        """POST /v2/models/NAME/infer, for lines of JSON where the model is decoupled."""
+        path = _path(request.model, request.version)
+        config = _json(self._exchange("GET", f"{path}/config")[0])
+        lines = bool((config.get("model_transaction_policy") or {}).get("decoupled"))
+        header = json.dumps(_header(request, binary=not lines)).encode()
         body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
-        path = f"{_path(request.model, request.version)}/infer"
-        return _response(*self._exchange("POST", path, body, len(header)))
+        asked = ("POST", f"{path}/infer", body, len(header))
+        if not lines:
+            yield _response(*self._exchange(*asked))
+            return
+        with self._requested(*asked, accept=_LINES) as found:
+            for line in found:
+                yield _response(line, None)
 
     def close(self) -> None:
         """Every exchange has a connection of its own."""
@@ -62,20 +75,35 @@ class HttpTransport:
         self, method: str, path: str, body: bytes | None = None, header_length: int | None = None
     ) -> tuple[bytes, int | None]:
         """A response's body and its `Inference-Header-Content-Length`; raises Failed."""
+        with self._requested(method, path, body, header_length) as found:
+            length = found.getheader(_HEADER_LENGTH)
+            return found.read(), None if length is None else int(length)
+
+    @contextlib.contextmanager
+    def _requested(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        header_length: int | None = None,
+        accept: str = "",
+    ) -> Iterator[http.client.HTTPResponse]:
+        """A good response, to be read; raises Failed for another, or none."""
         headers = {} if header_length is None else {_HEADER_LENGTH: str(header_length)}
+        if accept:
+            headers["Accept"] = accept
         where = self._unix_socket or f"{self._host}:{self._port}"
         try:
             with contextlib.closing(self._connection()) as connection:
                 connection.request(method, path, body, headers)
-                response = connection.getresponse()
-                content = response.read()
+                found = connection.getresponse()
+                if found.status != http.HTTPStatus.OK:
+                    text = _error_text(found.read())
+                    raise Failed(text or f"{found.status} {found.reason}")
+                yield found
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise Failed(f"no answer from {where}: {reason}") from error
-        if response.status != http.HTTPStatus.OK:
-            raise Failed(_error_text(content) or f"{response.status} {response.reason}")
-        length = response.getheader(_HEADER_LENGTH)
-        return content, None if length is None else int(length)
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._unix_socket:
@@ -88,7 +116,7 @@ def _path(model: str, version: str) -> str:
     return f"{path}/versions/{quote(version, safe='')}" if version else path
 
 
-def _header(request: Request) -> dict[str, Any]:
+def _header(request: Request, binary: bool) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     if request.timeout_us:
         parameters["timeout"] = request.timeout_us
@@ -105,9 +133,9 @@ def _header(request: Request) -> dict[str, Any]:
     if request.id:
         header["id"] = request.id
     if request.outputs:
-        binary = {"binary_data": True}
-        header["outputs"] = [{"name": name, "parameters": binary} for name in request.outputs]
-    else:
+        how = {"parameters": {"binary_data": True}} if binary else {}
+        header["outputs"] = [{"name": name, **how} for name in request.outputs]
+    elif binary:
         parameters["binary_data_output"] = True
     return header
 
@@ -115,11 +143,15 @@ def _header(request: Request) -> dict[str, Any]:
 def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
     """The response with each output's data as nested lists of its shape."""
     found = _json(body if header_length is None else body[:header_length])
+    if "error" in found:
+        raise Failed(str(found["error"]))
     rest = memoryview(body)[len(body) if header_length is None else header_length :]
     try:
         for output in found["outputs"]:
             size = output.pop("parameters", {}).get("binary_data_size", 0)
-            if "data" not in output:
+            if "data" in output:
+                output["data"] = np.array(output["data"], object).reshape(output["shape"]).tolist()
+            else:
                 output["data"] = decode(output["datatype"], output["shape"], rest[:size])
                 rest = rest[size:]
         return response(
@@ -130,7 +162,7 @@ def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
             found["outputs"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Failed("the server's answer is malformed") from error
+        raise Failed("the server's response is malformed") from error
 
 
 def _json(content: bytes) -> dict[str, Any]:

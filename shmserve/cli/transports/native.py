@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.datatypes import decode_bytes, encode_bytes
 
-_MEMORY_LIMIT = 1 << 40  # what the request and its response take
+_MEMORY_LIMIT = 1 << 40  # what the request and its responses take
 _WELCOME_WITHIN_S = 10.0
 
 
@@ -38,25 +39,26 @@ class NativeTransport:
             for name, spec in signature.inputs.items()
         }
 
-    def infer(self, request: Request) -> dict[str, Any]:
-        """One request to the model's scheduler."""
+    def infer(self, request: Request) -> Iterator[dict[str, Any]]:
+        """One request to the model's scheduler, which any model takes for a stream."""
         timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
         try:
             model = self._session.connection().models.resolve(request.model, request.version)
-            with self._server.infer(
+            datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
+            with self._server.stream(
                 request.model,
                 {tensor.name: _array(tensor, request.model) for tensor in request.inputs},
                 outputs=request.outputs or None,
                 version=request.version,
                 timeout=timeout_s,
                 request_id=request.id,
-            ) as result:
-                datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
-                outputs = [_output(name, datatypes[name], result[name]) for name in result]
-                parameters = result.parameters
+            ) as results:
+                for result in results:
+                    outputs = [_output(name, datatypes[name], result[name]) for name in result]
+                    named = (request.model, model.version, request.id)
+                    yield response(*named, result.parameters, outputs)
         except ShmserveError as error:
             raise Failed(error.message) from error
-        return response(request.model, model.version, request.id, parameters, outputs)
 
     def close(self) -> None:
         """Leave the server."""

@@ -36,7 +36,8 @@ def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]
 def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
     """What is wrong with batch_input and batch_output."""
     inputs = {io.name for io in config.input}
-    outputs = {out.name for out in config.output}
+    ranks = {io.name: _model_rank(io) for io in config.input}
+    cut = {out.name: _model_rank(out) for out in config.output}
     for index, made in enumerate(config.batch_input):
         at: Key = ("batch_input", index)
         kind = BatchInput.Kind.Name(made.kind)
@@ -44,19 +45,37 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
         if made.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
             text = "batch input data type must be TYPE_INT32 or TYPE_FP32"
             yield Problem((*at, "data_type"), text)
+        yield from _targets(at, made.target_name, inputs)
     for index, split in enumerate(config.batch_output):
         at = ("batch_output", index)
         kind = BatchOutput.Kind.Name(split.kind)
         yield from _sources(at, split.source_input, f"batch output kind '{kind}'", inputs)
+        source = split.source_input[0] if split.source_input else ""
         targets: dict[Key, str] = {
             (*at, "target_name", i): name for i, name in enumerate(split.target_name)
         }
         for key, name in targets.items():
-            if name not in outputs:
+            if name not in cut:
                 yield Problem(key, f"unknown target output name '{name}'", (("output",),))
+            elif source in ranks and cut[name] != ranks[source]:
+                text = f"target output '{name}' must have as many dims as source input '{source}'"
+                yield Problem(key, text, (("output",), ("input",)))
         for key, name, first in repeats(targets.items()):
             text = f"target output name '{name}' can only be specified once"
             yield Problem(key, text, (first,))
+
+
+def _model_rank(io: ModelInput | ModelOutput) -> int:
+    return len(io.reshape.shape if io.HasField("reshape") else io.dims)
+
+
+def _targets(at: Key, names: Sequence[str], inputs: set[str]) -> Iterator[Problem]:
+    if not names:
+        yield Problem((*at, "target_name"), "batch input must specify 'target_name'")
+    for index, name in enumerate(names):
+        if name in inputs:
+            text = f"batch input '{name}' is made by the server and cannot be an input of clients"
+            yield Problem((*at, "target_name", index), text, (("input",),))
 
 
 def _sources(at: Key, names: Sequence[str], subject: str, inputs: set[str]) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shmserve.ipc.messages import Submit
 from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.request import Request
+from shmserve.scheduler.requests.request import Client, Request
 
 
 class Identity(NamedTuple):
@@ -28,7 +28,7 @@ class Dispatcher(ABC):
     def hurry(self) -> None:
         """Nothing more comes that would be worth waiting for."""
 
-    def identify(self, message: Submit) -> Identity | None:
+    def identify(self, client: Client, message: Submit) -> Identity | None:
         """The sequence that a request belongs to, before it is admitted to the queue.
 
         Raises InvalidArgument or QueueFull for one that may not be.

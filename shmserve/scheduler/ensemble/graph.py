@@ -16,7 +16,7 @@ ONCE = -1  # the origin of tensors of which there is one a request
 _CONDITION = "step[{}].condition"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """A model to run: `inputs` and `outputs` map the model's names to tensors of the ensemble;
     version "" is the latest. `condition`: the tensor that says whether it runs, or ""."""
@@ -40,7 +40,7 @@ class Step:
         return self.model, self.version
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Graph:
     """An ensemble's steps, in the order of its configuration, and its own inputs and outputs."""
 

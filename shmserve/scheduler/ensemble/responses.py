@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages import (
     FIRST_CREDIT,
@@ -16,13 +14,13 @@ from shmserve.ipc.messages import (
     Timed,
 )
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inferred, pack_inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, Lent
 from shmserve.scheduler.ensemble.requests import Client, EnsembleRequest
-from shmserve.scheduler.ensemble.submission import fitted
+from shmserve.scheduler.ensemble.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value
 from shmserve.scheduler.requests.responses import Peers
 from shmserve.scheduler.statistics.counters import Statistics
@@ -141,7 +139,6 @@ class Responses:
     def _body(self, request: EnsembleRequest, response: dict[str, Value]) -> bytes:
         """A response as it travels; the client gives back what lies in our memory."""
         tensors: list[TensorRef] = []
-        parameters: dict[str, Any] = {}
         given = {o.name for o in request.inference.outputs if o.place is not None}
         batches = self._signature.max_batch_size > 0
         for name, value in response.items():
@@ -150,10 +147,15 @@ class Responses:
             dims = self._signature.outputs[name].dims
             shape = fitted(tensor.shape, dims, batches, value.batched)
             tensors.append(TensorRef(name, tensor.datatype, shape, tensor.data))
-            parameters.update(value.override)
             if isinstance(tensor.data, Place) and name not in given:
                 value.acquire()
                 self._lent.lend(request.client.pid, tensor.data, value)
+        correlation_id, flags = sequence_of(request.inference, response.values())
+        parameters = {
+            "sequence_id": correlation_id,
+            "sequence_start": bool(flags & SEQUENCE_START),
+            "sequence_end": bool(flags & SEQUENCE_END),
+        }
         return pack_inferred(Inferred(tuple(tensors), parameters))
 
 

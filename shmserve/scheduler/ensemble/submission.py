@@ -11,6 +11,8 @@ from shmserve.ipc.messages import Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
+    SEQUENCE_END,
+    SEQUENCE_START,
     Inference,
     RequestedOutput,
     pack_inference,
@@ -22,8 +24,6 @@ from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.targets import Target
 from shmserve.scheduler.ensemble.values import Value
-
-SEQUENCE_START, SEQUENCE_END = 1, 2
 
 
 class Prepared(NamedTuple):
@@ -63,7 +63,7 @@ def prepare(
         RequestedOutput(output.name, placed[output.name]) if output.name in placed else output
         for output in wanted
     )
-    correlation_id, flags = _sequence(inference, firing.inputs.values())
+    correlation_id, flags = sequence_of(inference, firing.inputs.values())
 
     def pack(deadline_ns: int) -> bytes:
         return pack_inference(
@@ -90,6 +90,8 @@ def prepare(
             priority=request.submit.priority,
             timeout_us=request.submit.timeout_us,
             ends_ns=request.deadline_ns,
+            flags=flags,
+            correlation_id=correlation_id,
         )
     except BaseException:
         for place in placed.values():
@@ -162,11 +164,11 @@ def _known_sizes(
     return known if sum(known.values()) > INLINE_LIMIT else {}
 
 
-def _sequence(inference: Inference, inputs: Iterable[Value]) -> tuple[int | str, int]:
-    """The correlation id and the flags for a step: the request's own, unless a response that it
-    depends on has others."""
+def sequence_of(inference: Inference, values: Iterable[Value]) -> tuple[int | str, int]:
+    """The correlation id and the flags that go with these tensors: the request's own, unless a
+    response that one of them came with has others."""
     correlation_id, flags = inference.correlation_id, inference.flags
-    for value in inputs:
+    for value in values:
         override = value.override
         correlation_id = override.get("sequence_id", correlation_id)
         for key, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):

@@ -10,6 +10,7 @@ from typing import Any
 from shmserve.ipc.messages.events import (
     COUNTERS,
     MODELS,
+    SEQUENCES,
     SNAPSHOT,
     ModelChanged,
     ProcessStarted,
@@ -53,6 +54,8 @@ class EventFeed:
         """Somebody subscribes to topics that begin with this, or nobody does any more."""
         if wanted and prefix.startswith(SNAPSHOT):
             self._publisher.respond(prefix, self.snapshot())
+        if wanted and prefix.startswith(SEQUENCES):
+            self._publisher.number(prefix)
         if wanted and MODELS.startswith(prefix):
             self._known = self._models()
         if self._timer is None:

@@ -13,7 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from shmserve.ipc.messages.events import SNAPSHOT, TOPICS, EventHeader
+from shmserve.ipc.messages.events import (
+    SEQUENCES,
+    SNAPSHOT,
+    TOPICS,
+    EventHeader,
+    SequenceReached,
+)
 from shmserve.ipc.transport.frames import pack
 
 if TYPE_CHECKING:
@@ -86,6 +92,12 @@ class EventPublisher:
         """Send a snapshot to the one who asked for it, by a topic that is its own."""
         assert topic.startswith(SNAPSHOT)
         self._send(topic, 0, events)
+
+    def number(self, topic: str) -> None:
+        """Send how far each topic is to who asked for it, by a topic that is its own."""
+        assert topic.startswith(SEQUENCES)
+        topics = sorted(set(TOPICS.values()))
+        self._send(topic, 0, [SequenceReached(name, self._sequences[name]) for name in topics])
 
     def _send(self, topic: str, sequence: int, events: Iterable[Any]) -> None:
         if self._socket is not None:

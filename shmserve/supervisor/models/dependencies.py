@@ -24,6 +24,8 @@ class Dependencies:
         self._registry = registry
         self._load = load
         self._loading: dict[str, asyncio.Future[None]] = {}
+        self._steps_of: dict[str, list[str]] = {}  # ensembles that are to serve when they can
+        self._for_others: set[str] = set()  # loaded for an ensemble, and by nobody's wish
 
     @contextlib.contextmanager
     def loading(self, names: list[str]) -> Iterator[None]:
@@ -47,6 +49,10 @@ class Dependencies:
         """Load what a model needs, if it is an ensemble. What cannot be loaded, whoever looks at
         the ensemble's graph will miss. Raises InvalidArgument where ensembles need one another."""
         steps = await asyncio.to_thread(self._steps, name, override)
+        if steps:
+            self._steps_of[name] = steps
+        else:
+            self._steps_of.pop(name, None)
         for step in steps:
             await asyncio.to_thread(self._check_circles, step, [name])
         await asyncio.gather(*map(self._ensure, steps))
@@ -57,8 +63,37 @@ class Dependencies:
         model = self._registry.get(name)
         if model is not None and model.serving:
             return
-        with self.loading([name]), contextlib.suppress(ShmserveError):
+        self._for_others.add(name)
+        with contextlib.suppress(ShmserveError):
             await self._load(name)
+
+    def to_load_after(self, name: str, changed: bool) -> list[str]:
+        """The ensembles to load once a model was: those that lacked it, and if it has `changed`,
+        all that need it; none that is being loaded."""
+        found: list[str] = []
+        for ensemble, steps in self._steps_of.items():
+            if name in steps and ensemble not in self._loading:
+                model = self._registry.get(ensemble)
+                if changed or model is None or not model.serving:
+                    found.append(ensemble)
+        return found
+
+    def wanted_itself(self, name: str) -> None:
+        """Somebody asked for this model."""
+        self._for_others.discard(name)
+
+    def not_wanted(self, name: str) -> None:
+        """Somebody asked for its end."""
+        self._steps_of.pop(name, None)
+        self._for_others.discard(name)
+
+    def loaded_for(self, name: str) -> list[str]:
+        """The steps of an ensemble that were loaded for it, and are no other's."""
+        others = {
+            step for ensemble, steps in self._steps_of.items() if ensemble != name for step in steps
+        }
+        steps = self._steps_of.get(name, [])
+        return [step for step in steps if step in self._for_others and step not in others]
 
     def _steps(self, name: str, override: str = "") -> list[str]:
         return list(dict.fromkeys(step.name for step in self._planner.steps(name, override)))

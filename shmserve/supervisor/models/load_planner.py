@@ -183,7 +183,7 @@ class LoadPlanner:
         InvalidArgument."""
         self._validate(config, folder, source, complete=True)
         steps = [each and model_config.from_json(each) for each in completed["steps"]]
-        return model_config.to_dict(model_config.compose(config, steps))
+        return model_config.to_dict(model_config.compose(config, steps, completed["elsewhere"]))
 
     def steps(self, name: str, override: str) -> list[StepModel]:
         """The models that an ensemble needs, and that are to be loaded before it; none of any other

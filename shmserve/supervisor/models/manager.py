@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from shmserve.common.model_names import check_model_name
-from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
+from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
@@ -89,13 +90,18 @@ class Models:
         """POST /v2/repository/models/NAME/load."""
         self._require_explicit()
         check_model_name(name)
+        self._dependencies.wanted_itself(name)
         await self.load(name, config, files)
 
-    async def unload_on_request(self, name: str) -> None:
-        """POST /v2/repository/models/NAME/unload; an unknown model is fine."""
+    async def unload_on_request(self, name: str, dependents: bool) -> None:
+        """POST /v2/repository/models/NAME/unload; an unknown model is fine. `dependents`: of an
+        ensemble, the models that were loaded for it alone, too."""
         self._require_explicit()
         check_model_name(name)
+        alone = self._dependencies.loaded_for(name) if dependents else []
         await self.unload(name)
+        for step in alone:
+            await self.unload_on_request(step, dependents)
 
     def _require_explicit(self) -> None:
         if self._context.config.model_control_mode != "explicit":
@@ -114,16 +120,30 @@ class Models:
     ) -> None:
         """Load or reload a model as its folder, or a request's `config` and `files`, has it.
 
-        Raises ShmserveError with Triton's texts; what served goes on serving then.
+        What it needs is loaded before it, and ensembles that lacked it, or know it in another
+        shape, after it. Raises ShmserveError with Triton's texts; what served goes on serving then.
         """
+        before = self._registry.configurations(name)
         try:
-            with self._registry.changing(name) as model:
+            with self._dependencies.loading([name]), self._registry.changing(name) as model:
                 unloads = model.unloads
                 await self._dependencies.satisfy(name, config)
                 await self._load_in_turn(name, config, files or {}, unloads)
         except ShmserveError as error:
             self._context.events.publish(m.LoadRefused(name, error.message))
             raise
+        changed = before != self._registry.configurations(name)
+        for ensemble in self._dependencies.to_load_after(name, changed):
+            await self._load_again(ensemble)
+
+    async def _load_again(self, ensemble: str) -> None:
+        """Load an ensemble of which a step's model was loaded; it serves no more if it does not fit
+        that."""
+        try:
+            await self.load(ensemble)
+        except ShmserveError as error:
+            logger.error("ensemble '%s': %s", ensemble, error.message)
+            await self._unload(ensemble)
 
     async def _load_in_turn(
         self, name: str, config: str, files: dict[str, bytes], unloads: int
@@ -189,6 +209,7 @@ class Models:
             if number not in model.serving:
                 model.status[number] = Status(ModelState.UNAVAILABLE, reason)
                 self._context.tell(m.ModelWithdrawn(model.name, number, 0))
+        graph = next((r for r in results if isinstance(r, GraphProblem)), None)
         if failures:
             await asyncio.gather(*(v.kill() for v in new))
             self._rollout.forget(new)
@@ -197,11 +218,19 @@ class Models:
                     model.status[number] = Status(ModelState.UNAVAILABLE, "another version failed")
             self._states_changed()
             logger.info("failed to load '%s'", model.name)
+            if graph is not None:
+                raise InvalidArgument(f"load failed for model '{model.name}': {graph.message}\n")
             raise load_failed(model, failures)
 
     async def unload(self, name: str) -> None:
-        """Give up what loads, and have what serves finish what it has; an unknown model is
-        fine."""
+        """Give up what loads, and have what serves finish what it has; an unknown model is fine.
+        Ensembles that need it are unloaded before it, until it is loaded again."""
+        self._dependencies.not_wanted(name)
+        await self._unload(name)
+
+    async def _unload(self, name: str) -> None:
+        for ensemble in self._registry.ensembles_of(name):
+            await self._unload(ensemble.spec.name)
         known = self._registry.get(name)
         if known is None:
             return
@@ -223,7 +252,15 @@ class Models:
 
     async def stop(self) -> None:
         """Drain and stop everything; what loads is given up."""
-        await asyncio.gather(*(v.stop() if v.loaded else v.kill() for v in self._registry.live))
+        ends: dict[ModelVersion, asyncio.Task[None]] = {}
+
+        def end(version: ModelVersion) -> asyncio.Task[None]:
+            if version not in ends:
+                before = [end(each) for each in self._registry.ensembles_of(version.spec.name)]
+                ends[version] = asyncio.ensure_future(_stop(version, before))
+            return ends[version]
+
+        await asyncio.gather(*map(end, self._registry.live))
 
     async def kill(self) -> None:
         """End everything now; what was in flight is refused."""
@@ -231,3 +268,9 @@ class Models:
         await asyncio.gather(*(version.kill() for version in live))
         for version in live:
             self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)
+
+
+async def _stop(version: ModelVersion, before: list[asyncio.Task[None]]) -> None:
+    """Drain and stop a version once those have ended that need it."""
+    await asyncio.gather(*before)
+    await (version.stop() if version.loaded else version.kill())

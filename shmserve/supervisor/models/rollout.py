@@ -9,6 +9,7 @@ retire:   withdrawn, if nobody serves the version now -> drained and stopped -> 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -107,6 +108,9 @@ class Rollout:
 
     async def _retire(self, model: Model, version: ModelVersion) -> None:
         number = version.spec.version
+        if not model.serving:  # the ensembles that need it have been unloaded, and finish
+            users = self._registry.ensembles_of(model.name)
+            await asyncio.gather(*(ensemble.ended.wait() for ensemble in users))
         await version.stop()
         logger.info("successfully unloaded '%s' version %s", model.name, number)
         # What reached the old scheduler too late to be executed, or died with it, goes to who

@@ -122,7 +122,9 @@ class ModelRegistry:
 
     def ended(self, versions: Iterable[ModelVersion]) -> None:
         """These have no process any more."""
-        self._live.difference_update(versions)
+        for version in versions:
+            self._live.discard(version)
+            version.ended.set()
 
     def process_exited(self, child: Child) -> None:
         """A process of the server has ended: its version deals with it."""
@@ -158,6 +160,11 @@ class ModelRegistry:
         model = self._models.get(step.name)
         found = None if model is None else model.serving.get(step.version or model.latest)
         return None if model is None or found is None else self.publication(model, found, 0)
+
+    def configurations(self, name: str) -> dict[str, dict[str, Any]]:
+        """Of the versions that serve."""
+        model = self._models.get(name)
+        return {} if model is None else {v: each.config for v, each in model.serving.items()}
 
     def ensembles_of(self, name: str) -> list[ModelVersion]:
         """The ensembles with a process, serving or not, that have this model as a step."""

@@ -1,58 +1,87 @@
-"""Ensembles as their users call them: tritonclient, curl's HTTP, a local client."""
+"""Ensembles as their users call them, rule by rule (section 3.7)."""
 
 from __future__ import annotations
 
+import ast
+import queue
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+import shmserve.client
+from tests.integration.ensembles.repository import LARGE, write
+from tests.support.regions import SharedObject
 from tests.support.servers import Server, running
-
-LARGE = 300_000  # elements: 1.2 MB
+from tests.support.waiting import until
+from tests.support.wire.raw_http import in_region, json_input, shm_input
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("ensembles") / "models"
     write(repository)
-    with running(repository) as started:
+    with running(repository, grpc=True) as started:
         yield started
 
 
-def write(repository: Path) -> None:
-    """Models that compute, and ensembles of them."""
-    for name, what in (("add", "+ 1"), ("double", "* 2")):
-        one = f'return self.response(Y=self.input(request, "X") {what})'
-        add_model(repository, name, one, max_batch_size=4)
-    fixed = [tensor("X", dims=[LARGE])], [tensor("Y", dims=[LARGE])]
-    one = 'return self.response(Y=self.input(request, "X") + 1)'
-    add_model(repository, "fixed", one, *fixed, max_batch_size=2)
-    two = [step("add", {"X": "IN"}, {"Y": "mid"}), step("double", {"X": "mid"}, {"Y": "OUT"})]
-    add_ensemble(repository, "two", two, max_batch_size=4)
-    three = [
-        step("fixed", {"X": "IN"}, {"Y": "a"}),
-        step("fixed", {"X": "a"}, {"Y": "b"}),
-        step("fixed", {"X": "b"}, {"Y": "OUT"}),
-    ]
-    ends = [tensor("IN", dims=[LARGE])], [tensor("OUT", dims=[LARGE])]
-    add_ensemble(repository, "three", three, *ends, max_batch_size=2)
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
 
 
-def infer(server: Server, model: str, **inputs: np.ndarray) -> triton.InferResult:
+def inputs(kind: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
+    made = []
+    for name, array in arrays.items():
+        given = kind.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
+        given.set_data_from_numpy(array)
+        made.append(given)
+    return made
+
+
+def infer(server: Server, model: str, /, **arrays: np.ndarray) -> triton.InferResult:
     """What tritonclient gets."""
     client = triton.InferenceServerClient(server.url)
-    made = []
-    for name, array in inputs.items():
-        datatype = triton.np_to_triton_dtype(array.dtype)
-        made.append(triton.InferInput(name, array.shape, datatype).set_data_from_numpy(array))
     try:
-        return client.infer(model, made)
+        return client.infer(model, inputs(triton, arrays), request_id="rid")
     finally:
         client.close()
+
+
+def stream(server: Server, model: str, /, **arrays: np.ndarray) -> list[list[float]]:
+    """The first elements of OUT of each response over a gRPC stream."""
+    responses: queue.Queue[Any] = queue.Queue()
+    client = triton_grpc.InferenceServerClient(server.grpc_url)
+    client.start_stream(lambda result, error: responses.put(error or result))
+    client.async_stream_infer(model, inputs(triton_grpc, arrays), enable_empty_final_response=True)
+    got = []
+    while True:
+        result = responses.get(timeout=20)
+        assert not isinstance(result, Exception), result
+        response = result.get_response()
+        if response.outputs:
+            got.append(result.as_numpy("OUT")[:2].tolist())
+        if response.parameters["triton_final_response"].bool_param:
+            client.stop_stream()
+            client.close()
+            return got
+
+
+def error(server: Server, model: str, /, **arrays: np.ndarray) -> str:
+    with pytest.raises(triton.InferenceServerException) as caught:
+        infer(server, model, **arrays)
+    return caught.value.message()
+
+
+def outputs(server: Server, model: str, /, **arrays: np.ndarray) -> dict[str, Any]:
+    response = infer(server, model, **arrays)
+    names = [output["name"] for output in response.get_response()["outputs"]]
+    return {name: response.as_numpy(name).tolist() for name in names}
+
+
+# --- data flow --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [4, 5000, LARGE])
@@ -66,3 +95,204 @@ def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
     given = np.arange(LARGE, dtype=np.float32)[None]
     for _ in range(100):  # a leak of 3.6 MB each would fill the arena
         assert (infer(server, "three", IN=given).as_numpy("OUT") == given + 3).all()
+
+
+def test_a_step_waits_for_all_it_reads(server: Server) -> None:
+    assert outputs(server, "diamond", IN=floats(1, 2)) == {"OUT": [5, 7]}
+
+
+def test_a_nested_ensemble(server: Server) -> None:
+    assert outputs(server, "outer", IN=floats(1)[None]) == {"OUT": [[4]]}
+    large = np.ones((1, LARGE), np.float32)
+    for _ in range(20):
+        assert (infer(server, "outer", IN=large).as_numpy("OUT") == 4).all()
+
+
+def test_steps_that_no_requested_output_needs_do_not_run(server: Server) -> None:
+    """Section 3.7: pruning."""
+    given = [json_input("IN", floats(1))]
+    with server.http() as http:
+        wanted = {"inputs": given, "outputs": [{"name": "GOOD"}]}
+        assert http.infer("pruned", wanted).tensors()["GOOD"].tolist() == [2]
+        assert http.infer("pruned", {"inputs": given}).status == 500
+
+
+def test_batch_dimensions_are_added_and_taken_away(server: Server) -> None:
+    """Section 3.7: a leading 1 between models that batch and models that do not."""
+    assert outputs(server, "into_batch", IN=floats(1, 2)) == {"OUT": [4, 6]}
+    assert outputs(server, "out_of_batch", IN=floats(1, 2)[None]) == {"OUT": [[3, 4]]}
+
+
+# --- what is not there ------------------------------------------------------------------------
+
+
+def test_an_output_that_a_model_left_out(server: Server) -> None:
+    """Section 3.7: optional tensors; the texts are Triton's."""
+    assert error(server, "absent_required", IN=floats(-1)) == (
+        "in ensemble 'absent_required', [request id: rid] expected 1 inputs but got 0 inputs for "
+        "model 'plain'. Got input(s) [], but missing required input(s) ['X']. Please provide all "
+        "required input(s)."
+    )
+    assert outputs(server, "absent_optional", IN=floats(-1)) == {"OUT": [b"X"]}
+    assert outputs(server, "absent_optional", IN=floats(1)) == {"OUT": [b"X Z"]}
+    assert outputs(server, "absent_output", IN=floats(-1)) == {"ALWAYS": [0]}
+    assert outputs(server, "absent_output", IN=floats(1)) == {"OUT": [1], "ALWAYS": [2]}
+
+
+def test_an_optional_input_of_the_ensemble(server: Server) -> None:
+    assert outputs(server, "optional_input", IN=floats(1)) == {"OUT": [b"X"]}
+    assert outputs(server, "optional_input", IN=floats(1), MORE=floats(1)) == {"OUT": [b"X Z"]}
+
+
+def test_a_step_with_a_condition(server: Server) -> None:
+    """All false: it is skipped, and so is what depends on it; the rest is there."""
+    assert outputs(server, "conditional", IN=floats(-1, -2)) == {"ALWAYS": [0, -1]}
+    assert outputs(server, "conditional", IN=floats(-1, 2)) == {
+        "SOMETIMES": [1, 4],
+        "ALWAYS": [0, 3],
+    }
+
+
+@pytest.mark.parametrize(("run", "expected"), [(True, {"OUT", "ALWAYS"}), (False, {"ALWAYS"})])
+def test_a_condition_that_the_client_sends(server: Server, run: bool, expected: set[str]) -> None:
+    assert outputs(server, "asked", IN=floats(1), RUN=np.array([run])).keys() == expected
+
+
+def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
+    """No scheduler reads what a client may cut short."""
+    with SharedObject(4096) as made, server.http() as http:
+        http.register("condition", made.key, 4096).ok()
+        given = [json_input("IN", floats(1)), shm_input("RUN", "BOOL", [1], "condition", 1)]
+        refused = http.infer("asked", {"inputs": given})
+        assert (refused.status, refused.error) == (
+            400,
+            "in ensemble 'asked', 'RUN' is a condition, which is to be sent in the request and not "
+            "in a shared memory region",
+        )
+        http.unregister("condition").ok()
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def test_errors_are_prefixed_by_each_ensemble(server: Server) -> None:
+    """Section 3.7: once by each."""
+    text = error(server, "outer_fails", IN=floats(1))
+    assert text.startswith(
+        "in ensemble 'outer_fails', in ensemble 'fails', Failed to process the request(s) for "
+        "model 'boom_0_0', message: ValueError: boom"
+    )
+    assert error(server, "wrong_shape", IN=floats(1)) == (
+        "in ensemble 'wrong_shape', [request id: rid] unexpected shape for input 'X' for model "
+        "'fixed1'. Expected [4], got [1]. "
+    )
+
+
+# --- what is forwarded ------------------------------------------------------------------------
+
+
+def test_what_a_request_says_is_forwarded_to_every_step(server: Server) -> None:
+    """Section 3.7: id, correlation id, flags, timeout, custom parameters."""
+    request = {
+        "id": "mine",
+        "parameters": {
+            "sequence_id": 7,
+            "sequence_start": True,
+            "timeout": 5_000_000,
+            "colour": "red",
+        },
+        "inputs": [json_input("IN", floats(1))],
+    }
+    with server.http() as http:
+        reply = http.infer("tells", request).ok()
+    said = ast.literal_eval(reply.tensors()["OUT"][0].decode())
+    assert said[:4] == ["mine", 7, 1, 5_000_000]
+    assert "red" in said[4]
+    assert reply.json()["parameters"] == {
+        "sequence_id": 7,
+        "sequence_start": True,
+        "sequence_end": False,
+    }
+
+
+# --- streams ----------------------------------------------------------------------------------
+
+
+def test_each_response_of_a_decoupled_step_is_a_response(server: Server) -> None:
+    """Section 3.7: a step runs once for each iteration."""
+    assert stream(server, "counts", IN=floats(3)) == [[0], [1], [2]]
+    assert sorted(stream(server, "counts_then", IN=floats(3))) == [[1], [2], [3]]
+    assert stream(server, "counts_then", IN=floats(0)) == []
+
+
+def test_a_stream_meets_what_there_is_one_of(server: Server) -> None:
+    """Beyond Triton, which refuses to load such a graph."""
+    assert sorted(stream(server, "counts_meets", IN=floats(3))) == [[3], [4], [5]]
+
+
+@pytest.mark.parametrize("model", ["counts_large", "counts_limited"])
+def test_many_large_responses(server: Server, model: str) -> None:
+    """Section 3.7, max_inflight_requests: more than any arena could hold at once."""
+    got = stream(server, model, IN=floats(300))
+    assert sorted(got) == [[i + 1, i + 1] for i in range(300)]
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def test_through_shared_memory(server: Server) -> None:
+    """Inputs and outputs in a client's region are read and written by the steps' workers."""
+    size = LARGE * 4
+    given = np.arange(LARGE, dtype=np.float32)
+    with SharedObject(2 * size) as made, server.http() as http:
+        made.write(given, 0)
+        http.register("both", made.key, 2 * size).ok()
+        request = {
+            "inputs": [shm_input("IN", "FP32", [1, LARGE], "both", size)],
+            "outputs": [{"name": "OUT", "parameters": in_region("both", size, size)}],
+        }
+        for model, result in (("two", (given + 1) * 2), ("three", given + 3)):
+            http.infer(model, request).ok()
+            assert (made.read(np.float32, LARGE, size) == result).all()
+        http.unregister("both").ok()
+
+
+def test_a_local_client(server: Server) -> None:
+    given = np.arange(LARGE, dtype=np.float32)[None]
+    with shmserve.client.connect(server.run_dir) as session:
+        for _ in range(3):
+            assert (session.infer("two", {"IN": given})["OUT"] == (given + 1) * 2).all()
+            assert (session.infer("outer", {"IN": given[:, :3]})["OUT"] == [[2, 4, 6]]).all()
+
+
+# --- statistics -------------------------------------------------------------------------------
+
+
+def test_statistics_are_sums_of_steps(server: Server) -> None:
+    """Section 3.7 and section 5: compute times are the steps' together, an execution a request."""
+    client = triton.InferenceServerClient(server.url)
+
+    def stats(model: str) -> Any:
+        return client.get_inference_statistics(model)["model_stats"][0]
+
+    before = {name: stats(name) for name in ("two", "add", "double")}
+    for _ in range(5):
+        infer(server, "two", IN=np.ones((3, 5), np.float32))
+    after = {name: stats(name) for name in ("two", "add", "double")}
+
+    def grown(name: str, key: str, what: str) -> int:
+        parts = (stats["inference_stats"][key][what] for stats in (after[name], before[name]))
+        return next(parts) - next(parts)
+
+    assert after["two"]["execution_count"] - before["two"]["execution_count"] == 5
+    assert after["two"]["inference_count"] - before["two"]["inference_count"] == 15
+    for key in ("compute_input", "compute_infer", "compute_output"):
+        assert grown("two", key, "ns") == grown("add", key, "ns") + grown("double", key, "ns")
+        assert grown("two", key, "count") == 5
+    sizes = {row["batch_size"] for row in after["two"]["batch_stats"]}
+    assert 3 in sizes
+    until(
+        "nothing is pending",
+        lambda: server.metric("nv_inference_pending_request_count", model="two") == 0,
+    )
+    client.close()

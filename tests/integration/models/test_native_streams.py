@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 import shmserve.client
 from shmserve.errors import ShmserveError
-from tests.support.servers import ROOT, Server, running
+from tests.support.servers import ROOT, Server, run_command, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 
@@ -109,3 +110,27 @@ def test_an_error_ends_it(client: shmserve.client.Server, model: str) -> None:
     assert next(responses)["output"][0] == -1
     with pytest.raises(ShmserveError, match="ValueError: enough"):
         next(responses)
+
+
+@pytest.mark.parametrize("transport", ["native", "http", "grpc"])
+def test_the_shells_client_prints_each_response(
+    served: tuple[Server, Path], transport: str
+) -> None:
+    server, _ = served
+    where = {
+        "native": f"--run-dir={server.run_dir}",
+        "http": f"--url=http://{server.url}",
+        "grpc": f"--url=grpc://{server.grpc_url}",
+    }[transport]
+    done = run_command(
+        "client", "infer", "words", '--input=text="one two"', "--request-id=q", where
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    responses = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [response["outputs"][0]["data"] for response in responses] == [["one"], ["two"]]
+    assert {response["id"] for response in responses} == {"q"}
+    failing = run_command("client", "infer", "plain", "--input=x=-1", where)
+    assert failing.returncode == 1
+    assert json.loads(failing.stdout)["outputs"][0]["data"] == [-1.0]
+    assert failing.stderr.count("\n") == 1
+    assert "enough" in failing.stderr

@@ -43,6 +43,9 @@ def back(datatype: str, shape: list[int], raw: bytes) -> Any:
         ((-1, 2), [1, 2], [1, 2]),
         ((-1, 2), [[1, 2], [3, 4]], [2, 2]),
         ((-1,), 3, [1]),
+        ((1,), 3, [1]),
+        ((-1, 1), 3, [1, 1]),
+        ((2,), 3, []),
         ((2,), [1, 2], [2]),
         ((2, 2), [1, 2], [2]),  # the first dimension is not a batch's: the server says what it is
         ((-1, 2, 2), [1, 2], [2]),  # two dimensions less: likewise

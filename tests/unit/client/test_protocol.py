@@ -16,8 +16,8 @@ from shmserve.ipc.transport import frames
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "shmserve" / "client" / "PROTOCOL.md").read_text()
 DIRECTIONS = {
-    "program to door": m.LocalClientToSupervisor,
-    "door to program": m.SupervisorToLocalClient,
+    "program to listener": m.LocalClientToSupervisor,
+    "listener to program": m.SupervisorToLocalClient,
     "program to scheduler": m.LocalClientToScheduler,
     "scheduler to program": m.Finished | m.Responded | m.Failed | m.Settled,
 }

@@ -269,6 +269,7 @@ def test_the_environment() -> None:
     found = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
     assert (found.delay_scheduler, found.visible_devices) == (3, "1")
     assert settings(TRITONSERVER_DELAY_SCHEDULER="").delay_scheduler == 0
+    assert settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").backlog_delay_scheduler == 2
     for text in ("x", "-1", "\N{SUPERSCRIPT TWO}"):
         assert "TRITONSERVER_DELAY_SCHEDULER" in refusal(
             str(ROOT), TRITONSERVER_DELAY_SCHEDULER=text

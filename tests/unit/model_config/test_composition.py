@@ -9,7 +9,10 @@ from tests.rigs.marked_configs import IO, PYTHON, place, problems
 SEQUENCE = (
     'sequence_batching { control_input { name: "C" @control { kind: CONTROL_SEQUENCE_%s } } }'
 )
-STATE = 'sequence_batching { state { input_name: "s" data_type: TYPE_INT32 dims: [%s] %s } }'
+STATE = (
+    'sequence_batching { state { input_name: "s" output_name: "t" data_type: TYPE_INT32 '
+    "dims: [%s] %s } }"
+)
 INITIAL = 'initial_state { name: "i" data_type: TYPE_INT32 @dims: [%s] zero_data: true }'
 CONTROL = "sequence_batching.control_input[0].control[0]"
 FIRST = "sequence_batching.state[0].initial_state[0]"
@@ -70,6 +73,43 @@ def at(text: str, what: str) -> str:
             "sequence batching specifies multiple CONTROL_SEQUENCE_END tensors for m",
         ),
         (
+            at(
+                SEQUENCE.replace("} }", "} control { kind: CONTROL_SEQUENCE_START %s } }", 1)
+                % ("END int32_false_true: [0,1]", "int32_false_true: [0,1]"),
+                'name: "C"',
+            ),
+            "sequence_batching.control_input[0].name",
+            "sequence batching control tensor 'C' is specified for multiple control kinds for m",
+        ),
+        (
+            'sequence_batching { control_input { name: "C" control { kind: '
+            "CONTROL_SEQUENCE_CORRID data_type: TYPE_INT32 } } control_input { @name: 'C' "
+            "control { kind: CONTROL_SEQUENCE_END int32_false_true: [0,1] } } }",
+            "sequence_batching.control_input[1].name",
+            "sequence batching control tensor 'C' is specified for multiple control kinds for m",
+        ),
+        (
+            "sequence_batching { oldest { @max_candidate_sequences: -1 } }",
+            "sequence_batching.oldest.max_candidate_sequences",
+            "sequence batching max candidate sequences must be >= 0 for m",
+        ),
+        (
+            "sequence_batching { @state { output_name: 't' data_type: TYPE_INT32 dims: 1 } }",
+            "sequence_batching.state[0].input_name",
+            "sequence batching state must specify 'input_name' for m",
+        ),
+        (
+            'sequence_batching { @state { input_name: "s" output_name: "t" dims: 1 } }',
+            "sequence_batching.state[0].data_type",
+            "sequence batching state must specify 'data_type' for m",
+        ),
+        (
+            STATE.replace("dims: [", "dims: [@") % ("0", ""),
+            "sequence_batching.state[0].dims[0]",
+            "sequence batching state 's' dimension must be integer >= 1, or -1 to indicate a "
+            "variable-size dimension for m",
+        ),
+        (
             "sequence_batching { direct { @minimum_slot_utilization: 1.5 } }",
             "sequence_batching.direct.minimum_slot_utilization",
             "sequence batching minimum slot utilization must be in range (0.0, 1.0] for m",
@@ -124,7 +164,7 @@ def at(text: str, what: str) -> str:
         ),
     ],
 )
-def test_sequences_are_checked_though_not_served(text: str, key: str, expected: str) -> None:
+def test_sequences_are_checked(text: str, key: str, expected: str) -> None:
     text = PYTHON + "max_batch_size: 2 " + IO + text
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
 
@@ -182,9 +222,34 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + IO
             "ensemble_scheduling.step[1].input_map",
             "must specify 'input_map' in step 1 of ensemble 'm'",
         ),
+        (
+            'ensemble_scheduling { step { %s } step { model_name: "x" '
+            'input_map { key: "a" value: "I" } @output_map { key: "b" value: "lost" } } }',
+            'ensemble_scheduling.step[1].output_map["b"]',
+            "ensemble tensor 'lost' is unused in ensemble 'm'",
+        ),
+        (
+            '@parameters { key: "step[1].condition" value { string_value: "I" } } '
+            "ensemble_scheduling { step { %s } }",
+            'parameters["step[1].condition"]',
+            "parameter 'step[1].condition': ensemble 'm' has 1 steps, from 0",
+        ),
+        (
+            '@parameters { key: "step[0].condition" value { string_value: "Q" } } '
+            "ensemble_scheduling { step { %s } }",
+            'parameters["step[0].condition"]',
+            "parameter 'step[0].condition': ensemble 'm' has no tensor 'Q', which is to be its "
+            "condition",
+        ),
+        (
+            '@parameters { key: "step[0].if" value { string_value: "I" } } '
+            "ensemble_scheduling { step { %s } }",
+            'parameters["step[0].if"]',
+            "parameter 'step[0].if' of ensemble 'm' is not known: step[N].condition is",
+        ),
     ],
 )
-def test_ensembles_are_checked_though_not_served(text: str, key: str, expected: str) -> None:
+def test_ensembles_are_checked(text: str, key: str, expected: str) -> None:
     second = STEP[STEP.index("output_map") :].replace('"O"', '"P"')
     text = ENSEMBLE + text.replace("%s", STEP, 1).replace("%s", second)
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
@@ -203,3 +268,28 @@ def test_what_an_ensemble_lacks_is_placed_where_it_would_be() -> None:
         "f: platform: unexpected platform type '' for m",
         f"{place(text)}ensemble_scheduling.step: must specify 'step' for ensemble 'm'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "missing"),
+    [
+        (
+            'step { model_name: "x" input_map [ { key: "a" value: "I" }, { key: "c" value: "r" } ] '
+            'output_map { key: "b" value: "q" } } step { model_name: "y" '
+            'input_map { key: "a" value: "q" } '
+            'output_map [ { key: "b" value: "r" }, { key: "c" value: "O" } ] }',
+            "q",
+        ),
+        (
+            'step { model_name: "x" input_map [ { key: "a" value: "I" }, '
+            '{ key: "c" value: "nowhere" } ] output_map { key: "b" value: "O" } }',
+            "nowhere",
+        ),
+    ],
+)
+def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> None:
+    text = ENSEMBLE + f"ensemble_scheduling {{ {steps} }}"
+    assert (
+        "output[0].name: output 'O' for ensemble 'm' is not written: at least one of its depending "
+        f"tensors, '{missing}', is not connected" in problems(text)
+    )

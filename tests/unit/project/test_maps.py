@@ -33,12 +33,16 @@ def somewhere() -> set[str]:
     return {name for room in rooms for path in room.resolve().rglob("") for name in entries(path)}
 
 
-@pytest.mark.parametrize("package", MAPS)
+@pytest.mark.parametrize(
+    "package", ["gateway", "gateway/grpc", "scheduler", "client", "cli/transports"]
+)
 def test_a_map_names_every_module(package: str) -> None:
     folder = ROOT / package
     assert named(folder) >= entries(folder) - {"__init__.py"}
 
 
-@pytest.mark.parametrize("package", ["", *MAPS])
+@pytest.mark.parametrize(
+    "package", ["", "gateway", "gateway/grpc", "scheduler", "client", "cli/transports"]
+)
 def test_a_map_names_what_is_there(package: str) -> None:
     assert named(ROOT / package) <= somewhere()

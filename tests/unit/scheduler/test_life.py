@@ -334,7 +334,7 @@ class Life(RuleBasedStateMachine):
             assert len(story.told) == len(ends) + early
         scheduler = self.rig.scheduler
         assert scheduler._responses.live == 0 and len(scheduler._queue) == 0
-        assert not any(client.requests for client in scheduler._clients.values())
+        assert not any(client.requests for client in scheduler.clients.values())
         self.check_counts()
 
     def check_counts(self) -> None:

@@ -99,7 +99,9 @@ def test_nothing_is_sent_that_nobody_wants(run_dir: Path) -> None:
                 assert not publisher.wants(events.MODELS)
                 publisher.publish(m.LoadRefused("m", "no"))
                 publisher.publish(STARTED)
-                _, header, found = await asyncio.to_thread(reader._next, 5000)
+                arrived = await asyncio.to_thread(reader._next, 5000)
+                assert arrived is not None
+                _, header, found = arrived
                 assert (header.sequence, found) == (1, [STARTED])
             await until(lambda: not publisher.wants(events.PROCESSES))
         assert told == [(events.PROCESSES, True), (events.PROCESSES, False)]
@@ -136,6 +138,10 @@ def test_what_did_not_arrive_is_counted(arrived: set[int]) -> None:
     assert lost[0] == 0  # what came before is nobody's loss
     assert sum(lost) == max(arrived) - min(arrived) + 1 - len(arrived)
     assert gaps.before("health", 50) == 0
+    assert gaps.reached("health", 50) == 0
+    assert gaps.reached("health", 53) == 3
+    assert gaps.before("health", 54) == 0
+    assert gaps.reached("new", 7) == 0
 
 
 def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Path) -> None:
@@ -165,6 +171,34 @@ def test_a_reader_that_does_not_read_loses_events_and_knows_how_many(run_dir: Pa
     read, lost = asyncio.run(live())
     assert 0 < read < count
     assert lost >= count + 1 - read
+
+
+def test_a_reader_is_told_of_the_last_ones_too(run_dir: Path) -> None:
+    """Nothing follows them that could show a gap."""
+    count = 50_000
+
+    async def live() -> tuple[int, int]:
+        holder: list[EventFeed] = []
+        async with published(run_dir, lambda *news: holder[0].subscribed(*news)) as publisher:
+            holder.append(feed(publisher, {}, []))
+            with EventReader(run_dir, [events.PROCESSES]) as reader:
+                await until(lambda: publisher.wants(events.PROCESSES))
+                for number in range(count):
+                    publisher.publish(m.ProcessStarted(number, "x"))
+
+                def read() -> tuple[int, int]:
+                    read = lost = 0
+                    for told in reader.follow():
+                        read, lost = read + (told.event is not None), lost + told.lost
+                        if read + lost == count:
+                            return read, lost
+                    raise AssertionError
+
+                return await asyncio.to_thread(read)
+
+    read, lost = asyncio.run(live())
+    assert 0 < read < count
+    assert read + lost == count
 
 
 # --- what is, and what happens

@@ -211,6 +211,7 @@ def load(self, context):
 
 {kind} predict(self, x: {ARRAY}) -> {iterator}[{ARRAY}]:
     yield x
+    self.said.append("computes")
     while not self.context.cancelled:
         time.sleep(0.001)
     self.said.append("seen")
@@ -219,9 +220,10 @@ def load(self, context):
     with model.pumping():
         model.begin(7)
         assert model.responses(1, 1) == [[7]]
+        until("it goes on", lambda: model.said == ["computes"])
         model.cancel(1)
         assert model.responses(1) == [[7], "end"]
-        until("it is seen", lambda: model.said == ["seen"])
+        until("it is seen", lambda: model.said == ["computes", "seen"])
     assert not model.backend._model.context.cancelled, "outside of a request"
 
 

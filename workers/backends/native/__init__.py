@@ -2,8 +2,9 @@
 
 The file is `default_model_filename` (model.py) in the version folder, the class the parameter
 "class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension),
-`max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms` and `sequence_batching` (a mapping,
-as a configuration has it) as attributes, and the methods `load(self, context)`, `unload(self)` and
+`max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms`, `ragged` (names of inputs),
+`batch_input`, `batch_output` and `sequence_batching` (as a configuration has them) as attributes,
+and the methods `load(self, context)`, `unload(self)` and
 `is_ready(self)`, plain or a coroutine, which is asked between two batches. One that is a
 `torch.nn.Module` is put on the device and into evaluation mode.
 
@@ -37,8 +38,9 @@ from shmserve.workers.backends import (
 from shmserve.workers.backends.native import signature as predict_signature
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
+from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
-from shmserve.workers.sequences.config import as_model_sees, of_sequences
+from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
 
 _DEFAULT_MAX_BATCH_SIZE = 32
@@ -66,8 +68,11 @@ class NativeBackend(Backend):
         inputs, outputs = predict_signature.as_config(predict)
         if not has_scheduler(config) and hasattr(model, "sequence_batching"):
             completed["sequence_batching"] = model.sequence_batching
-        ours = of_sequences(completed)
-        completed["input"] = config.get("input") or [i for i in inputs if i["name"] not in ours]
+        for field in ("batch_input", "batch_output"):
+            if not config.get(field) and hasattr(model, field):
+                completed[field] = _mappings(model, field)
+        ours = made_here(completed)
+        completed["input"] = config.get("input") or _own_inputs(model, inputs, ours)
         completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
         if not config.get("max_batch_size"):
             # Without inputs nothing says how many rows a batch has.
@@ -97,7 +102,7 @@ class NativeBackend(Backend):
         self._take = predict.take
         as_numpy = frozenset(p.name for p in predict.parameters if p.numpy)
         self.read_only_inputs = bool(as_numpy)
-        self._runner = Runner(context, signature, self._device, as_numpy)
+        self._runner = Runner(context, signature, self._device, as_numpy, Ragged(config))
         self._model = kind()
         if isinstance(self._model, torch.nn.Module):
             self._model.to(self._device.torch).eval()
@@ -176,6 +181,38 @@ def _whole(model: type, attribute: str, default: int) -> int:
             f"'{model.__name__}.{attribute}' must be an integer >= 0, got {value!r}"
         )
     return value
+
+
+def _own_inputs(
+    model: type, inputs: list[dict[str, Any]], ours: frozenset[str]
+) -> list[dict[str, Any]]:
+    """What clients send of the arguments, the `ragged` ones marked."""
+    ragged = getattr(model, "ragged", ())
+    known = {each["name"] for each in inputs} - ours
+    if not isinstance(ragged, list | tuple | set | frozenset) or not known.issuperset(ragged):
+        raise InvalidArgument(
+            f"'{model.__name__}.ragged' must be the names of inputs, of {sorted(known)}, "
+            f"got {ragged!r}"
+        )
+    own = [each for each in inputs if each["name"] not in ours]
+    return [each | ({"allow_ragged_batch": True} if each["name"] in ragged else {}) for each in own]
+
+
+def _mappings(model: type, attribute: str) -> list[dict[str, Any]]:
+    value = getattr(model, attribute)
+    fields = {"target_name", "source_input"}
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(each, dict)
+        and fields <= each.keys()
+        and all(isinstance(each[field], list | tuple) for field in fields)
+        for each in value
+    ):
+        raise InvalidArgument(
+            f"'{model.__name__}.{attribute}' must be a list of mappings with the keys of a "
+            "configuration: 'kind', and the lists 'target_name' and 'source_input', "
+            f"got {value!r}"
+        )
+    return [dict(each) for each in value]
 
 
 def _strategy(model: type) -> dict[str, Any]:

@@ -32,8 +32,9 @@ from shmserve.workers.backends.pytorch.programs import (
     load_script,
 )
 from shmserve.workers.backends.pytorch.runner import Runner
+from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
-from shmserve.workers.sequences.config import as_model_sees
+from shmserve.workers.model_view import as_model_sees
 
 _FILES = ("model.pt", "model.pt2", "model.py")
 # As Triton reads them.
@@ -85,7 +86,7 @@ class PytorchBackend(Backend):
         self._serving = program
         inference_mode = _boolean(parameters(config), "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
-        self._runner = Runner(self.context, signature, self._device)
+        self._runner = Runner(self.context, signature, self._device, ragged=Ragged(config))
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One call of the model for the whole batch."""

@@ -125,7 +125,8 @@ def check(
     signature: Signature, description: Description, by_position: Sequence[tuple[int, str]]
 ) -> None:
     """Raises InvalidArgument when a configuration promises what the program cannot do."""
-    most = signature.max_batch_size
+    flat = any(spec.ragged for spec in signature.inputs.values())
+    most = 0 if flat else signature.max_batch_size
     if most > 0 and description.largest_batch == 0:
         raise InvalidArgument(
             f"model '{signature.name}' has max_batch_size {most}, but its program was exported "
@@ -144,8 +145,10 @@ def check(
                 f"input '{name}' of model '{signature.name}' has data_type "
                 f"{TO_CONFIG[spec.datatype]}, but its program takes {TO_CONFIG[tensor.datatype]}"
             )
+        if spec.ragged:
+            continue  # as many dimensions as the program likes
         dims = spec.dims if spec.reshape is None else spec.reshape
-        want = tensor.dims[1:] if most > 0 else tensor.dims
+        want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
         if not agree(dims, want):
             raise InvalidArgument(
                 f"input '{name}' of model '{signature.name}' has the shape {shape_text(dims)}, but "

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from shmserve.errors import Internal
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Request, Response
+from shmserve.workers.backends.pytorch.batch_output import BatchOutput, to_device
 from shmserve.workers.backends.pytorch.in_place import InPlace
-from shmserve.workers.batch.gather import Gatherer, gather_strings
+from shmserve.workers.batch.gather import Gatherer
+from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device import to_host
 from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
@@ -25,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """Moves the tensors of one instance. `as_numpy`: the inputs that are wanted as numpy arrays.
+    """Moves the tensors of one instance. `as_numpy`: the inputs that are wanted as numpy arrays;
+    `ragged`: what else the model gets of a batch, and how its flat outputs are cut.
 
     torch knows no read-only tensors, and an input that is a view may be a client's own memory. So
     the first batch is a copy, and views are handed out only to a model that left it as it was,
@@ -39,11 +43,13 @@ class Runner:
         signature: Signature,
         device: Device,
         as_numpy: frozenset[str] = frozenset(),
+        ragged: Ragged | None = None,
     ) -> None:
         self._context = context
         self._signature = signature
         self._device = device
         self._as_numpy = as_numpy
+        self._ragged = ragged
         self._batched = signature.max_batch_size > 0
         self._copied = context.copied
         self._gatherer = Gatherer(signature, context.mappings, device.host_buffer, context.copied)
@@ -75,13 +81,23 @@ class Runner:
         made: dict[str, Any] = {}
         for name, first in requests[0].inputs.items():
             if first.datatype == "BYTES":
-                made[name] = gather_strings(name, requests)
+                made[name] = self._gatherer.gather_strings(name, requests)
             elif name in self._as_numpy:
                 made[name] = self._numpy(name, first.datatype, requests)
             else:
                 made[name] = self._tensor(name, first.datatype, requests)
+        self._add_ragged(made, requests)
         self._context.stopwatch.input_end_ns = time.monotonic_ns()
         return made
+
+    def _add_ragged(self, made: dict[str, Any], requests: Sequence[Request]) -> None:
+        if self._ragged is None:
+            return
+        for name, values in self._ragged.inputs(requests).items():
+            if name in self._as_numpy:
+                made[name] = values
+            else:
+                made[name] = torch.from_numpy(values).to(self._device.torch)
 
     def _numpy(self, name: str, datatype: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
         raw, shape, view = self._gatherer.gather(name, requests)
@@ -140,7 +156,7 @@ class Runner:
         """
         self._in_place.finish(requests, outputs)
         wanted = {name for request in requests for name in request.requested}
-        made: list[_Made] = []
+        made: list[BatchOutput] = []
         for name, value in outputs.items():
             if name in wanted:
                 made.append(self._fetch(name, value, requests))
@@ -149,8 +165,17 @@ class Runner:
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
         states = [self._state(name, outputs) for name in requests[0].states]
         if len(requests) == 1:
-            return [Response([item.whole(requests[0]) for item in made], states=states)]
-        return self._split(requests, made, states)
+            return [Response([self._parts(item, requests)[0] for item in made], states=states)]
+        parts = [self._parts(item, requests) for item in made]
+        kept = [
+            [state._replace(data=state.data[rows]) for rows in where]
+            for state in states
+            if (where := self._rows(state.name, state.shape, requests))
+        ]
+        return [
+            Response([part[at] for part in parts], states=[state[at] for state in kept])
+            for at in range(len(requests))
+        ]
 
     def own_inputs(self, request: Request) -> dict[str, Any]:
         """Each input of a request as the model's own, for as long as it likes."""
@@ -166,6 +191,7 @@ class Runner:
                 made[name] = array
             else:
                 made[name] = item.torch().to(self._device.torch)
+        self._add_ragged(made, [request])
         return made
 
     def response(self, request: Request, outputs: Mapping[str, Any]) -> Response:
@@ -177,19 +203,19 @@ class Runner:
         made = [self._fetch(name, outputs[name], [request]) for name in wanted]
         if self._device.remote:
             self._device.synchronize()
-        return Response([item.whole(request) for item in made])
+        return Response([self._parts(item, [request])[0] for item in made])
 
-    def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> _Made:
+    def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> BatchOutput:
         if self._device.remote and isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
             datatype = PROTOCOL[value.dtype]
             readers = [request for request in requests if name in request.requested]
             host: torch.Tensor | None = None
-            if not all(_to_device(request, name) for request in readers):
+            if not all(to_device(request, name) for request in readers):
                 self._copied.outputs += value.nbytes
                 host = self._device.fetch(value)
-            return _Made(name, datatype, host, value)
+            return BatchOutput(name, datatype, host, value)
         name, datatype, data = self._fetch_host(name, value)
-        return _Made(name, datatype, data, None)
+        return BatchOutput(name, datatype, data, None)
 
     def _fetch_host(self, name: str, value: Any) -> Output:
         if isinstance(value, torch.Tensor):
@@ -214,60 +240,27 @@ class Runner:
             return Output(name, PROTOCOL[value.dtype], value)
         return self._fetch_host(name, value)
 
-    def _split(
-        self, requests: Sequence[Request], outputs: Sequence[_Made], states: Sequence[Output] = ()
-    ) -> list[Response]:
-        total = sum(request.batch_size for request in requests)
-        every: list[_Made | Output] = [*outputs, *states]
-        for output in every:
-            shape = tuple(output.shape)
-            if not shape or shape[0] != total:
-                raise Internal(
-                    f"unexpected shape for inference output '{output.name}' for model "
-                    f"'{self._signature.name}'. Expected {total} rows, got {shape_text(shape)}."
-                )
-        responses = []
-        at = 0
-        for request in requests:
-            end = at + request.batch_size
-            rows = [made.rows(request, at, end) for made in outputs]
-            kept = [state._replace(data=state.data[at:end]) for state in states]
-            responses.append(Response(rows, states=kept))
-            at = end
-        return responses
+    def _parts(self, made: BatchOutput, requests: Sequence[Request]) -> list[Output]:
+        """An output as each request gets it."""
+        whole = tuple(made.shape)
+        pieces = self._ragged and self._ragged.pieces(made.name, requests, whole)
+        if pieces:
+            return made.pieces(requests, pieces)
+        if len(requests) == 1:
+            return [made.whole(requests[0])]
+        return made.rows(requests, self._rows(made.name, whole, requests))
 
-
-class _Made(NamedTuple):
-    """An output of a whole batch: in host memory (if someone wants it there), on the device."""
-
-    name: str
-    datatype: str
-    host: Any
-    device: torch.Tensor | None
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Of the whole batch."""
-        whole: Sequence[int] = (self.host if self.device is None else self.device).shape
-        return whole
-
-    def whole(self, request: Request) -> Output:
-        """As the only request of the batch gets it."""
-        return Output(self.name, self.datatype, self._for(request))
-
-    def rows(self, request: Request, at: int, end: int) -> Output:
-        """As a request gets it whose rows are [at, end)."""
-        return Output(self.name, self.datatype, self._for(request)[at:end])
-
-    def _for(self, request: Request) -> Any:
-        if self.device is not None and (self.host is None or _to_device(request, self.name)):
-            return self.device
-        return self.host
-
-
-def _to_device(request: Request, name: str) -> bool:
-    wanted = request.requested.get(name)
-    return wanted is not None and wanted.place is not None and wanted.place.memory.cuda is not None
+    def _rows(
+        self, name: str, shape: tuple[int, ...], requests: Sequence[Request]
+    ) -> list[slice[int, int, None]]:
+        """Where each request's rows are; raises Internal for an output that has others."""
+        ends = list(accumulate((request.batch_size for request in requests), initial=0))
+        if not shape or shape[0] != ends[-1]:
+            raise Internal(
+                f"unexpected shape for inference output '{name}' for model "
+                f"'{self._signature.name}'. Expected {ends[-1]} rows, got {shape_text(shape)}."
+            )
+        return [slice(*pair) for pair in pairwise(ends)]
 
 
 def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:

@@ -1,11 +1,11 @@
 """Who reads gRPC's connections: as many threads as clients may flood the server, and one.
 
 gRPC's core can have threads of its own that read, and wake the one that waits for its events. That
-is a switch more for each message, and 20 % of the CPU time of a small inference in all processes,
-so it is told to do without (config/grpc.py): then whoever waits reads. But grpc.aio has one thread
-that waits, and who reads a connection goes on with it as long as more comes: a client that floods
-the server would have everybody else wait, for many seconds. So more threads wait here; while one is
-kept busy, the others read the other connections.
+is a switch more for each message, and 10 to 20 % of the CPU time of a small inference (in all
+processes), so it is told to do without (config/grpc.py): then whoever waits reads. But grpc.aio has
+one thread that waits, and who reads a connection goes on with it as long as more comes: a client
+that floods the server would have everybody else wait, for many seconds. So more threads wait here;
+while one is kept busy, the others read the other connections.
 
 This stands on a part of gRPC that is not its public interface. In a release without it one thread
 reads, and a line says so.

@@ -20,7 +20,7 @@ from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.losses import state_lost
 from shmserve.scheduler.instances.pool import Pool, Slot
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Event, Request
+from shmserve.scheduler.requests.request import NEVER, Client, Event, Request
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason
@@ -60,7 +60,7 @@ class SequenceDispatch(Dispatcher):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def identify(self, message: Submit) -> Identity:
+    def identify(self, client: Client, message: Submit) -> Identity:
         """The sequence and the flags that a request counts as.
 
         Raises InvalidArgument for one that cannot be of a sequence, QueueFull where too many
@@ -79,7 +79,7 @@ class SequenceDispatch(Dispatcher):
                 f"{model} must specify batch-size 1 due to requirements of sequence batcher"
             )
         self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
-        self._sequences.check(correlation_id, flags)
+        self._sequences.check(correlation_id, flags, client)
         return Identity(correlation_id, flags)
 
     def goes_on(self, message: Submit) -> bool:

@@ -7,20 +7,22 @@ from collections import deque
 
 from shmserve.ipc.transport.records import record
 from shmserve.scheduler.batchers.base import Closed, WaitUntil
-from shmserve.scheduler.requests.request import Request
+from shmserve.scheduler.requests.request import Client, Request
 
 
 class Sequence:
     """Requests with one correlation id, from a START to an END, in the order of their arrival.
 
     It has a slot (`lane`, `slot`) or waits in the backlog (no `lane`). At most one of its requests
-    runs at a time. `ended`: no more can come. `begun`: its instance has state of it.
+    runs at a time. `owner` is the client that began it. `ended`: no more can come. `begun`: its
+    instance has state of it.
     """
 
-    __slots__ = ("begun", "ended", "id", "lane", "running", "slot", "waiting")
+    __slots__ = ("begun", "ended", "id", "lane", "owner", "running", "slot", "waiting")
 
-    def __init__(self, correlation_id: int | str) -> None:
+    def __init__(self, correlation_id: int | str, owner: Client) -> None:
         self.id = correlation_id
+        self.owner = owner
         self.waiting: deque[Request] = deque()
         self.running: Request | None = None
         self.lane: Lane | None = None

@@ -18,14 +18,16 @@ from collections.abc import Iterable
 
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.scheduler.batchers.sequence.backlog import Backlog
 from shmserve.scheduler.batchers.sequence.lane import Lane, Sequence
-from shmserve.scheduler.requests.request import NEVER, Request
+from shmserve.scheduler.requests.request import NEVER, Client, Request
 
 _LOST_REMEMBERED = 4096
 
 
 class Sequences:
-    """All sequences of a model. They are idle after `idle_ns`, and `most` may wait for a slot.
+    """All sequences of a model. They are idle after `idle_ns`, and `most` of a client may wait for
+    a slot.
 
     `once`: a sequence is one request, which its model may ask for again; it ends with that.
     """
@@ -37,7 +39,7 @@ class Sequences:
         self._once = once
         self._open: dict[int | str, Sequence] = {}
         self._free: list[tuple[int, tuple[int, int], Lane]] = []
-        self._backlog: OrderedDict[Sequence, None] = OrderedDict()
+        self._backlog = Backlog()
         self._idle: OrderedDict[Sequence, int] = OrderedDict()  # since when
         self._lost: OrderedDict[int | str, None] = OrderedDict()
 
@@ -81,8 +83,7 @@ class Sequences:
             else:
                 kept.append(sequence)
         for sequence in sorted(kept, key=lambda each: each.waiting[0].key, reverse=True):
-            self._backlog[sequence] = None
-            self._backlog.move_to_end(sequence, last=False)
+            self._backlog.put_back(sequence)
         self._fill()
         return lost
 
@@ -93,9 +94,9 @@ class Sequences:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def check(self, correlation_id: int | str, flags: int) -> None:
+    def check(self, correlation_id: int | str, flags: int, client: Client) -> None:
         """Raises InvalidArgument for a request that belongs to no sequence, QueueFull where too
-        many wait."""
+        many of its client wait."""
         if correlation_id in self._open:
             return
         if not flags & SEQUENCE_START:
@@ -106,10 +107,10 @@ class Sequences:
             if correlation_id in self._lost:
                 text += "; the state of this one was lost when the model's worker died"
             raise InvalidArgument(text)
-        if len(self._backlog) >= self._most:
+        if self._backlog.count(client) >= self._most:
             raise QueueFull(
-                f"model '{self._model}' has {self._most} sequences that wait for a slot, "
-                "which is as many as may"
+                f"{self._most} sequences of this client wait for a slot of model "
+                f"'{self._model}', which is as many as may"
             )
 
     def arrive(self, request: Request, correlation_id: int | str) -> bool:
@@ -119,8 +120,8 @@ class Sequences:
         anew = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost.pop(correlation_id, None)
-            sequence = self._open[correlation_id] = Sequence(correlation_id)
-            self._backlog[sequence] = None
+            sequence = self._open[correlation_id] = Sequence(correlation_id, request.client)
+            self._backlog.append(sequence)
         request.sequence = sequence
         sequence.waiting.append(request)
         if request.flags & SEQUENCE_END:
@@ -167,7 +168,7 @@ class Sequences:
             if lane is not None and not sequence.waiting:
                 lane.withdraw(sequence)
         elif lane is None:
-            self._backlog.pop(sequence, None)
+            self._backlog.discard(sequence)
         else:
             self._release(sequence)
 
@@ -181,7 +182,7 @@ class Sequences:
             if not self._free:
                 return
             slot, _, lane = heapq.heappop(self._free)
-            sequence, _ = self._backlog.popitem(last=False)
+            sequence = self._backlog.pop()
             sequence.lane, sequence.slot = lane, slot
             lane.slots[slot] = sequence
             lane.offer(sequence)

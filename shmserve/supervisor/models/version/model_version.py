@@ -37,7 +37,7 @@ class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
     changes (`changes` counts it); `models` are those that serve, for an ensemble's steps.
 
-    `loaded`: it was ready once.
+    `loaded`: it was ready once; `ended`: it has no process any more.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class ModelVersion:
         self.load_seconds = 0.0
         self._context = context
         self._on_change = on_change
+        self.ended = asyncio.Event()
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self._scheduler = SchedulerProcess(context, spec, lifetime, self._scheduler_said)

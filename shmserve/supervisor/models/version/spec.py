@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 class VersionSpec:
     """What to load. `config` is normalised and validated as far as it goes before auto-completion.
 
-    `complete(completed)` merges what the model says of itself (of an ensemble: {"steps": the
-    configurations of its steps' models}), validates, and returns the final configuration. `labels`
-    are those of each output that has any.
+    `complete(completed)` merges what the model says of itself, validates, and returns the final
+    configuration; of an ensemble it takes {"steps": the configurations of its steps' models, None
+    where one does not serve, "elsewhere": whether any version of each does}. `labels` are those of
+    each output that has any.
     """
 
     name: str

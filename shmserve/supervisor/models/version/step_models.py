@@ -60,9 +60,11 @@ class StepModels:
 
     async def complete_config(self) -> None:
         """Have the graph checked with the models that serve now; raises InvalidArgument."""
-        found = map(self._models.published_now, self._spec.steps)
+        find, steps = self._models.published_now, self._spec.steps
+        found = map(find, steps)
         configs = [None if model is None else model.config for model in found]
-        self.config = self._spec.complete({"steps": configs})
+        elsewhere = [find(step._replace(version="")) is not None for step in steps]
+        self.config = self._spec.complete({"steps": configs, "elsewhere": elsewhere})
 
     async def load(self) -> None:
         """They are loaded."""

@@ -133,7 +133,6 @@ def test_without_a_file_none_is_named(tmp_path: Path) -> None:
         {"backend": "python", "max_batch_size": -1},
         {"backend": "python", "instance_group": [{"kind": "KIND_GPU"}]},
         {"backend": "python", "version_policy": {"specific": {"versions": [9]}}},
-        {"backend": "python", "sequence_batching": {}},
     ],
 )
 def test_files_sent_with_what_cannot_be_planned_do_not_stay(

@@ -1,21 +1,18 @@
-"""Validation of sequence batching and ensembles."""
+"""Validation of sequence batching."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from shmserve.model_config.diagnostics import Key, Problem, member, repeats
+from shmserve.model_config.diagnostics import Key, Problem, repeats
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
-    ModelInput,
-    ModelOutput,
     ModelSequenceBatching,
 )
 
 _Control = ModelSequenceBatching.Control
 _SEQUENCE: Key = ("sequence_batching",)
-_STEP: Key = ("ensemble_scheduling", "step")
 _FALSE_TRUE = ("int32_false_true", "fp32_false_true", "bool_false_true")
 _ONE_OF_THEM = "'int32_false_true', 'fp32_false_true' {} 'bool_false_true'"
 _CORRELATION_TYPES = (
@@ -39,10 +36,7 @@ def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
         title = _Control.Kind.Name(kind)
         text = f"sequence batching specifies multiple {title} tensors for {name}"
         yield Problem(key, text, (first,))
-    for index, given in enumerate(batching.control_input):
-        if not given.name:
-            text = f"sequence batching control tensor must have a name for {name}"
-            yield Problem((*_SEQUENCE, "control_input", index, "name"), text)
+    yield from _names(config)
     for at, control in controls:
         yield from _control(at, control, name)
     for index, size in enumerate(batching.oldest.preferred_batch_size):
@@ -57,8 +51,34 @@ def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
         key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
         text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"
         yield Problem(key, text)
+    if batching.oldest.max_candidate_sequences < 0:
+        key = (*_SEQUENCE, "oldest", "max_candidate_sequences")
+        yield Problem(key, f"sequence batching max candidate sequences must be >= 0 for {name}")
     for index, state in enumerate(batching.state):
-        yield from _state((*_SEQUENCE, "state", index), state)
+        yield from _state((*_SEQUENCE, "state", index), state, name)
+
+
+def _names(config: ModelConfig) -> Iterator[Problem]:
+    """Every control input has a name, and one kind."""
+    name = config.name
+    named: list[tuple[Key, str]] = []
+    for index, given in enumerate(config.sequence_batching.control_input):
+        key = (*_SEQUENCE, "control_input", index, "name")
+        if not given.name:
+            yield Problem(key, f"sequence batching control tensor must have a name for {name}")
+        else:
+            named.append((key, given.name))
+        if len({control.kind for control in given.control}) > 1:
+            yield Problem(key, _two_kinds(given.name, name))
+    for key, tensor, first in repeats(named):
+        yield Problem(key, _two_kinds(tensor, name), (first,))
+
+
+def _two_kinds(tensor: str, name: str) -> str:
+    return (
+        f"sequence batching control tensor '{tensor}' is specified for multiple control kinds "
+        f"for {name}"
+    )
 
 
 def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iterator[Problem]:
@@ -95,8 +115,20 @@ def _control(at: Key, control: ModelSequenceBatching.Control, name: str) -> Iter
             yield Problem((*at, field), text, needs)
 
 
-def _state(at: Key, state: ModelSequenceBatching.State) -> Iterator[Problem]:
+def _state(at: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[Problem]:
     tensor = state.input_name
+    for field in ("input_name", "output_name", "data_type", "dims"):
+        if not getattr(state, field):
+            yield Problem(
+                (*at, field), f"sequence batching state must specify '{field}' for {name}"
+            )
+    for index, dim in enumerate(state.dims):
+        if dim < 1 and dim != -1:
+            text = (
+                f"sequence batching state '{tensor}' dimension must be integer >= 1, or -1 to "
+                f"indicate a variable-size dimension for {name}"
+            )
+            yield Problem((*at, "dims", index), text)
     if len(state.initial_state) > 1:
         text = (
             f"initial_state field for state input '{tensor}' must contain exactly one or zero "
@@ -146,60 +178,3 @@ def _initial(
                 f"description. {mine} != {its}"
             )
             yield Problem((*dims, index), text, needs)
-
-
-def ensemble_problems(config: ModelConfig) -> Iterator[Problem]:
-    """What is wrong with an ensemble, as far as it shows without the models it calls."""
-    name, platform = config.name, config.platform
-    if not platform:
-        yield Problem(("platform",), f"unexpected platform type '' for {name}")
-    if not config.HasField("ensemble_scheduling"):
-        text = f"ensemble scheduling must be set for ensemble {name} whose platform is {platform}"
-        yield Problem(("ensemble_scheduling",), text, (("platform",),))
-        return
-    if config.instance_group:
-        text = f"instance group should not be specified for ensemble '{name}'"
-        yield Problem(("instance_group",), text)
-    if config.HasField("optimization"):
-        text = f"optimization should not be specified for ensemble '{name}'"
-        yield Problem(("optimization",), text)
-    if config.model_warmup:
-        text = f"model_warmup can not be specified for ensemble '{name}'"
-        yield Problem(("model_warmup",), text)
-    steps = config.ensemble_scheduling.step
-    if not steps:
-        yield Problem(_STEP, f"must specify 'step' for ensemble '{name}'")
-    for index, step in enumerate(steps):
-        for field in ("model_name", "input_map", "output_map"):
-            if not getattr(step, field):
-                text = f"must specify '{field}' in step {index} of ensemble '{name}'"
-                yield Problem((*_STEP, index, field), text)
-    yield from _links(config)
-
-
-def _links(config: ModelConfig) -> Iterator[Problem]:
-    """Every tensor of the graph is written once, and both ends of the ensemble are connected."""
-    name, steps = config.name, config.ensemble_scheduling.step
-    read = {tensor for step in steps for tensor in step.input_map.values()}
-    written = {
-        (*_STEP, index, "output_map", member(output)): tensor
-        for index, step in enumerate(steps)
-        for output, tensor in sorted(step.output_map.items())
-    }
-    for key, tensor, first in repeats(written.items()):
-        text = (
-            f"ensemble tensor '{tensor}' can appear in an output map only once for "
-            f"ensemble '{name}' step {key[len(_STEP)]}"
-        )
-        yield Problem(key, text, (first,))
-    yield from _unused(config, "input", config.input, read)
-    yield from _unused(config, "output", config.output, set(written.values()))
-
-
-def _unused(
-    config: ModelConfig, end: str, tensors: Sequence[ModelInput | ModelOutput], linked: set[str]
-) -> Iterator[Problem]:
-    for index, io in enumerate(tensors):
-        if io.name and io.name not in linked:
-            text = f"ensemble {end} '{io.name}' for ensemble {config.name}' is not used"
-            yield Problem((end, index, "name"), text, (_STEP,))

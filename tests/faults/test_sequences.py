@@ -1,0 +1,194 @@
+"""What ends or misbehaves in the middle of sequences: whom it costs their state is told, and nobody
+else notices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve.client
+from shmserve.client import Result, ShmserveError
+from tests.faults.scene import RECOVERY_S, State, wait_replaced
+from tests.support import repositories
+from tests.support.sequence_models import controls, instances
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+IDLE = "max_sequence_idle_microseconds: 3000000"
+DIES = -99  # the model's process ends with it
+MANY = 8_000
+MEMORY = 160 << 20  # what so many requests may leave behind in three processes
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model with two instances of two slots."""
+    repository = tmp_path_factory.mktemp("sequences")
+    config = f"sequence_batching {{ direct {{ }} {IDLE} {controls()} }} {instances(2)}"
+    repositories.add_as(repository, "summing", "sequencer", config)
+    with running(repository) as started:
+        started.gate.close()
+        yield started
+
+
+def ask(
+    client: shmserve.client.Server,
+    sequence: int,
+    value: int,
+    start: bool = False,
+    end: bool = False,
+) -> int:
+    """The sum of a sequence. Raises what the server says."""
+    given = {"INPUT0": np.full((1, 1), value, np.int32)}
+    result = client.infer("summing", given, sequence=sequence, start=start, end=end, timeout=30)
+    return int(result["OUTPUT0"][0, 0])
+
+
+class Others:
+    """Someone who sums up one sequence after the other; `wrong` has what should not have been."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self.wrong: list[Any] = []
+        self.lost = 0  # sequences that a dead worker has cost
+        self.done = 0
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Others:
+        self._thread.start()
+        until("the others are served", lambda: self.done > 3)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        before = self.done
+        until("the others are served", lambda: self.done > before + 3, within_s=30)
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with shmserve.client.connect(self._server.run_dir) as client:
+            sequence = 1_000_000
+            while not self._stop.is_set():
+                sequence += 1
+                try:
+                    sums = [ask(client, sequence, at + 1, at == 0, at == 3) for at in range(4)]
+                except ShmserveError as error:
+                    self.lost += 1
+                    if "is lost with it" not in str(error) and "was lost when" not in str(error):
+                        self.wrong.append(error)
+                    continue
+                self.done += 1
+                if sums != [1, 3, 6, 10]:
+                    self.wrong.append(sums)
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.client.Server]:
+    """A client; afterwards nothing is left of what a test did."""
+    before = State.of(server)
+    with shmserve.client.connect(server.run_dir) as connected:
+        yield connected
+    until(
+        "all is as it was",
+        lambda: not before.differences(State.of(server), MEMORY),
+        within_s=20,
+    )
+    until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
+
+
+def test_a_worker_dies_and_its_sequences_are_told(
+    server: Server, client: shmserve.client.Server
+) -> None:
+    """The one that did it, the other of that instance, those of the other instance, new ones."""
+    for sequence in (1, 2, 3, 4):  # 1 and 3, 2 and 4 share an instance
+        assert ask(client, sequence, sequence, start=True) == sequence
+    with pytest.raises(ShmserveError) as raised:
+        ask(client, 1, DIES)
+    assert (
+        "the model's worker died, and the state of sequence 1 is lost with it: begin the sequence "
+        "again, with the START flag"
+    ) in str(raised.value)
+    with pytest.raises(shmserve.client.InvalidArgument) as refused:
+        ask(client, 3, 1)
+    assert (
+        "must specify the START flag on the first request of the sequence; the state of this one "
+        "was lost when the model's worker died"
+    ) in str(refused.value)
+    assert [ask(client, 2, 10), ask(client, 4, 10)] == [12, 14]
+    assert [ask(client, 1, 5, start=True), ask(client, 3, 6, start=True)] == [5, 6]
+    for sequence in (1, 2, 3, 4):
+        ask(client, sequence, 0, end=True)
+
+
+def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.Server) -> None:
+    """What is started after it runs, and readiness comes back."""
+    with Others(server) as others:
+        victim = server.one("worker summing.0")
+        victim.kill()
+        assert ask(client, 70, 3, start=True, end=True) == 3
+        wait_replaced(server, victim, "worker summing.0")
+        until("it is ready", lambda: server.answers("/v2/health/ready"), within_s=RECOVERY_S * 5)
+    assert not others.wrong and others.lost <= 2
+
+
+def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> None:
+    """It alone knew whose slots they were: who goes on is to begin again, and can at once."""
+    assert ask(client, 80, 1, start=True) == 1
+    victim = server.one("scheduler summing")
+    victim.kill()
+    wait_replaced(server, victim, "scheduler summing")
+    with pytest.raises(ShmserveError, match="must specify the START flag"):
+        ask(client, 80, 1)
+    assert [ask(client, 80, 1, start=True), ask(client, 80, 1, end=True)] == [1, 2]
+
+
+def test_a_client_opens_very_many_and_ends_none(
+    server: Server, client: shmserve.client.Server
+) -> None:
+    """A part waits, which is bounded, and others get their turns: those in slots, and new ones."""
+    assert ask(client, 1, 1, start=True) == 1
+    given = {"INPUT0": np.zeros((1, 1), np.int32)}
+    with shmserve.client.connect(server.run_dir) as greedy:
+        futures: list[Future[Result]] = []
+        total = 1
+        for each in range(MANY):
+            futures.append(greedy.infer_async("summing", given, sequence=10_000 + each, start=True))
+            if each % 1000 == 0:
+                total += 1
+                assert ask(client, 1, 1) == total
+        wait(futures[-1:], 60)
+        error = futures[-1].exception(0)
+        assert isinstance(error, shmserve.client.QueueFull)
+        assert "2048 sequences of this client wait for a slot of model 'summing'" in str(error)
+        # A slot becomes free when an idle one loses it, and this client has the next turn.
+        assert ask(client, 2, 5, start=True) == 5
+        assert [ask(client, 2, 5), ask(client, 2, 5, end=True)] == [10, 15]
+    # It has left, and what it had waiting with it.
+    until(
+        "nothing of it waits",
+        lambda: server.metric("nv_inference_pending_request_count") == 0,
+        within_s=30,
+    )
+    with Others(server) as others:
+        pass
+    assert not others.wrong and not others.lost
+
+
+def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server) -> None:
+    """It is one sequence, whoever asks: as a Triton has it."""
+    with shmserve.client.connect(server.run_dir) as other, Others(server) as others:
+        assert ask(client, 5, 1, start=True) == 1
+        assert [ask(other, 5, 10), ask(client, 5, 100), ask(other, 5, 1000)] == [11, 111, 1111]
+        # Who starts it anew does so for both.
+        assert [ask(other, 5, 7, start=True), ask(client, 5, 1)] == [7, 8]
+        assert ask(client, 5, 1, end=True) == 9
+        with pytest.raises(ShmserveError, match="must specify the START flag"):
+            ask(other, 5, 1)
+    assert not others.wrong and not others.lost

@@ -1,0 +1,136 @@
+"""The models and ensembles of these tests, one for each rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+
+LARGE = 300_000  # elements: 1.2 MB
+MANY = "model_transaction_policy { decoupled: true }"
+COUNT = """
+    sender = request.get_response_sender()
+    for i in range(int(self.input(request, "X")[0])):
+        sender.send(self.response(Y=np.full(self.SIZE, i, np.float32)))
+    sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+# What a request said, as a text.
+TELL = """
+    said = [request.request_id(), request.correlation_id(), request.flags(), request.timeout(),
+            request.parameters(), request.priority() if hasattr(request, "priority") else ""]
+    return self.response(Y=np.array([repr(said)], object))
+"""
+
+
+def xy(model: str, given: str, made: str) -> str:
+    """A step from X to Y."""
+    return step(model, {"X": given}, {"Y": made})
+
+
+def write(repository: Path) -> None:
+    """All of them."""
+    _models(repository)
+    _ensembles(repository)
+
+
+def _models(repository: Path) -> None:
+    for name, what in (("add", "+ 1"), ("double", "* 2")):
+        one = f'return self.response(Y=self.input(request, "X") {what})'
+        add_model(repository, name, one, max_batch_size=4)
+    add_model(repository, "plain", 'return self.response(Y=self.input(request, "X") + 1)')
+    fixed = [tensor("X", dims=[LARGE])], [tensor("Y", dims=[LARGE])]
+    one = 'return self.response(Y=self.input(request, "X") + 1)'
+    add_model(repository, "fixed", one, *fixed, max_batch_size=2)
+    add_model(repository, "boom", 'raise ValueError("boom")')
+    one = """
+        x = self.input(request, "X")
+        return self.response(Y=x) if x[0] > 0 else self.response()
+    """
+    add_model(repository, "positive", one)
+    one = """
+        given = [name for name in ("X", "Z") if self.input(request, name) is not None]
+        return self.response(Y=np.array([" ".join(given)], object))
+    """
+    both = [tensor("X"), tensor("Z", more="optional: true")]
+    add_model(repository, "given", one, both, [tensor("Y", "BYTES")])
+    one = 'return self.response(Y=self.input(request, "X") + self.input(request, "Z"))'
+    add_model(repository, "sum", one, [tensor("X"), tensor("Z")])
+    add_model(repository, "tell", TELL, outputs=[tensor("Y", "BYTES")])
+    for name, size in (("count", 1), ("count_large", LARGE)):
+        add_model(repository, name, COUNT.replace("self.SIZE", str(size)), more=MANY)
+        code = repository / name / "1" / "model.py"
+        returned = "return [self.one(request) for request in requests]"
+        code.write_text(code.read_text().replace(returned, returned.removeprefix("return ")))
+    one = 'return self.response(Y=self.input(request, "X") > 0)'
+    add_model(repository, "is_positive", one, outputs=[tensor("Y", "BOOL")])
+
+
+def _ensembles(repository: Path) -> None:
+    two = [xy("add", "IN", "mid"), xy("double", "mid", "OUT")]
+    add_ensemble(repository, "two", two, max_batch_size=4)
+    ends = [tensor("IN", dims=[LARGE])], [tensor("OUT", dims=[LARGE])]
+    three = [xy("fixed", "IN", "a"), xy("fixed", "a", "b"), xy("fixed", "b", "OUT")]
+    add_ensemble(repository, "three", three, *ends, max_batch_size=2)
+    add_ensemble(repository, "fails", [xy("boom", "IN", "m"), xy("plain", "m", "OUT")])
+    add_ensemble(repository, "outer", [step("two", {"IN": "IN"}, {"OUT": "OUT"})], max_batch_size=4)
+    add_ensemble(repository, "outer_fails", [step("fails", {"IN": "IN"}, {"OUT": "OUT"})])
+    diamond = [
+        xy("plain", "IN", "a"),
+        xy("plain", "a", "b"),
+        step("sum", {"X": "a", "Z": "b"}, {"Y": "OUT"}),
+    ]
+    add_ensemble(repository, "diamond", diamond)
+    outputs = [tensor("GOOD"), tensor("BAD")]
+    pruned = [xy("plain", "IN", "GOOD"), xy("boom", "IN", "BAD")]
+    add_ensemble(repository, "pruned", pruned, outputs=outputs)
+    add_ensemble(
+        repository, "absent_required", [xy("positive", "IN", "m"), xy("plain", "m", "OUT")]
+    )
+    optional = [xy("positive", "IN", "m"), step("given", {"X": "IN", "Z": "m"}, {"Y": "OUT"})]
+    texts = [tensor("OUT", "BYTES")]
+    add_ensemble(repository, "absent_optional", optional, outputs=texts)
+    two_out = [xy("positive", "IN", "OUT"), xy("plain", "IN", "ALWAYS")]
+    outputs = [tensor("OUT"), tensor("ALWAYS")]
+    add_ensemble(repository, "absent_output", two_out, outputs=outputs)
+    inputs = [tensor("IN"), tensor("MORE", more="optional: true")]
+    passed = [step("given", {"X": "IN", "Z": "MORE"}, {"Y": "OUT"})]
+    add_ensemble(repository, "optional_input", passed, inputs, texts)
+    add_ensemble(repository, "tells", [xy("tell", "IN", "OUT")], outputs=texts)
+    add_ensemble(repository, "into_batch", [xy("plain", "IN", "m"), xy("double", "m", "OUT")])
+    out_of = [xy("add", "IN", "m"), xy("plain", "m", "OUT")]
+    add_ensemble(repository, "out_of_batch", out_of, max_batch_size=1)
+    add_ensemble(repository, "wrong_shape", [xy("plain", "IN", "m"), xy("fixed1", "m", "OUT")])
+    one = 'return self.response(Y=self.input(request, "X"))'
+    add_model(repository, "fixed1", one, [tensor("X", dims=[4])], [tensor("Y", dims=[4])])
+    _streams(repository)
+    _conditions(repository)
+
+
+def _streams(repository: Path) -> None:
+    add_ensemble(repository, "counts", [xy("count", "IN", "OUT")])
+    then = [xy("count", "IN", "m"), xy("plain", "m", "OUT")]
+    add_ensemble(repository, "counts_then", then)
+    large = [xy("count_large", "IN", "m"), xy("plain", "m", "OUT")]
+    add_ensemble(repository, "counts_large", large)
+    limited = "max_inflight_requests: 2"
+    add_ensemble(repository, "counts_limited", large, scheduling=limited)
+    meets = [xy("count", "IN", "m"), step("sum", {"X": "m", "Z": "IN"}, {"Y": "OUT"})]
+    add_ensemble(repository, "counts_meets", meets)
+
+
+def _conditions(repository: Path) -> None:
+    condition = 'parameters { key: "step[%d].condition" value { string_value: "%s" } }'
+    steps = [
+        xy("is_positive", "IN", "needed"),
+        xy("plain", "IN", "a"),
+        xy("plain", "a", "SOMETIMES"),
+        xy("plain", "IN", "ALWAYS"),
+    ]
+    outputs = [tensor("SOMETIMES"), tensor("ALWAYS")]
+    more = condition % (1, "needed")
+    add_ensemble(repository, "conditional", steps, outputs=outputs, more=more)
+    inputs = [tensor("IN"), tensor("RUN", "BOOL")]
+    steps = [xy("plain", "IN", "OUT"), xy("plain", "IN", "ALWAYS")]
+    outputs = [tensor("OUT"), tensor("ALWAYS")]
+    more = condition % (0, "RUN")
+    add_ensemble(repository, "asked", steps, inputs, outputs, more=more)

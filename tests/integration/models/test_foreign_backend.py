@@ -1,0 +1,78 @@
+"""A backend that is a package of its own, installed beside the server and found by entry point."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from tests.support.servers import ROOT, Server, run_command
+
+EXAMPLE = ROOT / "examples" / "table_backend"
+TABLE = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which the example is installed, as its README says, in a folder."""
+    folder = tmp_path_factory.mktemp("backend")
+    source = shutil.copytree(EXAMPLE, folder / "source")  # a build writes into it
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "--no-index", f"--target={folder / 'site'}"]
+    subprocess.run([*command, *options, str(source)], check=True, capture_output=True, text=True)
+    path = [str(folder / "site"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def add(repository: Path, name: str, table: np.ndarray) -> None:
+    """A model as the README has it."""
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text('backend: "table"\n')
+    np.save(folder / "1" / "table.npy", table)
+
+
+def test_a_backend_of_another_package_serves(
+    repository: Path, serve: Callable[..., Server], installed: dict[str, str]
+) -> None:
+    add(repository, "rows", TABLE)
+    client = triton.InferenceServerClient(serve(repository, environment=installed).url)
+    metadata = client.get_model_metadata("rows")
+    assert metadata["platform"] == "table"
+    assert metadata["outputs"] == [{"name": "ROW", "datatype": "FP32", "shape": [-1, -1, 3]}]
+    index = triton.InferInput("INDEX", [1, 2], "INT64")
+    index.set_data_from_numpy(np.array([[2, 0]]))
+    result = client.infer("rows", [index]).as_numpy("ROW")
+    np.testing.assert_array_equal(result, TABLE[[[2, 0]]])
+    index.set_data_from_numpy(np.array([[2, 4]]))
+    with pytest.raises(InferenceServerException, match="INDEX must be in 0 to 3"):
+        client.infer("rows", [index])
+    client.close()
+
+
+def test_it_is_among_what_a_check_runs(repository: Path, installed: dict[str, str]) -> None:
+    add(repository, "rows", TABLE)
+    add(repository, "cube", TABLE.reshape(2, 2, 3))
+    done = run_command("check", str(repository), env={**os.environ, **installed})
+    assert done.returncode == 2
+    assert "table.npy must have 2 dimensions, it has 3" in done.stdout + done.stderr
+
+
+def test_without_it_the_error_names_the_backends_there_are(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    add(repository, "rows", TABLE)
+    server = serve(repository, "--model-control-mode=explicit")
+    with server.http() as http:
+        response = http.post("/v2/repository/models/rows/load")
+    assert response.status == 400
+    assert b"unable to find backend 'table' for model 'rows', known are" in response.body
+    assert b"native" in response.body

@@ -1,0 +1,346 @@
+"""Implicit state: outputs that come back as inputs, by every backend that can (reference 3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve.client
+from tests.support.sequence_models import IDLE, instances
+from tests.support.servers import Server, running
+
+MODULE = '''
+"""OUTPUT = SUM, which goes on with INPUT; COUNT goes on by one."""
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """Two states, the second of another datatype."""
+
+    def forward(self, INPUT, SUM_IN, COUNT_IN):
+        """By name."""
+        total = SUM_IN + INPUT
+        return {"OUTPUT": total, "SUM_OUT": total, "COUNT_OUT": COUNT_IN + 1}
+'''
+GROWING = '''
+"""OUTPUT = the zero that a sequence begins with, and all its INPUTs until now."""
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """The state gets longer with each request."""
+
+    def forward(self, INPUT, ALL_IN):
+        """By name."""
+        both = torch.cat([ALL_IN, INPUT], dim=1)
+        return {"OUTPUT": both, "ALL_OUT": both}
+'''
+IN_PLACE = '''
+"""OUTPUT = where the state lies; it is written where it is."""
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """Adds INPUT to its state in place."""
+
+    def forward(self, INPUT, SUM_IN):
+        """By name."""
+        SUM_IN += INPUT
+        where = torch.full_like(INPUT, SUM_IN.data_ptr() % 2**31)
+        return {"OUTPUT": torch.cat([SUM_IN, where], dim=1), "SUM_OUT": SUM_IN}
+'''
+PYTHON = '''
+"""OUTPUT = the words of the sequence until now; no state comes back for "keep"."""
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """A state of strings."""
+
+    def execute(self, requests):
+        """One word more."""
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        """The words with this one."""
+        word = pb_utils.get_input_tensor_by_name(request, "INPUT").as_numpy().reshape(-1)[0]
+        state = pb_utils.get_input_tensor_by_name(request, "WORDS_IN").as_numpy()
+        words = np.array([[bytes(state.reshape(-1)[0]) + word]], object)
+        outputs = [pb_utils.Tensor("OUTPUT", words)]
+        if word != b"keep":
+            outputs.append(pb_utils.Tensor("WORDS_OUT", words))
+        assert "WORDS_OUT" not in request.requested_output_names()
+        return pb_utils.InferenceResponse(outputs)
+'''
+NATIVE = '''
+"""A class that keeps a state."""
+from torch import Tensor
+from typing import NamedTuple
+
+from shmserve.model import FP32, INT32
+
+
+class Outputs(NamedTuple):
+    """The state is one of them."""
+
+    total: FP32[Tensor, 1]
+    sum_out: FP32[Tensor, 1]
+
+
+class Model:
+    """A sum, and a control input."""
+
+    max_batch_size = 4
+    sequence_batching = {
+        "direct": {},
+        "max_sequence_idle_microseconds": 60000000,
+        "control_input": [
+            {
+                "name": "start",
+                "control": [{"kind": "CONTROL_SEQUENCE_START", "int32_false_true": [0, 1]}],
+            }
+        ],
+        "state": [
+            {
+                "input_name": "sum_in",
+                "output_name": "sum_out",
+                "data_type": "TYPE_FP32",
+                "dims": [1],
+            }
+        ],
+    }
+
+    def predict(self, x: FP32[Tensor, 1], sum_in: FP32[Tensor, 1], start: INT32[Tensor, 1]):
+        """The sum until now; begun with 100."""
+        total = sum_in + x + start * 100
+        return Outputs(total, total)
+'''.replace("start: INT32[Tensor, 1]):", "start: INT32[Tensor, 1]) -> Outputs:")
+CONFIG = """
+name: "{name}"
+backend: "{backend}"
+max_batch_size: {rows}
+input [ {{ name: "INPUT" data_type: {data_type} dims: [ 1 ] }} ]
+output [ {{ name: "OUTPUT" data_type: {data_type} dims: [ -1 ] }} {outputs} ]
+sequence_batching {{ {strategy} {idle} {given} }}
+"""
+SUM = 'state [ {{ input_name: "SUM_IN" output_name: "SUM_OUT" data_type: TYPE_FP32 {dims} {how} }} '
+COUNT = (
+    ', { input_name: "COUNT_IN" output_name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] %s } ]'
+)
+INITIAL = 'initial_state {{ name: "{}" data_type: {} dims: [ 1 ] {} }}'
+
+
+def add(
+    repository: Path,
+    name: str,
+    code: str,
+    given: str,
+    backend: str = "pytorch",
+    data_type: str = "TYPE_FP32",
+    outputs: str = "",
+    strategy: str = "direct { }",
+    rows: int = 4,
+) -> Path:
+    """A model whose states are in `given`; returns its folder."""
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text(code)
+    config = CONFIG.format(
+        name=name,
+        backend=backend,
+        rows=rows,
+        data_type=data_type,
+        outputs=outputs,
+        strategy=strategy,
+        idle=IDLE,
+        given=given,
+    )
+    runtime = 'runtime: "model.py"\n' if backend == "pytorch" else ""
+    (folder / "config.pbtxt").write_text(config + runtime + instances(1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Models with state."""
+    repository = tmp_path_factory.mktemp("states")
+    plain = SUM.format(dims="dims: [ 1 ]", how="") + COUNT % ""
+    add(repository, "zero", MODULE, plain)
+    add(repository, "candidates", MODULE, plain, strategy="oldest { max_candidate_sequences: 8 }")
+    add(repository, "unbatched", MODULE, plain, rows=0)
+    counted = ', { name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] }'
+    filed = SUM.format(
+        dims="dims: [ 1 ]", how=INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
+    ) + COUNT % INITIAL.format("c", "TYPE_INT32", "zero_data: true")
+    folder = add(repository, "filed", MODULE, filed, outputs=counted)
+    (folder / "initial_state").mkdir()
+    (folder / "initial_state" / "start").write_bytes(np.float32(0.5).tobytes() + b"more")
+    growing = (
+        'state [ { input_name: "ALL_IN" output_name: "ALL_OUT" data_type: TYPE_FP32 dims: [ -1 ] } '
+        "]"
+    )
+    add(repository, "growing", GROWING, growing)
+    add(repository, "growing_oldest", GROWING, growing, strategy="oldest { }")
+    same = SUM.format(dims="dims: [ 1 ]", how="use_same_buffer_for_input_output: true") + "]"
+    add(repository, "in_place", IN_PLACE, same, rows=1)
+    words = (
+        'state [ { input_name: "WORDS_IN" output_name: "WORDS_OUT" data_type: TYPE_STRING '
+        "dims: [ 1 ] } ]"
+    )
+    add(repository, "words", PYTHON, words, backend="python", data_type="TYPE_STRING")
+    native = repository / "native" / "1"
+    native.mkdir(parents=True)
+    (native / "model.py").write_text(NATIVE)
+    (native.parent / "config.pbtxt").write_text('name: "native" backend: "native"')
+    with running(repository) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.client.Server]:
+    """A client of it."""
+    with shmserve.client.connect(server.run_dir) as connected:
+        yield connected
+
+
+def number(value: float, *shape: int) -> Any:
+    """A tensor of one element."""
+    return np.full(shape or (1, 1), value, np.float32)
+
+
+@pytest.mark.parametrize("model", ["zero", "candidates", "unbatched"])
+def test_3_5_a_state_goes_from_request_to_request(
+    client: shmserve.client.Server, model: str
+) -> None:
+    """Of each sequence its own, from zero, and from zero again after a START."""
+    shape = (1,) if model == "unbatched" else (1, 1)
+
+    def ask(sequence: int, value: float, **flags: bool) -> float:
+        result = client.infer(
+            model,
+            {"INPUT": number(value, *shape)},
+            sequence=sequence,
+            **flags,  # type: ignore[arg-type]
+        )
+        assert list(result) == ["OUTPUT"]  # states are not sent
+        return float(result["OUTPUT"].reshape(-1)[0])
+
+    assert ask(1, 1, start=True) == 1
+    many = 1 if model == "unbatched" else 4
+    assert [ask(each, each, start=True) for each in range(2, many + 1)] == list(range(2, many + 1))
+    assert [ask(1, 10), ask(1, 100)] == [11, 111]
+    assert [ask(each, 1) for each in range(2, many + 1)] == list(range(3, many + 2))
+    assert ask(1, 5, start=True) == 5
+    for each in range(1, many + 1):
+        ask(each, 0, end=True)
+
+
+def test_3_5_states_of_a_batch_stay_apart(client: shmserve.client.Server) -> None:
+    """Together in one execution, whose rows are the slots."""
+    for at in range(6):
+        futures = [
+            client.infer_async(
+                "zero", {"INPUT": number(each)}, sequence=each, start=at == 0, end=at == 5
+            )
+            for each in range(1, 5)
+        ]
+        sums = [float(future.result()["OUTPUT"][0, 0]) for future in futures]
+        assert sums == [each * (at + 1) for each in range(1, 5)]
+
+
+def test_3_5_an_initial_state_from_a_file_and_one_that_is_also_an_output(
+    client: shmserve.client.Server,
+) -> None:
+    """A longer file is cut off; a state that `output` names is sent."""
+    for _ in range(2):
+        counts = []
+        for at in range(3):
+            result = client.infer(
+                "filed", {"INPUT": number(1)}, sequence="f", start=at == 0, end=at == 2
+            )
+            assert float(result["OUTPUT"][0, 0]) == at + 1.5
+            counts.append(int(result["COUNT_OUT"][0, 0]))
+        assert counts == [1, 2, 3]
+
+
+@pytest.mark.parametrize("model", ["growing", "growing_oldest"])
+def test_3_5_variable_dimensions(client: shmserve.client.Server, model: str) -> None:
+    """They begin with one element; sequences of different lengths do not disturb one another."""
+    for length in (3, 5):
+        futures = [
+            client.infer_async(model, {"INPUT": number(each)}, sequence=each, start=True)
+            for each in (1, 2)
+        ]
+        for at in range(1, length):
+            futures += [client.infer_async(model, {"INPUT": number(at)}, sequence=1, end=at == 2)]
+            if at == 2:
+                break
+        for future in futures:
+            future.result()
+        last = client.infer(model, {"INPUT": number(9)}, sequence=2, end=True)["OUTPUT"]
+        assert last.tolist() == [[0, 2, 9]]
+        assert futures[-1].result()["OUTPUT"].tolist() == [[0, 1, 1, 2]]
+
+
+def test_3_5_the_same_buffer_for_input_and_output(client: shmserve.client.Server) -> None:
+    """The model computes in it, request after request."""
+    found = []
+    for at in range(5):
+        result = client.infer("in_place", {"INPUT": number(2)}, sequence=1, start=at == 0)
+        found.append(result["OUTPUT"][0].tolist())
+    client.infer("in_place", {"INPUT": number(2)}, sequence=1, end=True)
+    assert [total for total, _ in found] == [2, 4, 6, 8, 10]
+    assert len({where for _, where in found}) == 1
+
+
+def test_3_5_strings_and_what_is_not_given_back_stays(client: shmserve.client.Server) -> None:
+    """By a Python model, too, which Triton's cannot."""
+
+    def say(word: bytes, **flags: bool) -> Any:
+        given = {"INPUT": np.array([[word]], object)}
+        result = client.infer("words", given, sequence="w", **flags)  # type: ignore[arg-type]
+        return result["OUTPUT"][0, 0]
+
+    assert [say(b"a", start=True), say(b"b"), say(b"keep"), say(b"c", end=True)] == [
+        b"a",
+        b"ab",
+        b"abkeep",
+        b"abc",
+    ]
+
+
+def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None:
+    sums = [
+        float(
+            client.infer("native", {"x": number(1)}, sequence=3, start=at == 0, end=at == 2)[
+                "total"
+            ][0, 0]
+        )
+        for at in range(3)
+    ]
+    assert sums == [101, 102, 103]
+    metadata = client.models()
+    assert ("native", "1") in metadata
+
+
+def test_a_file_that_is_too_short_is_a_load_error(explicit: tuple[Server, Path]) -> None:
+    server, repository = explicit
+    initial = INITIAL.format("s", "TYPE_FP32", 'data_file: "start"')
+    given = SUM.format(dims="dims: [ 1 ]", how=initial) + "]"
+    folder = add(repository, "short", IN_PLACE, given, rows=1)
+    (folder / "initial_state").mkdir()
+    (folder / "initial_state" / "start").write_bytes(b"ab")
+    with server.http() as http:
+        text = http.post("/v2/repository/models/short/load").json()["error"]
+    assert (
+        "initial_state setting expects 4 bytes, but the data provided from start only has 2 bytes"
+        in text
+    )

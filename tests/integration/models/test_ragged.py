@@ -1,0 +1,138 @@
+"""Ragged batches and optional inputs (reference section 3.6), by a real client and a real server.
+
+`TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from tests.support import repositories
+from tests.support.servers import Server, running
+
+HELD = 3
+TORCH = """
+import torch
+class Sums(torch.nn.Module):
+    def forward(self, X, ENDS):
+        assert X.dim() == 1, X.shape
+        sums = torch.cumsum(X, 0)[(ENDS - 1).long()]
+        before = torch.cat([sums.new_zeros(1), sums[:-1]])
+        return (sums - before)[:, None], X * len(ENDS)
+"""
+TORCH_CONFIG = """
+backend: "pytorch" max_batch_size: 8
+input { name: "X" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
+output { name: "SUM" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] }
+batch_input {
+  kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "ENDS"
+  data_type: TYPE_INT32 source_input: "X"
+}
+batch_output { target_name: "Y" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "X" }
+dynamic_batching { }
+"""
+PYTHON = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            bias = pb_utils.get_input_tensor_by_name(request, "BIAS")
+            bias = 0 if bias is None else bias.as_numpy()
+            out = [x.shape[1], len(requests), np.sum(x + bias)]
+            y = pb_utils.Tensor("Y", np.array([out], np.float32))
+            responses.append(pb_utils.InferenceResponse([y]))
+        return responses
+"""
+PYTHON_CONFIG = """
+backend: "python" max_batch_size: 8
+input { name: "X" data_type: TYPE_FP32 dims: [ -1 ] %s }
+input { name: "BIAS" data_type: TYPE_FP32 dims: [ 1 ] optional: true }
+output { name: "Y" data_type: TYPE_FP32 dims: [ 3 ] }
+dynamic_batching { }
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The models; each test has its own, held anew."""
+    repository = tmp_path_factory.mktemp("ragged")
+    repositories.write(repository, "sums", TORCH_CONFIG, TORCH)
+    repositories.write(repository, "each", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
+    repositories.write(repository, "mixed", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
+    repositories.write(repository, "equal", PYTHON_CONFIG % "", PYTHON)
+    environment = {"TRITONSERVER_DELAY_SCHEDULER": str(HELD)}
+    with running(repository, environment=environment, grpc=True) as started:
+        yield started
+
+
+def ask(server: Server, model: str, **arrays: Any) -> dict[str, np.ndarray[Any, Any]]:
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        inputs = []
+        for name, array in arrays.items():
+            inputs.append(triton.InferInput(name, array.shape, "FP32"))
+            inputs[-1].set_data_from_numpy(array)
+        result = client.infer(model, inputs)
+        return {o.name: result.as_numpy(o.name) for o in result.get_response().outputs}
+
+
+def ask_all(server: Server, model: str, requests: list[dict[str, Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(requests)) as threads:
+        return list(threads.map(lambda arrays: ask(server, model, **arrays), requests))
+
+
+def of(*sizes: int) -> list[dict[str, Any]]:
+    return [{"X": np.arange(1, n + 1, dtype=np.float32)[None]} for n in sizes]
+
+
+def test_a_torch_model_gets_one_flat_batch(server: Server) -> None:
+    """3.6: `allow_ragged_batch` takes the input out of the comparison of shapes, the model gets one
+    1-D tensor and `batch_input`, and `batch_output` splits by each request's shape."""
+    requests = of(2, 4, 1)
+    for request, answer in zip(requests, ask_all(server, "sums", requests), strict=True):
+        assert answer["SUM"].tolist() == [[request["X"].sum()]]
+        np.testing.assert_array_equal(answer["Y"], request["X"] * HELD)
+
+
+def test_a_python_model_gets_each_requests_own_tensor(server: Server) -> None:
+    """3.6: the python backend just gives each request its own tensor."""
+    answers = ask_all(server, "each", of(2, 4, 1))
+    assert [answer["Y"].tolist() for answer in answers] == [
+        [[2, HELD, 3]],
+        [[4, HELD, 10]],
+        [[1, HELD, 1]],
+    ]
+
+
+def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None:
+    """3.6: batching needs identical sets of supplied inputs; an absent one is None to a model."""
+    first, second, third = of(2, 2, 2)
+    second["BIAS"] = np.ones((1, 1), np.float32)
+    answers = ask_all(server, "mixed", [first, second, third])
+    sizes = [answer["Y"][0, 1] for answer in answers]
+    assert sizes[1] == 1 and sizes[0] < HELD and sizes[2] < HELD
+    assert [answer["Y"][0, 2] for answer in answers] == [3, 5, 3]
+
+
+def test_without_ragged_batches_shapes_part_them(server: Server) -> None:
+    """3.1 rule 2: an input with a -1 dimension must have the first request's shape."""
+    answers = ask_all(server, "equal", of(2, 4, 1))
+    assert [answer["Y"][0, 1] for answer in answers] == [1, 1, 1]
+
+
+def test_the_metadata_has_no_generated_inputs(server: Server) -> None:
+    """3.6: what `batch_input` makes is no client's input."""
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        assert [each.name for each in client.get_model_metadata("sums").inputs] == ["X"]
+        (made,) = client.get_model_config("sums").config.batch_input
+        assert list(made.target_name) == ["ENDS"]

@@ -1,0 +1,94 @@
+"""Which requests may share a batch (reference sections 3.1 rule 2 and 3.6): equal shape keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.signature import Signature
+
+
+def signature(**more: Any) -> Signature:
+    fixed = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
+    free = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **more}
+    last = {"name": "LAST", "data_type": "TYPE_UINT8", "dims": [-1], "optional": True}
+    config = {"name": "m", "max_batch_size": 8, "input": [fixed, free, last], "output": []}
+    return Signature(config, "1")
+
+
+def key(model: Signature, rows: int, free: int, last: int = 0) -> bytes:
+    shapes = {"FREE": (rows, free, 2), "FIXED": (rows, 2), "LAST": (rows, last)}
+    if not last:
+        del shapes["LAST"]
+    tensors = []
+    for name, shape in shapes.items():
+        size = shape[0] * shape[1] * (2 if len(shape) == 3 else 1)
+        tensors.append(TensorRef(name, "UINT8", shape, bytes(size)))
+    return model.admit("", tensors, []).shape_key
+
+
+def test_inputs_of_any_size_must_be_alike() -> None:
+    """3.1 rule 2: non-ragged inputs with a -1 dim are compared; the batch size is not, and neither
+    is an input with fixed dims."""
+    model = signature()
+    assert key(model, 1, 3) == key(model, 5, 3)
+    assert key(model, 1, 3) != key(model, 1, 4)
+
+
+def test_ragged_inputs_are_not_compared() -> None:
+    """3.6: `allow_ragged_batch` removes the input from shape equality; not the others."""
+    model = signature(allow_ragged_batch=True)
+    assert key(model, 1, 3, 4) == key(model, 2, 9, 4)
+    assert key(model, 1, 3, 4) != key(model, 1, 3, 5)
+
+
+def test_the_sets_of_supplied_inputs_must_be_alike() -> None:
+    """3.1 rule 2: with any optional input, requests that supply others do not share a batch."""
+    model = signature(allow_ragged_batch=True)
+    assert key(model, 1, 3) != key(model, 1, 3, 4)
+    model = Signature(
+        {
+            "name": "m",
+            "max_batch_size": 8,
+            "input": [
+                {"name": n, "data_type": "TYPE_UINT8", "dims": [1], "optional": True} for n in "AB"
+            ],
+            "output": [],
+        },
+        "1",
+    )
+    keys = {
+        model.admit("", [TensorRef(n, "UINT8", (1, 1), b"x") for n in names], []).shape_key
+        for names in ("A", "B", "AB", "BA")
+    }
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "got"),
+    [
+        ("LAST", "but got 1 inputs"),
+        ("", "but got 0 inputs"),
+    ],
+)
+def test_the_count_must_be_between_required_and_total(names: str, got: str) -> None:
+    """3.6: the number of inputs is between required and total, with Triton's text."""
+    tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []
+    with pytest.raises(InvalidArgument) as caught:
+        signature().admit("7", tensors, [])
+    said = caught.value.message
+    assert said.startswith("[request id: 7] expected number of inputs between 2 and 3 " + got)
+    assert "missing required input(s) ['FIXED','FREE']" in said
+
+
+def test_one_more_than_all_is_refused() -> None:
+    """3.6: nor may there be more than the model has."""
+    names = ("FIXED", "FREE", "LAST", "MORE")
+    tensors = [TensorRef(name, "UINT8", (1, 1), b"x") for name in names]
+    with pytest.raises(
+        InvalidArgument, match="expected number of inputs between 2 and 3 but got 4"
+    ):
+        signature().admit("", tensors, [])

@@ -1,0 +1,159 @@
+"""An ensemble's graph and its steps' models: section 3.7, load-time checks, in Triton's words."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shmserve.model_config import GraphProblem, ModelConfig, compose, parse_pbtxt
+
+
+def config(text: str) -> ModelConfig:
+    return parse_pbtxt(text)
+
+
+def model(
+    name: str,
+    data_type: str = "TYPE_FP32",
+    dims: str = "-1",
+    more: str = "",
+    inputs: tuple[str, ...] = ("X",),
+) -> ModelConfig:
+    """A model from X (and others) to Y."""
+    given = "".join(
+        f'input {{ name: "{each}" data_type: {data_type} dims: [ {dims} ] }} ' for each in inputs
+    )
+    out = f'output {{ name: "Y" data_type: {data_type} dims: [ {dims} ] }}'
+    return config(f'name: "{name}" backend: "python" {given} {out} {more}')
+
+
+OPTIONAL = 'input { name: "Z" data_type: TYPE_FP32 dims: [ -1 ] optional: true }'
+MANY = "model_transaction_policy { decoupled: true }"
+MODELS = {
+    "add": model("add"),
+    "addb": model("addb", more="max_batch_size: 2"),
+    "int": model("int", "TYPE_INT32"),
+    "four": model("four", dims="4"),
+    "five": model("five", dims="5"),
+    "two": model("two", inputs=("X", "Z")),
+    "opt": model("opt", more=OPTIONAL),
+    "dec": model("dec", more=MANY),
+    "dec2": model("dec2", more=MANY),
+}
+
+
+def step(name: str, inputs: str, outputs: str, version: int = -1) -> str:
+    """A step; "X=IN Z=b" maps names of the model to tensors."""
+    maps = ""
+    for kind, pairs in (("input_map", inputs), ("output_map", outputs)):
+        for pair in pairs.split():
+            key, value = pair.split("=")
+            maps += f'{kind} {{ key: "{key}" value: "{value}" }} '
+    return f'step {{ model_name: "{name}" model_version: {version} {maps} }}'
+
+
+def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -> ModelConfig:
+    """The ensemble "e" from IN to OUT, composed with the models that there are."""
+    out = "".join(f'output {{ name: "{o}" data_type: TYPE_FP32 dims: [ -1 ] }} ' for o in outputs)
+    ensemble = config(
+        'name: "e" platform: "ensemble" input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } '
+        f"{out} ensemble_scheduling {{ {' '.join(steps)} }} {more}"
+    )
+    names = [each.model_name for each in ensemble.ensemble_scheduling.step]
+    old = [each.model_version > 1 for each in ensemble.ensemble_scheduling.step]
+    models = [None if no else MODELS.get(name) for name, no in zip(names, old, strict=True)]
+    return compose(ensemble, models, [name in MODELS for name in names])
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "expected"),
+    [
+        (
+            (step("nosuch", "X=IN", "Y=m"), step("nor", "X=m", "Y=OUT")),
+            "",
+            "ensemble e contains models that are not available or ambiguous: nosuch, nor",
+        ),
+        (
+            (step("add", "X=IN", "Y=OUT", version=7),),
+            "",
+            "ensemble 'e' depends on 'add' whose required version 7 is not loaded.",
+        ),
+        (
+            (step("add", "Q=IN", "Y=OUT"),),
+            "",
+            "in ensemble e, ensemble tensor IN is mapping to non-existing input Q in model add",
+        ),
+        (
+            (step("add", "X=IN", "Q=OUT"),),
+            "",
+            "in ensemble e, ensemble tensor OUT is mapped from non-existing output Q in model add",
+        ),
+        (
+            (step("two", "X=IN", "Y=OUT"),),
+            "",
+            "in ensemble e, input Z in model two is not mapped to any ensemble tensors",
+        ),
+        (
+            (
+                step("add", "X=IN", "Y=m"),
+                step("int", "X=m", "Y=n"),
+                step("add", "X=n", "Y=OUT"),
+            ),
+            "",
+            "in ensemble e, ensemble tensor m: inconsistent data type: TYPE_FP32 is inferred from "
+            "model add while TYPE_INT32 is inferred from model int",
+        ),
+        (
+            (step("four", "X=IN", "Y=m"), step("five", "X=m", "Y=OUT")),
+            "",
+            "in ensemble e, ensemble tensor m: inconsistent shape: [4] is inferred from model four "
+            "while [5] is inferred from model five",
+        ),
+        (
+            (step("addb", "X=IN", "Y=OUT"),),
+            "max_batch_size: 4",
+            "ensemble e allows maximum batch size 4, but it contains model addb which only allows  "
+            "maximum batch size to be 2",
+        ),
+        (
+            (
+                step("dec", "X=IN", "Y=a"),
+                step("dec2", "X=IN", "Y=b"),
+                step("two", "X=a Z=b", "Y=OUT"),
+            ),
+            "",
+            "in ensemble e, step of model 'two' receives inputs originated from different "
+            "decoupled models",
+        ),
+        (
+            (step("add", "X=IN", "Y=m"), step("add", "X=IN", "Y=OUT")),
+            'parameters { key: "step[1].condition" value { string_value: "m" } }',
+            "in ensemble e, the condition of step 1, ensemble tensor m, is TYPE_FP32 and not "
+            "TYPE_BOOL",
+        ),
+    ],
+)
+def test_what_does_not_fit(steps: tuple[str, ...], more: str, expected: str) -> None:
+    with pytest.raises(GraphProblem, match=f"^{re.escape(expected)}$"):
+        composed(*steps, more=more)
+
+
+def test_an_optional_input_need_not_be_mapped() -> None:
+    composed(step("opt", "X=IN", "Y=OUT"))
+
+
+def test_models_that_batch_and_models_that_do_not_may_mix() -> None:
+    """Section 3.7: a composing model's max_batch_size is 0 or at least the ensemble's."""
+    composed(step("addb", "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"), more="max_batch_size: 2")
+
+
+@pytest.mark.parametrize(("name", "expected"), [("add", False), ("dec", True)])
+def test_an_ensemble_is_decoupled_if_a_step_is(name: str, expected: bool) -> None:
+    full = composed(step(name, "X=IN", "Y=m"), step("add", "X=m", "Y=OUT"))
+    assert full.model_transaction_policy.decoupled is expected
+
+
+def test_one_stream_may_meet_what_there_is_one_of() -> None:
+    """Beyond Triton, which counts the ensemble's inputs as another stream."""
+    composed(step("dec", "X=IN", "Y=m"), step("two", "X=m Z=IN", "Y=OUT"))

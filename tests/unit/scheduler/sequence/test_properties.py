@@ -1,0 +1,142 @@
+"""Whatever comes in whatever order: what is always true of batches of sequences."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.ipc import messages as m
+from tests.rigs.scheduler_rig import MS
+from tests.rigs.sequence_rig import END, START, SequenceRig
+
+ROWS, INSTANCES = 2, 2
+
+FLAGS = [0, 0, START, END, START | END]
+asks = st.tuples(st.just("ask"), st.integers(1, 6), st.sampled_from(FLAGS))
+returns = st.tuples(st.just("done"), st.integers(0, INSTANCES - 1), st.just(0))
+cancels = st.tuples(st.just("cancel"), st.integers(1, 40), st.just(0))
+times = st.tuples(st.just("time"), st.sampled_from([1, 400, 1100]), st.just(0))
+deaths = st.tuples(st.just("die"), st.integers(0, INSTANCES - 1), st.just(0))
+steps = st.lists(st.one_of(asks, asks, asks, returns, returns, cancels, times, deaths), max_size=60)
+
+
+class Watched(SequenceRig):
+    """Notes who ran where, and checks each batch as it is given."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__(strategy, ROWS, INSTANCES)
+        self.asked: dict[int, int] = {}  # request -> sequence
+        self.told: Counter[int] = Counter()
+        self.pids = 200
+        self.sequences: dict[int, Any] = {}  # of each request, by its key
+        self.home: dict[Any, tuple[bytes, int]] = {}  # sequence -> where it runs
+        self.last: dict[Any, int] = {}  # sequence -> its last request
+
+    def executes(self) -> list[tuple[bytes, m.Execute]]:
+        """As `Rig`'s, each checked."""
+        found = super().executes()
+        for client in self.scheduler.clients.values():
+            for request in client.requests.values():
+                self.sequences[request.key] = request.sequence
+        for peer, batch in found:
+            self.check(peer, batch)
+        return found
+
+    def check(self, peer: bytes, batch: m.Execute) -> None:
+        """What is true of a batch."""
+        real = [row for row in batch.rows if row.key]
+        assert [row.key for row in real] == [each.key for each in batch.requests]
+        assert real and len(real) <= ROWS
+        assert len({row.slot for row in batch.rows}) == len(batch.rows)
+        for row in real:
+            sequence = self.sequences[row.key]
+            assert sequence.id == row.correlation_id
+            # All of a sequence runs where it began, in the order in which it came.
+            assert self.home.setdefault(sequence, (peer, row.slot)) == (peer, row.slot)
+            assert self.last.get(sequence, 0) < row.key
+            self.last[sequence] = row.key
+        assert len({self.sequences[row.key] for row in real}) == len(real)
+
+    def note(self) -> None:
+        """Take what clients were told."""
+        for answer in self.answers():
+            self.told[answer.id] += 1
+
+    def step(self, kind: str, value: int, flags: int) -> None:
+        """One event."""
+        if kind == "ask":
+            self.asked[self.ask(value, flags)] = value
+        elif kind == "done" and self.runs(value):
+            self.done(value)
+        elif kind == "cancel":
+            self.client(m.Cancel(value))
+        elif kind == "time":
+            self.pass_time(value * MS)
+        elif kind == "die":
+            self.die(value)
+            self.pids += 1
+            self.peers[value] = self.start(value, self.pids)
+        self._take()
+        self.note()
+
+
+@pytest.mark.parametrize("strategy", ["direct", "oldest"])
+@settings(max_examples=150, deadline=None)
+@given(events=steps)
+def test_every_request_ends_once_and_every_batch_is_in_order(
+    strategy: str, events: list[Any]
+) -> None:
+    rig = Watched(strategy)
+    for event in events:
+        rig.step(*event)
+    for _ in range(400):
+        busy = [index for index in range(INSTANCES) if rig.runs(index)]
+        if not busy:
+            rig.step("time", 1100, 0)
+            if not any(rig.runs(index) for index in range(INSTANCES)):
+                break
+        for index in busy:
+            rig.step("done", index, 0)
+    assert set(rig.told) == set(rig.asked) and set(rig.told.values()) <= {1}
+    assert rig.scheduler.live == 0
+    # Nothing is kept: the slots are free, after the time of those that never ended.
+    rig.step("time", 1100, 0)
+    for sequence in range(11, 11 + ROWS * INSTANCES):
+        rig.step("ask", sequence, START | END)
+    for index in range(INSTANCES):
+        while rig.runs(index):
+            rig.step("done", index, 0)
+    assert rig.scheduler.live == 0
+
+
+def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
+    """Counted in operations, by the lines of code that ran."""
+
+    def lines(waiting: int) -> int:
+        rig = SequenceRig("oldest", rows=2)
+        for sequence in range(1, waiting + 1):
+            message = m.Submit(sequence, 1, b"", 0, 0, 0, 0, b"w", "", START, sequence, "")
+            rig.scheduler.from_client(b"7009.ab", message, rig.now)
+        rig.pass_time(0)
+        rig._take()
+        counted = 0
+
+        def count(*_: Any) -> Any:
+            nonlocal counted
+            counted += 1
+            return count
+
+        sys.settrace(count)
+        try:
+            rig.done()
+        finally:
+            sys.settrace(None)
+        return counted
+
+    few, many = lines(10), lines(10_000)
+    assert many < few * 1.5

@@ -1,0 +1,174 @@
+"""Ragged batches (reference section 3.6): what a model gets of one, and how outputs are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.errors import Internal
+from shmserve.workers.backends.native import NativeBackend
+from shmserve.workers.backends.pytorch import PytorchBackend
+from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.request import Input, Request
+from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
+
+F32 = np.float32
+NOBODY: Any = None
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+def batch_input(kind: str, data_type: str = "TYPE_INT32") -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "target_name": ["T"],
+        "data_type": data_type,
+        "source_input": ["X"],
+    }
+
+
+def config(*kinds: str, most: int = 8, dims: tuple[int, ...] = (-1,)) -> dict[str, Any]:
+    made = model_config(
+        [tensor_config("X", "FP32", dims, allow_ragged_batch=True)],
+        [tensor_config("Y", "FP32", dims)],
+        most,
+    )
+    return made | {"batch_input": [batch_input(kind) for kind in kinds]}
+
+
+def requests(*shapes: tuple[int, ...]) -> list[Request]:
+    return [
+        Request(at, 0, NOBODY, shape[0], {"X": Input("X", "FP32", shape, memoryview(b""))}, {})
+        for at, shape in enumerate(shapes)
+    ]
+
+
+KINDS = {
+    "BATCH_ELEMENT_COUNT": [2, 4, 1],
+    "BATCH_ACCUMULATED_ELEMENT_COUNT": [2, 6, 7],
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": [0, 2, 6, 7],
+    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": [0, 0, 0, 0],
+    "BATCH_ITEM_SHAPE": [[2], [4], [1]],
+    "BATCH_ITEM_SHAPE_FLATTEN": [2, 4, 1],
+}
+
+
+@pytest.mark.parametrize(("kind", "expected"), KINDS.items())
+@pytest.mark.parametrize("data_type", ["TYPE_INT32", "TYPE_FP32"])
+def test_batch_input_kinds(kind: str, expected: list[Any], data_type: str) -> None:
+    """3.6: the six kinds, for requests of 2, 4 and 1 elements, in both datatypes."""
+    ragged = Ragged(config() | {"batch_input": [batch_input(kind, data_type)]})
+    (made,) = ragged.inputs(requests((1, 2), (1, 4), (1, 1))).values()
+    assert made.tolist() == expected
+    assert made.dtype == (np.int32 if data_type == "TYPE_INT32" else F32)
+
+
+def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
+    """3.6: BATCH_ITEM_SHAPE is [total_batch, rank]; a batch-2 request repeats its row."""
+    shapes = ((2, 3, 5), (1, 4, 1))
+    (made,) = Ragged(config("BATCH_ITEM_SHAPE")).inputs(requests(*shapes)).values()
+    assert made.tolist() == [[3, 5], [3, 5], [4, 1]]
+    (flat,) = Ragged(config("BATCH_ITEM_SHAPE_FLATTEN")).inputs(requests(*shapes)).values()
+    assert flat.tolist() == [3, 5, 3, 5, 4, 1]
+    (counts,) = Ragged(config("BATCH_ELEMENT_COUNT")).inputs(requests(*shapes)).values()
+    assert counts.tolist() == [30, 4]
+
+
+def scattering(**more: Any) -> dict[str, Any]:
+    split = {
+        "kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
+        "target_name": ["Y"],
+        "source_input": ["X"],
+    }
+    return config("BATCH_ACCUMULATED_ELEMENT_COUNT", **more) | {"batch_output": [split]}
+
+
+TORCH = """
+import torch
+class Net(torch.nn.Module):
+    def forward(self, X, T):
+        assert X.dim() == 1 and T.dtype == torch.int32, (X.shape, T)
+        return X * 10 + torch.repeat_interleave(
+            torch.arange(len(T)), torch.diff(T, prepend=torch.zeros(1, dtype=T.dtype)))
+"""
+NATIVE = """
+from torch import Tensor
+import torch
+from shmserve.model import FP32, INT32
+
+class Model:
+    ragged = ("X",)
+    batch_input = [
+        {"kind": "BATCH_ACCUMULATED_ELEMENT_COUNT", "data_type": "TYPE_INT32",
+         "target_name": ["T"], "source_input": ["X"]},
+    ]
+    batch_output = [
+        {"kind": "BATCH_SCATTER_WITH_INPUT_SHAPE", "target_name": ["Y"], "source_input": ["X"]},
+    ]
+
+    def predict(self, X: FP32[Tensor, -1], T: INT32[Tensor, -1]) -> "Out":
+        return Out(X * 10 + torch.repeat_interleave(
+            torch.arange(len(T)), torch.diff(T, prepend=torch.zeros(1, dtype=T.dtype))))
+
+from typing import NamedTuple
+class Out(NamedTuple):
+    Y: FP32[Tensor, -1]
+"""
+
+
+@pytest.mark.parametrize("form", ["pytorch", "native"])
+def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, form: str) -> None:
+    """3.6: torch models get one flat tensor; BATCH_SCATTER_WITH_INPUT_SHAPE gives each request its
+    own shape of the flat output."""
+    path = worker.context.version_dir / "model.py"
+    if form == "pytorch":
+        path.write_text(TORCH)
+        worker.serve(PytorchBackend(worker.context), scattering())
+    else:
+        path.write_text(NATIVE)
+        backend = NativeBackend(worker.context)
+        completed = backend.complete_config(model_config([], []))
+        (x,) = completed["input"]  # T is the server's
+        assert x == tensor_config("X", "FP32", [-1]) | {"allow_ragged_batch": True}
+        worker.serve(backend, completed)
+    rows = [np.arange(n, dtype=F32).reshape(rows, -1) for rows, n in ((1, 2), (2, 4), (1, 1))]
+    for count in (3, 1):
+        replies = worker.batch(*(inference(tensor("X", row)) for row in rows[:count]))
+        for at, (row, reply) in enumerate(zip(rows, replies, strict=False)):
+            assert reply.array("Y").tolist() == (row * 10 + at).tolist()
+
+
+def test_a_scattered_output_of_another_size_is_an_error() -> None:
+    ragged = Ragged(scattering())
+    assert ragged.pieces("Y", requests((1, 2), (1, 4)), (6,)) == [(1, 2), (1, 4)]
+    with pytest.raises(Internal, match="'Y' has 5 elements, expecting the 6"):
+        ragged.pieces("Y", requests((1, 2), (1, 4)), (5,))
+    assert ragged.pieces("Z", requests((1, 2)), (5,)) is None
+
+
+def test_ragged_strings_come_flat(worker: Rig) -> None:
+    """3.6: of a ragged input of strings, too, a model gets one array."""
+    (worker.context.version_dir / "model.py").write_text(
+        "from numpy import ndarray, array\n"
+        "from shmserve.model import BYTES, INT64\n"
+        "class Model:\n"
+        "    ragged = ['words']\n"
+        "    def predict(self, words: BYTES[ndarray, -1], n: INT64[ndarray, 1]) "
+        "-> INT64[ndarray, 1]:\n"
+        "        assert words.tolist() == [b'a', b'b', b'c'], words\n"
+        "        return n\n"
+    )
+    backend = NativeBackend(worker.context)
+    worker.serve(backend, backend.complete_config(model_config([], [])))
+    words = [np.array([[b"a"]], object), np.array([[b"b", b"c"]], object)]
+    n = np.array([[7]])
+    replies = worker.batch(*(inference(tensor("words", w), tensor("n", n)) for w in words))
+    assert [reply.array("output").tolist() for reply in replies] == [[[7]], [[7]]]

@@ -1,0 +1,253 @@
+"""Control inputs and implicit state in a worker (reference 3.3 and 3.5)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.tensors.inference import Inference
+from shmserve.workers.batch.request import Output, Request, Response
+from shmserve.workers.sequences import controls, state
+from shmserve.workers.sequences.config import as_model_sees, of_sequences
+
+START, END = 1, 2
+NUMBERS = {"UINT64": np.uint64, "INT64": np.int64, "UINT32": np.uint32, "INT32": np.int32}
+
+
+def config(batched: bool = True, **batching: Any) -> dict[str, Any]:
+    """A model's, as its worker gets it."""
+    return {
+        "name": "m",
+        "max_batch_size": 4 if batched else 0,
+        "input": [{"name": "X", "data_type": "TYPE_FP32", "dims": [1]}],
+        "output": [{"name": "Y", "data_type": "TYPE_FP32", "dims": [1]}],
+        "sequence_batching": batching,
+    }
+
+
+def control(kind: str, **says: Any) -> dict[str, Any]:
+    """A control input that is named as its kind."""
+    return {"name": kind, "control": [{"kind": f"CONTROL_SEQUENCE_{kind}", **says}]}
+
+
+def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
+    """What a model sees of the controls in a row."""
+    made = controls.inputs(
+        controls.read(config(batched, control_input=list(tensors))), row, batched
+    )
+    shapes = {item.shape for item in made.values()}
+    assert shapes <= {(1, 1) if batched else (1,)}
+    return {name: item.numpy().reshape(-1)[0] for name, item in made.items()}
+
+
+PAIRS: dict[str, tuple[list[Any], Any]] = {
+    "int32_false_true": ([3, 4], np.int32),
+    "fp32_false_true": ([0.5, 1.5], np.float32),
+    "bool_false_true": ([False, True], np.bool_),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("kind", ["START", "END", "READY"])
+@pytest.mark.parametrize("batched", [True, False])
+def test_3_3_pairs(pair: str, kind: str, batched: bool) -> None:
+    (false, true), dtype = PAIRS[pair]
+    for row, says in (
+        (SequenceRow(0, 1, START), {"START"}),
+        (SequenceRow(0, 1, END), {"END"}),
+        (SequenceRow(0, 1, START | END), {"START", "END"}),
+        (SequenceRow(0, 1), set[str]()),
+    ):
+        value = values(row, control(kind, **{pair: [false, true]}), batched=batched)[kind]
+        assert value.dtype == dtype
+        assert value == (true if kind in says or kind == "READY" else false)
+    null = values(SequenceRow(1, 0, START | END), control(kind, **{pair: [false, true]}))
+    assert null[kind] == false
+
+
+@pytest.mark.parametrize("datatype", NUMBERS)
+@given(number=st.integers(1, 2**64 - 1))
+def test_3_3_ids_are_cut_to_their_low_bytes(datatype: str, number: int) -> None:
+    row = SequenceRow(0, 1, 0, number)
+    value = values(row, control("CORRID", data_type=f"TYPE_{datatype}"))["CORRID"]
+    assert value == np.array([number], np.uint64).view(NUMBERS[datatype])[0]
+    assert values(SequenceRow(0, 0), control("CORRID", data_type=f"TYPE_{datatype}"))["CORRID"] == 0
+
+
+@given(text=st.text(max_size=128))
+def test_3_3_ids_that_are_texts(text: str) -> None:
+    row = SequenceRow(0, 1, 0, 0, text)
+    assert values(row, control("CORRID", data_type="TYPE_STRING"))["CORRID"] == text.encode()
+    assert values(SequenceRow(0, 0), control("CORRID", data_type="TYPE_STRING"))["CORRID"] == b""
+
+
+def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
+    one = {"input_name": "I", "output_name": "O", "data_type": "TYPE_INT64", "dims": [-1, 2]}
+    two = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
+    given = config(
+        control_input=[control("START", bool_false_true=[False, True])], state=[one, two]
+    )
+    seen = as_model_sees(given)
+    assert [each["name"] for each in seen["input"]] == ["X", "START", "I", "J"]
+    assert [each["name"] for each in seen["output"]] == ["Y", "O"]
+    assert seen["input"][1] == {"name": "START", "data_type": "TYPE_BOOL", "dims": [1]}
+    assert seen["input"][2] == {"name": "I", "data_type": "TYPE_INT64", "dims": [-1, 2]}
+    assert [each["name"] for each in given["input"]] == ["X"]
+    assert of_sequences(given) == {"START", "I", "O", "J", "Y"}
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def spec(**fields: Any) -> dict[str, Any]:
+    """A state of one FP32."""
+    given = {"input_name": "I", "output_name": "O", "data_type": "TYPE_FP32", "dims": [1]}
+    return {**given, **fields}
+
+
+class Model:
+    """Its states, and requests of it."""
+
+    def __init__(
+        self,
+        *specs: dict[str, Any],
+        folder: Path = Path(),
+        batched: bool = True,
+        copies: bool = True,
+    ) -> None:
+        made = state.read(config(batched, state=list(specs)), folder)
+        self.states = state.States(made, copies)
+
+    def lend(self, slot: int = 0, flags: int = 0) -> Request:
+        """A request with the states of its slot."""
+        request = Request(1, 1, Inference("", ()), 1, {}, {})
+        self.row = SequenceRow(slot, 1, flags, 7)
+        self.states.lend(request, self.row)
+        return request
+
+    def value(self, slot: int = 0, flags: int = 0) -> Any:
+        """The state "I" of a slot, as a request gets it."""
+        return self.lend(slot, flags).inputs["I"].numpy().tolist()
+
+    def give(self, *outputs: Output, error: Any = None, returned: tuple[str, ...] = ()) -> Response:
+        """The model has answered the last request."""
+        response = Response(list(outputs), error=error)
+        self.states.keep(self.row, response, frozenset(returned))
+        return response
+
+
+def out(*numbers: float, name: str = "O") -> Output:
+    """A state given back."""
+    return Output(name, "FP32", np.array([numbers], np.float32))
+
+
+def test_3_5_a_state_begins_with_zero_at_each_start() -> None:
+    model = Model(spec())
+    assert model.value(0, START) == [[0.0]]
+    model.give(out(5))
+    assert model.value(0) == [[5.0]]
+    assert model.value(1, START) == [[0.0]]
+    assert model.value(0) == [[5.0]]
+    assert model.value(0, START) == [[0.0]]
+
+
+def test_3_5_what_the_model_does_not_give_back_or_fails_at_stays() -> None:
+    model = Model(spec())
+    model.lend(0, START)
+    model.give(out(5))
+    model.lend()
+    model.give(out(9), error=InvalidArgument("no"))
+    model.lend()
+    model.give(Output("Y", "FP32", np.zeros((1, 1), np.float32)))
+    assert model.value() == [[5.0]]
+
+
+def test_3_5_shape_and_datatype_are_those_of_the_last_output() -> None:
+    model = Model(spec(dims=[-1, 2]))
+    assert model.value(0, START) == [[[0.0, 0.0]]]
+    model.give(Output("O", "INT64", np.arange(6).reshape(1, 3, 2)))
+    request = model.lend()
+    assert request.inputs["I"].datatype == "INT64"
+    assert request.inputs["I"].numpy().tolist() == [[[0, 1], [2, 3], [4, 5]]]
+
+
+def test_3_5_state_outputs_are_returned_only_if_they_are_outputs() -> None:
+    model = Model(spec())
+    answer = out(1, name="Y")
+    model.lend(0, START)
+    assert model.give(answer, out(5)).outputs == [answer]
+    model.lend()
+    assert [each.name for each in model.give(answer, out(6), returned=("O",)).outputs] == ["Y", "O"]
+    assert model.value() == [[6.0]]
+
+
+def test_3_5_a_file_and_zeros_to_begin_with(tmp_path: Path) -> None:
+    folder = tmp_path / "initial_state"
+    folder.mkdir()
+    (folder / "f").write_bytes(np.arange(3, dtype=np.float32).tobytes())
+    (folder / "s").write_bytes(b"\x02\x00\x00\x00hi")
+    initial: dict[str, Any] = {"name": "n", "data_type": "TYPE_FP32", "dims": [2]}
+    initial["data_file"] = "f"
+    text = {"name": "n", "data_type": "TYPE_STRING", "dims": [1], "data_file": "s"}
+    model = Model(
+        spec(dims=[-1], initial_state=[initial]),
+        spec(input_name="S", output_name="T", data_type="TYPE_STRING", initial_state=[text]),
+        folder=tmp_path,
+    )
+    request = model.lend(0, START)
+    assert request.inputs["I"].numpy().tolist() == [[0.0, 1.0]]
+    assert request.inputs["S"].numpy().tolist() == [[b"hi"]]
+    initial["zero_data"], initial["data_file"] = True, ""
+    assert Model(spec(dims=[-1], initial_state=[initial])).value(0, START) == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "f",
+            "initial_state setting expects 8 bytes, but the data provided from f only has 4 bytes",
+        ),
+        ("g", "the data file of state 'I' cannot be read: No such file or directory"),
+        ("../f", "the data file of state 'I' must lie in the model's folder 'initial_state'"),
+    ],
+)
+def test_3_5_files_that_will_not_do(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "initial_state").mkdir()
+    (tmp_path / "initial_state" / "f").write_bytes(b"1234")
+    initial = {"name": "n", "data_type": "TYPE_FP32", "dims": [2], "data_file": name}
+    with pytest.raises(InvalidArgument) as raised:
+        Model(spec(dims=[2], initial_state=[initial]), folder=tmp_path)
+    assert raised.value.message == text
+
+
+def test_3_5_one_buffer_for_input_and_output() -> None:
+    """The model gets the buffer itself; without the setting it gets a copy, if it may write."""
+    model = Model(spec(use_same_buffer_for_input_output=True))
+    array = model.lend(0, START).inputs["I"].numpy()
+    array += 3
+    model.give(Output("O", "FP32", array))
+    again = model.lend().inputs["I"].numpy()
+    assert again.tolist() == [[3.0]]
+    assert again.ctypes.data == array.ctypes.data
+    other = Model(spec())
+    other.lend(0, START).inputs["I"].numpy()[:] = 9
+    assert other.value() == [[0.0]]
+
+
+def test_tensors_of_torch_are_kept_as_bytes() -> None:
+    model = Model(spec(), copies=False)
+    model.lend(0, START)
+    with torch.inference_mode():
+        model.give(Output("O", "FP32", torch.full((1, 1), 4.0)))
+    assert model.value() == [[4.0]]
+    model.give(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
+    assert model.lend().inputs["I"].torch().tolist() == [[1.5]]

@@ -1,0 +1,164 @@
+"""Ragged batches: the tensors that tell a model where each request begins in a flat input, and the
+cutting of flat outputs (a configuration's `batch_input` and `batch_output`).
+
+For requests with 2, 4 and 1 elements in the source input:
+
+    BATCH_ELEMENT_COUNT                           [2, 4, 1]
+    BATCH_ACCUMULATED_ELEMENT_COUNT               [2, 6, 7]
+    BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO     [0, 2, 6, 7]
+    BATCH_MAX_ELEMENT_COUNT_AS_SHAPE              zeros of the shape [4]
+    BATCH_ITEM_SHAPE                              [rows of all, rank]: a shape for each row
+    BATCH_ITEM_SHAPE_FLATTEN                      the same, flat
+
+    BATCH_SCATTER_WITH_INPUT_SHAPE                a flat output, cut into the inputs' shapes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmserve.errors import Internal
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG, NUMPY, element_count
+from shmserve.workers.batch.request import Array, Request
+
+Shape = tuple[int, ...]
+
+
+class _Made(NamedTuple):
+    """A tensor that is made for each batch."""
+
+    name: str
+    source: str
+    values: Callable[[Sequence[Shape], bool], Array]
+    kind: np.dtype[Any]
+
+
+class _Cut(NamedTuple):
+    """An output that is cut: `dims` without the batch dimension, -1 as in the source."""
+
+    source: str
+    dims: Shape
+
+
+class Ragged:
+    """What one model's configuration says of its ragged batches."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._batched = config["max_batch_size"] > 0
+        self._made = [
+            _Made(name, each["source_input"][0], _VALUES[each["kind"]], _kind(each))
+            for each in config.get("batch_input") or ()
+            for name in each["target_name"]
+        ]
+        dims = {output["name"]: _dims(output) for output in config["output"]}
+        self._cuts = {
+            name: _Cut(each["source_input"][0], dims[name])
+            for each in config.get("batch_output") or ()
+            for name in each["target_name"]
+        }
+
+    @property
+    def cuts(self) -> bool:
+        """Whether an output is cut by the requests' shapes."""
+        return bool(self._cuts)
+
+    def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
+        """What the batch's requests say of their sources; nothing of those that they lack."""
+        made: dict[str, Array] = {}
+        for name, source, values, kind in self._made:
+            if source in requests[0].inputs:
+                shapes = [request.inputs[source].shape for request in requests]
+                made[name] = values(shapes, self._batched).astype(kind)
+        return made
+
+    def pieces(self, name: str, requests: Sequence[Request], whole: Shape) -> list[Shape] | None:
+        """The shape of each request's part of an output; None where that has rows as any other.
+
+        Raises Internal when the output, which has the shape `whole`, has not their elements.
+        """
+        cut = self._cuts.get(name)
+        if cut is None or cut.source not in requests[0].inputs:
+            return None
+        shapes = [self._piece(cut.dims, request.inputs[cut.source].shape) for request in requests]
+        expected = sum(map(element_count, shapes))
+        if element_count(whole) != expected:
+            raise Internal(
+                f"inference output '{name}' has {element_count(whole)} elements, expecting the "
+                f"{expected} of the requests' inputs '{cut.source}'"
+            )
+        return shapes
+
+    def _piece(self, dims: Shape, source: Shape) -> Shape:
+        head, rest = (source[:1], source[1:]) if self._batched else ((), source)
+        sizes = zip(dims, rest, strict=True)
+        return (*head, *(size if dim == -1 else dim for dim, size in sizes))
+
+
+def made_inputs(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tensors that a model gets by `batch_input`, as inputs of a configuration: ragged, so that
+    nobody looks for a row of them for each of the batch's."""
+    ranks = {each["name"]: len(_dims(each)) for each in config["input"]}
+    return [
+        {
+            "name": name,
+            "data_type": each["data_type"],
+            "dims": [ranks[each["source_input"][0]]]
+            if each["kind"] == "BATCH_ITEM_SHAPE"
+            else [-1],
+            "allow_ragged_batch": True,
+        }
+        for each in config.get("batch_input") or ()
+        for name in each["target_name"]
+    ]
+
+
+def _dims(tensor: dict[str, Any]) -> Shape:
+    """As the model sees it."""
+    reshape = tensor.get("reshape")
+    return tuple(tensor["dims"] if reshape is None else reshape.get("shape", ()))
+
+
+def _kind(batch_input: dict[str, Any]) -> np.dtype[Any]:
+    return np.dtype(NUMPY[FROM_CONFIG[batch_input["data_type"]]])
+
+
+def _counts(shapes: Sequence[Shape], batched: bool) -> Array:
+    return np.array([element_count(shape) for shape in shapes])
+
+
+def _accumulated(shapes: Sequence[Shape], batched: bool) -> Array:
+    return np.array(list(accumulate(map(element_count, shapes))))
+
+
+def _accumulated_with_zero(shapes: Sequence[Shape], batched: bool) -> Array:
+    return np.array(list(accumulate(map(element_count, shapes), initial=0)))
+
+
+def _largest_as_shape(shapes: Sequence[Shape], batched: bool) -> Array:
+    return np.zeros(max(map(element_count, shapes)))
+
+
+def _item_shapes(shapes: Sequence[Shape], batched: bool) -> Array:
+    if not batched:
+        return np.array(shapes)
+    return np.repeat(
+        np.array([shape[1:] for shape in shapes]), [shape[0] for shape in shapes], axis=0
+    )
+
+
+def _flat_item_shapes(shapes: Sequence[Shape], batched: bool) -> Array:
+    return _item_shapes(shapes, batched).reshape(-1)
+
+
+_VALUES: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
+    "BATCH_ELEMENT_COUNT": _counts,
+    "BATCH_ACCUMULATED_ELEMENT_COUNT": _accumulated,
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": _accumulated_with_zero,
+    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": _largest_as_shape,
+    "BATCH_ITEM_SHAPE": _item_shapes,
+    "BATCH_ITEM_SHAPE_FLATTEN": _flat_item_shapes,
+}
