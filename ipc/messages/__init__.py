@@ -105,6 +105,7 @@ from shmserve.ipc.messages.supervision import (
     ProcessExited,
     ReadyChecked,
     Refused,
+    ResizeCache,
     SchedulerLost,
     SchedulerReady,
     SetLogging,
@@ -188,6 +189,7 @@ __all__ = [
     "Reply",
     "ReportStatistics",
     "ReportTimes",
+    "ResizeCache",
     "Responded",
     "SchedulerLost",
     "SchedulerReady",
@@ -261,13 +263,14 @@ SupervisorToScheduler = (
     | ProcessExited
     | CountsInherited
     | KeepStatistics
+    | ResizeCache
     | SetLogging
     | Drain
     | Stop
 )
 SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
 SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
-EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged
+EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
     CompleteConfig
     | LoadInstance

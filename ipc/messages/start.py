@@ -35,6 +35,16 @@ class SchedulingLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheStart:
+    """The response cache of a model version: its share of the server's (0: it has none), how much
+    its readers may have copies of at a time, and who holds the memory that clients have shared."""
+
+    byte_size: int = 0
+    arena_byte_size: int = 0
+    supervisor_pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStart:
     """A scheduler: `number` is its endpoints', `config` normalised.
 
@@ -51,6 +61,7 @@ class SchedulerStart:
     group: int = -1
     arena_byte_size: int = 0  # of an ensemble
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
+    cache: CacheStart = field(default_factory=CacheStart)
     kept: list[Any] = field(default_factory=list)
     alive: list[int] = field(default_factory=list)
     log: LogSettings = field(default_factory=LogSettings)

@@ -30,6 +30,13 @@ class ProcessExited:
 
 
 @message
+class ResizeCache:
+    """The response cache of this model version may have so many bytes."""
+
+    byte_size: int
+
+
+@message
 class SetLogging:
     """Log like this from now on; `settings` are shmserve.logs.LogSettings, by name."""
 

@@ -17,7 +17,12 @@ from shmserve.ipc.messages import Failed, Finished, Responded, Submit
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import Inference, pack_inference
+from shmserve.ipc.tensors.inference import (
+    SEQUENCE_END,
+    SEQUENCE_START,
+    Inference,
+    pack_inference,
+)
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.host.listeners import Listeners
@@ -108,6 +113,7 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
     admission = signature.admit("check", inputs, ())
     dealer = Dealer(where["endpoint"], f"{os.getpid()}.{secrets.token_hex(4)}")
     began = time.monotonic()
+    text = _ids_are_texts(where["config"])
     try:
         dealer.send(
             Submit(
@@ -119,6 +125,9 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
                 timeout_us=0,
                 priority=0,
                 work=work,
+                flags=SEQUENCE_START | SEQUENCE_END,
+                correlation_id=0 if text else 1,
+                correlation_text="check" if text else "",
             )
         )
         while dealer.wait(_PATIENCE_S):
@@ -126,15 +135,22 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
                 match message:
                     case Finished():
                         return "", time.monotonic() - began
-                    case Responded(message=text, code=code):  # the first, or that there is none
-                        return (text, 0.0) if code else ("", time.monotonic() - began)
-                    case Failed(message=text):
-                        return text, 0.0
+                    case Responded(message=error, code=code):  # the first, or that there is none
+                        return (error, 0.0) if code else ("", time.monotonic() - began)
+                    case Failed(message=error):
+                        return error, 0.0
             if not dealer.connected:
                 return "its scheduler ended", 0.0
         return f"no answer within {_PATIENCE_S:.0f} s", 0.0
     finally:
         dealer.close()
+
+
+def _ids_are_texts(config: dict[str, Any]) -> bool:
+    """Whether a model with sequences takes texts as their ids."""
+    tensors = (config.get("sequence_batching") or {}).get("control_input") or ()
+    controls = [control for tensor in tensors for control in tensor.get("control") or ()]
+    return any(control.get("data_type") == "TYPE_STRING" for control in controls)
 
 
 def _zeros(signature: Signature, name: str) -> TensorRef:

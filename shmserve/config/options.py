@@ -271,6 +271,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             help="bytes each process may use for tensors that lie in no client's region",
         ),
         Flag(
+            "cache-config",
+            help="local,size=BYTES: keep responses, so many bytes of them, of models whose "
+            "configuration has response_cache { enable: true }",
+            repeat=True,
+        ),
+        Flag("response-cache-byte-size", kind=int, help="the same: Triton's older name of it"),
+        Flag(
             "exit-timeout-secs",
             kind=int,
             default=30,
@@ -327,10 +334,10 @@ grpc-max-response-pool-size grpc-infer-thread-count grpc-infer-max-completion-qu
 allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
 allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model
 allow-gpu-metrics:bool allow-cpu-metrics:bool metrics-interval-ms trace-config
-backend-directory repoagent-directory cache-config cache-directory rate-limit rate-limit-resource
+backend-directory repoagent-directory cache-directory rate-limit rate-limit-resource
 pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size
 min-supported-compute-capability buffer-manager-thread-count host-policy model-load-gpu-limit
-strict-model-config:bool response-cache-byte-size trace-file trace-level trace-rate trace-count
+strict-model-config:bool trace-file trace-level trace-rate trace-count
 trace-log-frequency
 """
 ACCEPTED: tuple[Flag, ...] = tuple(

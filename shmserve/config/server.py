@@ -20,6 +20,7 @@ from shmserve.common.access.auth_tokens import (
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import is_inline
 from shmserve.config import grpc
+from shmserve.config.cache import cache_byte_size
 from shmserve.config.command_line import Parsed
 from shmserve.config.grpc import GrpcConfig
 from shmserve.config.metrics import MetricsConfig, parse_metrics_config
@@ -69,6 +70,7 @@ class ServerConfig:
     server_id: str
     run_dir: Path | None
     arena_byte_size: int
+    cache_byte_size: int
     exit_timeout_s: int
     exit_on_error: bool
     strict_readiness: bool
@@ -148,6 +150,9 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
         arena_byte_size=value["arena-byte-size"],
+        cache_byte_size=cache_byte_size(
+            parsed.repeated["cache-config"], value["response-cache-byte-size"]
+        ),
         exit_timeout_s=value["exit-timeout-secs"],
         exit_on_error=value["exit-on-error"],
         strict_readiness=value["strict-readiness"],

@@ -74,8 +74,6 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
     for name in _TOP_FIELDS:
         if _is_set(config, name):
             yield name
-    if config.response_cache.enable:
-        yield "response_cache"
     for index, control in enumerate(config.model_metrics.metric_control):
         if control.metric_identifier.family != first_response.FAMILY:
             yield f"model_metrics.metric_control[{index}]"

@@ -20,6 +20,7 @@ instances/              pool.py         slots: who is there, who is free, what e
                         executions.py   batches and responses between here and workers
                         losses.py       workers that died, overran or talked nonsense: retries
                         service_time.py moving averages of how long executions take
+response_cache/         responses kept for requests that come again: key.py, lru.py, cache.py
 statistics/             counters, histograms, quantiles, responses by index
 ensemble/               the scheduler of an ensemble: its steps are other models
 waiting.py              waiting for sockets, or for a time in microseconds

@@ -25,9 +25,17 @@ from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.queue import RequestQueue, believable
-from shmserve.scheduler.requests.request import Client, Event, Request, State
+from shmserve.scheduler.requests.request import (
+    Client,
+    Event,
+    Lookup,
+    Outcome,
+    Request,
+    State,
+)
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics.timing import Timing
 
 _STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
@@ -77,7 +85,7 @@ class Clients:
                 if request is not None and request.state is State.RESPONDING:
                     self._executions.grant(request, message.responses)
             case Release():
-                self._executions.release(client.pid, message.pid, message.offsets)
+                self._release(client, message)
             case ReportStatistics():
                 self._reports.tell(peer, message.id, now_ns)
             case ReportTimes():
@@ -101,10 +109,17 @@ class Clients:
                 raise Unavailable(id_prefix(message.request_id) + _STOPPING)
             if self._pool.failure:
                 raise Unavailable(self._pool.failure)
+            cache, lookup = self._responses.cache, None
+            if cache is not None:
+                lookup = cache.look_up(message.work, client.pid)
+                if lookup is not None and lookup.body:
+                    self._hit(client, message, lookup, now_ns)
+                    return
             if self._pool.free and self._queue.full(message.priority):
                 self._dispatch.run(now_ns)
             identity = self._dispatch.identify(client, message)
             request = self._queue.admit(client, message, now_ns)
+            request.lookup = lookup
             self._responses.admitted(request)
             self._dispatch.admitted(request, identity)
         except InvalidArgument as error:
@@ -116,6 +131,20 @@ class Clients:
                 wait_s = self._executions.service_time.drain_s(waiting, instances)
             self._statistics.failed(believable(message.arrived_ns, now_ns), Reason.REJECTED, now_ns)
             self._responses.refuse(client, message, error, wait_s)
+
+    def _hit(self, client: Client, message: Submit, lookup: Lookup, now_ns: int) -> None:
+        """The response to a request is known; only its turn may still have to come."""
+        request = self._queue.admit(client, message, now_ns, cached=True)
+        request.lookup = lookup
+        self._responses.admitted(request)
+        timing = Timing(now_ns, 0, 0, 0)
+        self._responses.finish(request, Outcome("", "", lookup.body, timing), now_ns)
+
+    def _release(self, client: Client, message: Release) -> None:
+        read = (client.pid, message.pid, message.offsets)
+        cache = self._responses.cache
+        if cache is None or not cache.release(*read):
+            self._executions.release(*read)
 
     def _cancel(self, request: Request, now_ns: int) -> None:
         match request.state:

@@ -25,6 +25,7 @@ from shmserve.ipc.messages import (
     MetricsReported,
     PoolFailed,
     ProcessExited,
+    ResizeCache,
     SetLogging,
     Stop,
     SupervisorToScheduler,
@@ -42,6 +43,7 @@ from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Request, State
 from shmserve.scheduler.requests.responses import Peers, Responses
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 
@@ -62,6 +64,7 @@ class Scheduler:
         workers: Peers,
         control: ControlLink,
         wall_clock: Callable[[], int],
+        cache: ResponseCache | None = None,
     ) -> None:
         self._to_clients = clients
         self._to_workers = workers
@@ -69,6 +72,7 @@ class Scheduler:
         self._ordered = settings.preserve_ordering
         self._statistics = Statistics(settings)
         self._responses = Responses(clients, workers, self._statistics, self._ordered)
+        self._responses.cache = self._cache = cache
         self._queue = RequestQueue(settings)
         self._pool = Pool(settings.execution_limit_ns)
         self._losses = Losses(
@@ -136,6 +140,9 @@ class Scheduler:
                 self._reports.inherit(message, now_ns)
             case KeepStatistics():
                 self._reports.keep_brief(now_ns)
+            case ResizeCache():
+                if self._cache is not None:
+                    self._cache.resize(message.byte_size)
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():
@@ -148,6 +155,8 @@ class Scheduler:
     def _process_exited(self, pid: int, now_ns: int) -> None:
         self._losses.exited(self._pool.exit_process(pid), "", now_ns)
         self._executions.forget(pid)
+        if self._cache is not None:
+            self._cache.process_exited(pid)
         self._reports.exited(pid)
         self.clients.exited(pid, now_ns)
 
@@ -233,5 +242,6 @@ class Scheduler:
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
+            "cache": {} if self._cache is None else self._cache.gauges(),
             "malformed": unread + self._executions.misplaced,
         }

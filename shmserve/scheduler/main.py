@@ -21,6 +21,7 @@ from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number,
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.local_clients import ClientRouters, LocalClientListener
 from shmserve.scheduler.loop import Loop
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 
 PARTING_S = 0.3  # for the last responses to leave
@@ -44,7 +45,12 @@ def run(data: bytes) -> None:
     listener = open_listener(start)
     control.send(SchedulerReady(os.getpid()))
     scheduler = Scheduler(
-        settings, ClientRouters(clients, listener), workers, control, time.time_ns
+        settings,
+        ClientRouters(clients, listener),
+        workers,
+        control,
+        time.time_ns,
+        open_cache(start, settings),
     )
     if start.kept:
         scheduler.go_on(start.kept, start.alive, time.monotonic_ns())
@@ -54,6 +60,13 @@ def run(data: bytes) -> None:
     finally:
         for link in (clients, workers, control, listener.link):
             link.close(PARTING_S)
+
+
+def open_cache(start: SchedulerStart, settings: Settings) -> ResponseCache | None:
+    """The response cache of the model version that is to be scheduled, if it has one."""
+    if not settings.cached or not start.cache.byte_size:
+        return None
+    return ResponseCache(settings.name, settings.version, start.cache)
 
 
 def open_listener(start: SchedulerStart) -> LocalClientListener:

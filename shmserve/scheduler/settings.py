@@ -126,6 +126,7 @@ class Settings:
     decoupled: bool = False  # any number of responses to a request
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
     first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
+    cached: bool = False  # its responses may be kept and given again
 
     @classmethod
     def read(cls, config: dict[str, Any], version: str, limits: SchedulingLimits) -> Settings:
@@ -151,6 +152,7 @@ class Settings:
             decoupled=decoupled,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
+            cached=bool((config.get("response_cache") or {}).get("enable", False)),
         )
 
 

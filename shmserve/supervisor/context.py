@@ -20,6 +20,7 @@ from shmserve.supervisor.processes.control_socket import Control
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
+from shmserve.supervisor.resources.cache_shares import CacheShares
 
 LOCAL_CLIENT = "local client"
 
@@ -44,6 +45,7 @@ class SupervisorContext:
     logging: LogControl
     local_clients: LocalClientServer
     events: EventPublisher
+    cache_shares: CacheShares
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

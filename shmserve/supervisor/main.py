@@ -47,6 +47,7 @@ from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.supervisor import ENDING, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -189,6 +190,7 @@ def compose(
         logging=LogControl(control, config.log),
         local_clients=local_clients,
         events=events,
+        cache_shares=CacheShares(config.cache_byte_size),
     )
     feed = EventFeed(
         events,

@@ -22,6 +22,7 @@ from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.resources.cache_shares import CacheShares
 
 CONFIG = {
     "name": "m",
@@ -74,6 +75,7 @@ class Processes:
             logging=LogControl(fake, LogSettings()),
             local_clients=MagicMock(publish=AsyncMock()),
             events=EventPublisher(),
+            cache_shares=CacheShares(0),
         )
         self._handlers: dict[int, Callable[[Any], None]] = {}
 

@@ -18,6 +18,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.transport import frames
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 
 MS = 1_000_000
@@ -63,6 +64,7 @@ class Rig:
         decoupled: bool = False,
         buckets_ms: list[float] | None = None,
         sequences: dict[str, Any] | None = None,
+        cache: ResponseCache | None = None,
         **server: Any,
     ) -> None:
         config: dict[str, Any] = {"name": "m", "max_batch_size": max_batch_size}
@@ -84,6 +86,7 @@ class Rig:
             self.workers,
             self.control,
             lambda: WALL_NS,
+            cache,
         )
         self.now = 1_000 * MS
         self.wake_ns = NEVER

@@ -52,7 +52,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "model_config": ("common.*", "model_config.*"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
-    "scheduler.requests": ("ipc.*", "scheduler", "scheduler.statistics"),
+    "scheduler.requests": (
+        *("ipc.*", "scheduler", "scheduler.statistics", "scheduler.response_cache"),
+    ),
+    "scheduler.response_cache": ("ipc.*", "scheduler.requests"),
     "scheduler.batchers": ("ipc.*", "scheduler", "scheduler.requests", "scheduler.instances"),
     "scheduler.batchers.sequence": (
         "ipc.*",
@@ -99,6 +102,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     # the supervisor's process
     "supervisor.host": ("ipc.*", "common.*"),
+    "supervisor.resources": ("ipc.*",),
     "supervisor.processes": ("ipc.*", "supervisor.host"),
     "supervisor.regions": ("ipc.*", "common.*"),
     "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),

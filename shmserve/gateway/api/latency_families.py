@@ -45,18 +45,31 @@ _SUMMARIES = (
 )
 
 
+_OF_CACHE = (
+    ("cache_hit", "Summary of cache hit duration in microseconds"),
+    ("cache_miss", "Summary of cache miss duration in microseconds"),
+)
+
+
 def summaries(reports: Reports) -> Iterator[Metric]:
     """Of each model all that succeeded, and the quantiles of those of the last minute."""
     for name, text, counter in _SUMMARIES:
-        family = Metric(f"nv_inference_{name}_summary_us", text, "summary")
-        for labels, report in reports:
-            total = report["inference_stats"][counter]
-            family.add_sample(f"{family.name}_count", labels, total["count"])
-            family.add_sample(f"{family.name}_sum", labels, total["ns"] // 1000)
-            for quantile, value in report.get("quantiles", {}).get(name, ()):
-                number = float("nan") if value is None else value
-                family.add_sample(family.name, {**labels, "quantile": f"{quantile:g}"}, number)
-        yield family
+        yield _summary(f"nv_inference_{name}_summary_us", text, reports, name, counter)
+    cached = [(labels, report) for labels, report in reports if report.get("cache")]
+    for name, text in _OF_CACHE if cached else ():
+        yield _summary(f"nv_{name}_summary_per_model", text, cached, name, name)
+
+
+def _summary(full_name: str, text: str, reports: Reports, name: str, counter: str) -> Metric:
+    family = Metric(full_name, text, "summary")
+    for labels, report in reports:
+        total = report["inference_stats"][counter]
+        family.add_sample(f"{family.name}_count", labels, total["count"])
+        family.add_sample(f"{family.name}_sum", labels, total["ns"] // 1000)
+        for quantile, value in report.get("quantiles", {}).get(name, ()):
+            number = float("nan") if value is None else value
+            family.add_sample(family.name, {**labels, "quantile": f"{quantile:g}"}, number)
+    return family
 
 
 def first_responses(reports: Reports) -> Iterator[Metric]:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from shmserve.common import cumulative_counters, model_metrics
 from shmserve.gateway.api import statistics
+from shmserve.gateway.api.cache_families import cached
 from shmserve.gateway.api.latency_families import first_responses, summaries
 from shmserve.gateway.api.process_stats import CpuUtilization, memory_bytes, processes
 from shmserve.gateway.context import Gateway
@@ -170,6 +171,7 @@ class _Families(Collector):
         for labels, report in self._tagged:
             pending.add_sample(pending.name, labels, report["pending"])
         yield pending
+        yield from cached(self._tagged, settings.counter_latencies)
         if settings.histogram_latencies:
             yield from first_responses(self._tagged)
         if settings.summary_latencies:

@@ -37,6 +37,7 @@ from shmserve.ipc.messages import (
     Release,
     ReportStatistics,
     ReportTimes,
+    ResizeCache,
     Responded,
     SchedulerLost,
     SchedulerToClient,
@@ -63,6 +64,7 @@ from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.requests.responses import Peers
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 
@@ -99,6 +101,7 @@ class Ensemble(Steps):
         control: ControlLink,
         memory: EnsembleMemory,
         wall_clock: Callable[[], int],
+        cache: ResponseCache | None = None,
     ) -> None:
         self._name = settings.name
         self._graph = Graph.read(config)
@@ -112,8 +115,9 @@ class Ensemble(Steps):
         self._plans_of = 0
         self._statistics = Statistics(settings)
         self._responses = Responses(
-            self._signature, settings.decoupled, clients, memory, self._statistics
+            self._signature, settings.decoupled, clients, memory, self._statistics, cache
         )
+        self._cache = cache
         self._reports = Reports(self._statistics, clients, control, wall_clock, self._gauges)
         self._to_clients = clients
         self._table: InflightTable[StepRequest] = InflightTable()
@@ -151,7 +155,9 @@ class Ensemble(Steps):
                     self._responses.granted(request, message.responses)
                     self._touched[request] = None
             case Release():
-                self._responses.given_back(client, message)
+                read = (client.pid, message.pid, message.offsets)
+                if self._cache is None or not self._cache.release(*read):
+                    self._responses.given_back(client, message)
             case ReportStatistics():
                 self._reports.tell(peer, message.id, now_ns)
             case ReportTimes():
@@ -174,7 +180,14 @@ class Ensemble(Steps):
                 raise Unavailable(id_prefix(message.request_id) + _STOPPING)
             if 0 < message.deadline_ns < self._now_ns:
                 raise Unavailable(EXPIRED)
+            lookup = None
+            if self._cache is not None:
+                lookup = self._cache.look_up(message.work, client.pid)
+                if lookup is not None and lookup.body:
+                    self._responses.hit(client, message, lookup, self._now_ns)
+                    return
             request = self._admitted(client, message)
+            request.lookup = lookup
         except MalformedMessage as error:
             logger.error("a request cannot be read: %s", error)
             self._refuse(client, message, Internal("internal error"))
@@ -395,6 +408,9 @@ class Ensemble(Steps):
                 self._drained = False
             case Stop():
                 self._stop()
+            case ResizeCache():
+                if self._cache is not None:
+                    self._cache.resize(message.byte_size)
             case InstanceExpected() | InstanceExited() | PoolFailed():
                 self.misplaced()  # there are no instances
             case _:
@@ -419,6 +435,8 @@ class Ensemble(Steps):
 
     def _process_exited(self, pid: int) -> None:
         self._memory.process_exited(pid)
+        if self._cache is not None:
+            self._cache.process_exited(pid)
         self._responses.forget(pid)
         for client in [c for c in self._clients.values() if c.pid == pid]:
             del self._clients[client.peer]
@@ -601,6 +619,7 @@ class Ensemble(Steps):
             "pending": 0,  # what waits, waits for its steps
             "executing": self._live,
             "instances": {},
+            "cache": {} if self._cache is None else self._cache.gauges(),
             "malformed": self._to_clients.malformed + self._control.malformed,
         }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from shmserve import logs
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.messages import SchedulerReady
+from shmserve.ipc.messages import MemoryDropped, SchedulerReady
 from shmserve.ipc.messages.start import SchedulerStart, decode
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number
@@ -18,7 +18,7 @@ from shmserve.scheduler.ensemble.core import Ensemble
 from shmserve.scheduler.ensemble.loop import Loop, Steps
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.local_clients import ClientRouters
-from shmserve.scheduler.main import PARTING_S, open_listener
+from shmserve.scheduler.main import PARTING_S, open_cache, open_listener
 from shmserve.scheduler.settings import Settings
 
 
@@ -40,7 +40,9 @@ def run(data: bytes) -> None:
     control.send(SchedulerReady(os.getpid()))
     inboxes: dict[int, Callable[[], None]] = {}
     steps = Steps(inboxes)
-    memory = EnsembleMemory(start.arena_byte_size)
+    memory = EnsembleMemory(
+        start.arena_byte_size, lambda memory_id: control.post(MemoryDropped(memory_id))
+    )
     ensemble = steps.ensemble = Ensemble(
         settings,
         start.config,
@@ -49,6 +51,7 @@ def run(data: bytes) -> None:
         control,
         memory,
         time.time_ns,
+        open_cache(start, settings),
     )
     if start.kept:
         ensemble.go_on(start.kept, time.monotonic_ns())

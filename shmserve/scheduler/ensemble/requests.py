@@ -14,6 +14,7 @@ from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
 from shmserve.scheduler.ensemble.values import Value
 from shmserve.scheduler.requests.queue import believable
+from shmserve.scheduler.requests.request import Lookup
 
 
 class Client:
@@ -36,7 +37,7 @@ class EnsembleRequest:
     `running`: its steps' requests by number; `waiting` of them have not been submitted. It is
     `over` when no further step of it runs: with `failure`, or because its client is `gone`.
     `told`: its failure has been said, though steps are still running. `unread`: the responses that
-    its client has yet to read.
+    its client has yet to read. `lookup` is what the response cache said of it, if it was asked.
     """
 
     __slots__ = (
@@ -49,6 +50,7 @@ class EnsembleRequest:
         "gone",
         "id",
         "inference",
+        "lookup",
         "plan",
         "responded_ns",
         "responses",
@@ -70,6 +72,7 @@ class EnsembleRequest:
         self.id = submit.id
         self.submit = submit
         self.inference = inference
+        self.lookup: Lookup | None = None
         self.plan = plan
         self.flow = Flow(plan)
         self.arrived_ns = believable(submit.arrived_ns, now_ns)

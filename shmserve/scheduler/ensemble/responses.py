@@ -11,6 +11,7 @@ from shmserve.ipc.messages import (
     Release,
     Responded,
     Settled,
+    Submit,
     Timed,
 )
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
@@ -22,7 +23,10 @@ from shmserve.scheduler.ensemble.memory import EnsembleMemory, Lent
 from shmserve.scheduler.ensemble.requests import Client, EnsembleRequest
 from shmserve.scheduler.ensemble.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value
+from shmserve.scheduler.requests.queue import believable
+from shmserve.scheduler.requests.request import Lookup
 from shmserve.scheduler.requests.responses import Peers
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Statistics
 from shmserve.scheduler.statistics.timing import Timing
 
@@ -37,6 +41,7 @@ class Responses:
         clients: Peers,
         memory: EnsembleMemory,
         statistics: Statistics,
+        cache: ResponseCache | None,
     ) -> None:
         self._signature = signature
         self._decoupled = decoupled
@@ -44,6 +49,7 @@ class Responses:
         self._memory = memory
         self._statistics = statistics
         self._lent = Lent()
+        self._cache = cache
 
     def check_places(self, request: EnsembleRequest, graph: Graph) -> None:
         """Raise InvalidArgument where an output would go over an input that another step reads."""
@@ -123,6 +129,7 @@ class Responses:
             request.flow.responses.clear()
             body = self._body(request, response)
             _release(list(response.values()))
+            self._keep(request, body, now_ns)
         self._statistics.succeeded(request, timing, now_ns)
         peer = request.client.peer
         if request.client.timed:
@@ -131,6 +138,19 @@ class Responses:
             self._clients.post(peer, Responded(request.id, "", "", b"", final=True))
         else:
             self._clients.post(peer, Finished(request.id, body))
+
+    def hit(self, client: Client, message: Submit, lookup: Lookup, now_ns: int) -> None:
+        """The response to a request is cached: no step runs."""
+        self._statistics.hit(believable(message.arrived_ns, now_ns), 0, lookup.ns, now_ns)
+        if client.timed:
+            self._clients.post(client.peer, Timed(message.id, 0, 0, 0))
+        self._clients.post(client.peer, Finished(message.id, lookup.body))
+
+    def _keep(self, request: EnsembleRequest, body: bytes, now_ns: int) -> None:
+        lookup = request.lookup
+        if lookup is not None and self._cache is not None:
+            insert_ns = self._cache.insert(lookup.key, body)
+            self._statistics.missed(lookup.ns, insert_ns, now_ns)
 
     def _count(self, request: EnsembleRequest, body: bytes, final: bool, now_ns: int) -> None:
         response = ExecutionResponded(0, "", "", body, final, now_ns, now_ns)

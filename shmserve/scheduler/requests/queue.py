@@ -56,8 +56,10 @@ class RequestQueue:
         level = policies.level(priority)
         return 0 < policies.of(level).max_size <= self._queue.size(level)
 
-    def admit(self, client: Client, message: Submit, now_ns: int) -> Request:
-        """Enqueue a request.
+    def admit(
+        self, client: Client, message: Submit, now_ns: int, *, cached: bool = False
+    ) -> Request:
+        """Enqueue a request; one whose response is `cached` only to have its deadline kept.
 
         Raises InvalidArgument (its batch size), Unavailable (its deadline has passed) or QueueFull.
         """
@@ -78,7 +80,7 @@ class RequestQueue:
             deadline = arrived + limit if limit else 0
         if 0 < deadline < now_ns:
             raise Unavailable(EXPIRED)
-        if 0 < policy.max_size <= self._queue.size(level):
+        if not cached and 0 < policy.max_size <= self._queue.size(level):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         timeout = own or policy.timeout_ns
         request = Request(
@@ -97,9 +99,12 @@ class RequestQueue:
             message.request_id,
             level,
         )
-        self._queue.append(request)
         if deadline:
             heapq.heappush(self._timers, (deadline, request.key, request))
+        if cached:
+            request.meet(Event.DISPATCH)
+            return request
+        self._queue.append(request)
         if timeout:
             heapq.heappush(self._timers, (request.queue_limit_ns, request.key, request))
         return request

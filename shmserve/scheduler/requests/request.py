@@ -90,6 +90,15 @@ class Worker(NamedTuple):
     pid: int
 
 
+class Lookup(NamedTuple):
+    """What a look into the response cache gave: the request's `key` where it missed, or else its
+    response; and the ns that it took."""
+
+    key: bytes
+    body: bytes
+    ns: int
+
+
 class Outcome(NamedTuple):
     """What an execution made of a request: `code` "" is success, no `timing` a death."""
 
@@ -121,6 +130,7 @@ class Request:
     client has read; since `responded_ns` the model has been at the next one. `level` is its
     priority level, 1 the highest; it is `delayed` where its timeout put it behind the others there.
     `sequence` is the one that it belongs to, where there are any, and `flags` say where in it.
+    `lookup` is what the response cache said of it, if it was asked.
     """
 
     __slots__ = (
@@ -136,6 +146,7 @@ class Request:
         "id",
         "key",
         "level",
+        "lookup",
         "outcome",
         "queue_limit_ns",
         "request_id",
@@ -192,6 +203,7 @@ class Request:
         self.sequence: Any = None  # a batchers.sequence.lane.Sequence
         self.flags = 0
         self.untimed = False  # it succeeded before that
+        self.lookup: Lookup | None = None
 
     def meet(self, event: Event) -> None:
         """Move to the next state; raises IllegalEvent and changes nothing where there is none."""

@@ -36,6 +36,7 @@ from shmserve.scheduler.requests.request import (
     Request,
     State,
 )
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 from shmserve.scheduler.statistics.timing import Timing
 
@@ -57,7 +58,8 @@ class Peers(Protocol):
 
 
 class Responses:
-    """What clients are told. `live` counts the requests that are not done."""
+    """What clients are told. `live` counts the requests that are not done; `cache` keeps what may
+    be told again."""
 
     def __init__(
         self, clients: Peers, workers: Peers, statistics: Statistics, preserve_ordering: bool
@@ -68,6 +70,7 @@ class Responses:
         self._ordered = preserve_ordering
         self._order: deque[Request] = deque()
         self.live = 0
+        self.cache: ResponseCache | None = None
 
     def admitted(self, request: Request) -> None:
         """From now on this request is owed a response."""
@@ -111,6 +114,10 @@ class Responses:
 
     def finish(self, request: Request, outcome: Outcome, now_ns: int) -> None:
         """End an executing request with its outcome, as soon as its turn comes."""
+        lookup = request.lookup
+        if lookup is not None and lookup.key and self.cache is not None and not outcome.code:
+            insert_ns = self.cache.insert(lookup.key, outcome.body)
+            self._statistics.missed(lookup.ns, insert_ns, now_ns)
         if self._ordered:
             request.meet(Event.HOLD)
             request.outcome = outcome
@@ -139,7 +146,12 @@ class Responses:
             reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
             self.fail(request, code, text, reason, now_ns)
             return
-        self._statistics.succeeded(request, timing, now_ns)
+        lookup = request.lookup
+        if lookup is not None and lookup.body:
+            queued = timing[0] - request.enqueued_ns
+            self._statistics.hit(request.arrived_ns, queued, lookup.ns, now_ns)
+        else:
+            self._statistics.succeeded(request, timing, now_ns)
         self._tell_time(request, timing)
         request.meet(Event.FINISH)
         self._clients.post(request.client.peer, Finished(request.id, body))
@@ -195,6 +207,8 @@ class Responses:
         """Tell the worker that had this request that nobody will read what it made."""
         worker = request.worker
         if worker is None:
+            if self.cache is not None:
+                self.cache.drop(request.client.pid, body)
             return
         try:
             tensors = unpack_inferred(body).outputs

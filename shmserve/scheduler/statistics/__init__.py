@@ -36,6 +36,8 @@ and one key more, for metrics:
         earlier         counters of what this one replaces, as counters.lasting gives them
         copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from
                         it; none for what is used where it lies}
+        cache           {"bytes", "entries", "evicted", "lent_bytes"} of the response cache; empty:
+                        it has none
         families        the model's own metrics, as model_metrics.plain has them
 
 A request counts when its last response is known, before that is sent: who asks after its own sees

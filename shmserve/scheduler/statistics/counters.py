@@ -18,6 +18,7 @@ from shmserve.scheduler.statistics.timing import Timing
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
 _SUMMARISED = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+_SUMMARISED_OF_CACHE = ("cache_hit", "cache_miss")
 
 
 class Reason(StrEnum):
@@ -52,10 +53,13 @@ class Statistics:
         self._first_responses = Histogram(settings.first_response_buckets_ms, _NS_PER_MS)
         self._responses = ResponseStats()
         self._shown_quantiles = settings.quantiles
-        self._quantiles = {name: Quantiles() for name in _SUMMARISED} if settings.quantiles else {}
+        names = (*_SUMMARISED, *(_SUMMARISED_OF_CACHE if settings.cached else ()))
+        self._quantiles = {name: Quantiles() for name in names} if settings.quantiles else {}
         self.workers_lost = 0
         self.retried = 0
         self.overruns = 0
+        self._hits, self._hit_ns = 0, 0
+        self._misses, self._miss_ns = 0, 0
         self._earlier: dict[str, Any] = {}
 
     def inherit(self, report: dict[str, Any]) -> None:
@@ -77,6 +81,30 @@ class Statistics:
             request.untimed = True
         else:
             self.timed(request, timing, now_ns)
+
+    def hit(self, arrived_ns: int, queued: int, lookup_ns: int, now_ns: int) -> None:
+        """A request has ended with a cached response, which was found in `lookup_ns`."""
+        total = now_ns - arrived_ns + lookup_ns
+        self._hits += 1
+        self._hit_ns += lookup_ns
+        self._succeeded += 1
+        self._success_ns += total
+        self._queue_ns += queued
+        self._request_times.observe(total)
+        self._queue_times.observe(queued)
+        if self._quantiles:
+            for name, ns in (("request", total), ("queue", queued), ("cache_hit", lookup_ns)):
+                self._quantiles[name].observe(ns // _NS_PER_US, now_ns)
+
+    def missed(self, lookup_ns: int, insert_ns: int, now_ns: int) -> None:
+        """A request that is about to succeed was not in the cache; its response was inserted after
+        `now_ns`."""
+        self._misses += 1
+        self._miss_ns += lookup_ns + insert_ns
+        self._success_ns += insert_ns
+        if self._quantiles:
+            took_us = (lookup_ns + insert_ns) // _NS_PER_US
+            self._quantiles["cache_miss"].observe(took_us, now_ns)
 
     def timed(self, request: Counted, timing: Timing, now_ns: int) -> None:
         """The execution of a request that succeeded took this long."""
@@ -123,6 +151,8 @@ class Statistics:
         _, self._input_ns = taken(parts["compute_input"])
         _, self._infer_ns = taken(parts["compute_infer"])
         _, self._output_ns = taken(parts["compute_output"])
+        self._hits, self._hit_ns = taken(parts["cache_hit"])
+        self._misses, self._miss_ns = taken(parts["cache_miss"])
         ours = report["shmserve"]
         self._failures.update({Reason(key): int(n) for key, n in ours["failures"].items()})
         self._request_times.restore(ours["histograms"]["request_seconds"])
@@ -149,6 +179,7 @@ class Statistics:
     ) -> dict[str, Any]:
         executions = self.executions
         count = self._succeeded
+        executed = count - self._hits
         return {
             "name": self._name,
             "version": self._version,
@@ -159,11 +190,11 @@ class Statistics:
                 "success": duration(count, self._success_ns),
                 "fail": duration(self._failed, self._fail_ns),
                 "queue": duration(count, self._queue_ns),
-                "compute_input": duration(count, self._input_ns),
-                "compute_infer": duration(count, self._infer_ns),
-                "compute_output": duration(count, self._output_ns),
-                "cache_hit": duration(0, 0),
-                "cache_miss": duration(0, 0),
+                "compute_input": duration(executed, self._input_ns),
+                "compute_infer": duration(executed, self._infer_ns),
+                "compute_output": duration(executed, self._output_ns),
+                "cache_hit": duration(self._hits, self._hit_ns),
+                "cache_miss": duration(self._misses, self._miss_ns),
             },
             **by_response,
             "batch_stats": executions.by_size(),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import shmserve.client
-from tests.support.sequence_models import IDLE, instances
-from tests.support.servers import Server, running
+from tests.support import repositories
+from tests.support.sequence_models import IDLE, controls, instances
+from tests.support.servers import ROOT, Server, run_command, running
 
 MODULE = '''
 """OUTPUT = SUM, which goes on with INPUT; COUNT goes on by one."""
@@ -200,6 +201,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     native.mkdir(parents=True)
     (native / "model.py").write_text(NATIVE)
     (native.parent / "config.pbtxt").write_text('name: "native" backend: "native"')
+    example = repository / "mean" / "1"
+    example.mkdir(parents=True)
+    (example / "model.py").write_text((ROOT / "examples" / "native_sequence.py").read_text())
+    named = 'parameters { key: "class" value { string_value: "Mean" } }'
+    (example.parent / "config.pbtxt").write_text(f'name: "mean" backend: "native" {named}')
     with running(repository) as started:
         yield started
 
@@ -329,6 +335,26 @@ def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None
     assert sums == [101, 102, 103]
     metadata = client.models()
     assert ("native", "1") in metadata
+
+
+def test_the_readmes_example(client: shmserve.client.Server) -> None:
+    text = (ROOT / "README.md").read_text()
+    declared = text.partition("    def predict(self, value")[2].partition("```")[0]
+    assert declared in (ROOT / "examples" / "native_sequence.py").read_text()
+    means = [
+        float(client.infer("mean", value=number(each), sequence="a", start=each == 1)["mean"][0, 0])
+        for each in (1, 2, 6)
+    ]
+    assert means == [1, 1.5, 3]
+    client.infer("mean", value=number(0), sequence="a", end=True)
+
+
+def test_check_runs_a_sequence_of_one_request(tmp_path: Path) -> None:
+    for id_type in ("STRING", "UINT64"):
+        config = f"sequence_batching {{ direct {{ }} {controls('TYPE_' + id_type)} }}"
+        repositories.add_as(tmp_path, f"id_{id_type}", "sequencer", config)
+    done = run_command("check", str(tmp_path))
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_file_that_is_too_short_is_a_load_error(explicit: tuple[Server, Path]) -> None:

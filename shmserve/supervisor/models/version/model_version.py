@@ -150,6 +150,8 @@ class ModelVersion:
         match message:
             case m.KillInstance(index, reason, pid):
                 self.instances.kill_overrunning(index, reason, pid)
+            case m.MemoryDropped():  # which an ensemble has kept for workers
+                self._context.broadcast(message, "worker")
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)
 
@@ -179,6 +181,7 @@ class ModelVersion:
         """End every process now."""
         self._lifetime.retiring = self._lifetime.stopping = True
         self._news.set()
+        self._scheduler.leave_cache()
         children = [*self._scheduler.children(), *self.instances.children()]
         for child in children:
             child.kill()

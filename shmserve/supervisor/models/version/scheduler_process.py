@@ -7,19 +7,23 @@ reaches no other.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
-from shmserve.ipc.messages.start import SchedulerStart, SchedulingLimits, encode
+from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLimits, encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.counters import counted
 from shmserve.supervisor.models.version.carry_over import CarryOver
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
+
+logger = logging.getLogger(__name__)
 
 _ENTRY = "shmserve.scheduler.main:run"
 _ENSEMBLE_ENTRY = "shmserve.scheduler.ensemble.main:run"
@@ -120,6 +124,7 @@ class SchedulerProcess:
             group=server.shm.group,
             arena_byte_size=server.arena_byte_size,
             limits=limits,
+            cache=self._cache_start(config),
             kept=self.counts.kept,
             alive=workers,
             log=context.log,
@@ -127,6 +132,21 @@ class SchedulerProcess:
         title = f"{self._role} {self._spec.name}"
         entry = _ENSEMBLE_ENTRY if self._spec.steps else _ENTRY
         return await context.front_zygote.spawn(title, entry, encode(start))
+
+    def _cache_start(self, config: dict[str, Any]) -> CacheStart:
+        """The part of the response cache that a model version gets, if it asks for any."""
+        shares = self._context.cache_shares
+        if not (config.get("response_cache") or {}).get("enable", False):
+            return CacheStart()
+        if not shares.byte_size:
+            logger.warning(
+                "model '%s' asks for a response cache, which this server has not: see "
+                "--cache-config",
+                self._spec.name,
+            )
+            return CacheStart()
+        share = shares.join(id(self), self.tell)
+        return CacheStart(share, self._context.config.arena_byte_size, os.getpid())
 
     @property
     def _role(self) -> str:
@@ -164,7 +184,12 @@ class SchedulerProcess:
         self.tell(m.Drain())
         await self._context.either(self._drained, self._child.exited)
 
+    def leave_cache(self) -> None:
+        """What it had of the response cache is for others."""
+        self._context.cache_shares.leave(id(self))
+
     async def stop(self) -> None:
         """End it, in order."""
+        self.leave_cache()
         self.tell(m.Stop())
         await self._context.end(self._child, _STOP_PATIENCE_S)

@@ -1,0 +1,31 @@
+"""A model that keeps state: shmserve serve examples/native_sequence.py:Mean"""
+
+from typing import NamedTuple
+
+from torch import Tensor, cat
+
+from shmserve.model import FP32
+
+
+class Outputs(NamedTuple):
+    mean: FP32[Tensor, 1]
+    seen_out: FP32[Tensor, 2]
+
+
+class Mean:
+    sequence_batching = {  # noqa: RUF012 - as config.pbtxt has it
+        "oldest": {"max_candidate_sequences": 64},
+        "max_sequence_idle_microseconds": 10_000_000,
+        "state": [
+            {
+                "input_name": "seen",
+                "output_name": "seen_out",
+                "data_type": "TYPE_FP32",
+                "dims": [2],
+            }
+        ],
+    }
+
+    def predict(self, value: FP32[Tensor, 1], seen: FP32[Tensor, 2]) -> Outputs:
+        total, count = seen[:, :1] + value, seen[:, 1:] + 1
+        return Outputs(total / count, cat([total, count], dim=1))

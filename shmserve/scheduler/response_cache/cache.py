@@ -1,0 +1,203 @@
+"""Requests in, responses out: what the response cache of a model version does for its scheduler.
+
+Only bytes that no client can change meanwhile are hashed and kept: those in the message, and those
+in memory that a process of the server made (a gateway's for the body of a request, a worker's for
+outputs). A request with an input or an output in a client's region, or on a device, passes the
+cache by: no scheduler reads such memory, and what a client says of its content is not believed.
+
+A large response is copied out of the cache for each hit, into an arena that its reader gives it
+back to: whatever a reader does with its copy, the cache stays what it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shmserve.errors import ShmserveError, Unavailable
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    INLINE_LIMIT,
+    Inferred,
+    pack_inferred,
+    unpack_inference,
+    unpack_inferred,
+)
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.requests.request import Lookup
+from shmserve.scheduler.response_cache.key import cache_key
+from shmserve.scheduler.response_cache.lru import LruCache
+
+logger = logging.getLogger(__name__)
+
+# What an entry takes besides the bytes of its tensors, about.
+_ENTRY = 512
+_TENSOR = 256
+_IN_BODY = Inferred(())
+
+
+class _Entry(NamedTuple):
+    """A response: small, as it travels, in `body`, or else with each tensor's bytes."""
+
+    body: bytes
+    response: Inferred
+
+
+class ResponseCache:
+    """The responses of one model version. `start` says how large it may be, and who holds the
+    memory of clients."""
+
+    def __init__(
+        self,
+        model: str,
+        version: str,
+        start: CacheStart,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._model = model
+        self._version = version
+        self._clients_memory = start.supervisor_pid
+        self._arena_byte_size = start.arena_byte_size
+        self._clock = clock
+        self._entries: LruCache[_Entry] = LruCache(start.byte_size)
+        self._mappings = Mappings()
+        self._arena: Arena | None = None
+        self._lent: dict[int, set[int]] = {}  # the offsets in our arena that each reader has
+        self._too_large = 0
+
+    def look_up(self, work: bytes, reader: int) -> Lookup | None:
+        """The cached response to a packed request, for the process `reader`; None: the request
+        passes the cache by."""
+        began_ns = self._clock()
+        try:
+            inference = unpack_inference(work)
+            if any(output.place is not None for output in inference.outputs):
+                return None
+            key = cache_key(self._model, self._version, inference, self._read)
+            entry = self._entries.find(key)
+            body = b"" if entry is None else entry.body or self._copied(entry.response, reader)
+        except (MalformedMessage, ShmserveError):
+            return None
+        return Lookup(b"" if body else key, body, self._clock() - began_ns)
+
+    def insert(self, key: bytes, body: bytes) -> int:
+        """Keep the response to a request that missed, as its worker has packed it; returns the ns
+        that this took."""
+        began_ns = self._clock()
+        try:
+            response = unpack_inferred(body)
+            tensors = tuple(
+                TensorRef(each.name, each.datatype, each.shape, self._kept(each.data))
+                for each in response.outputs
+            )
+        except (MalformedMessage, ShmserveError):
+            return self._clock() - began_ns  # it lies where we do not read
+        if tensors == response.outputs:
+            entry, byte_size = _Entry(body, _IN_BODY), _ENTRY + len(body)
+        else:
+            entry = _Entry(b"", Inferred(tensors, response.parameters))
+            datas = [each.data for each in tensors if isinstance(each.data, bytes)]
+            byte_size = _ENTRY + sum([_TENSOR + len(data) for data in datas])
+        if not self._entries.insert(key, entry, byte_size):
+            self._refused(key, byte_size)
+        return self._clock() - began_ns
+
+    def _refused(self, key: bytes, byte_size: int) -> None:
+        self._too_large += 1
+        if self._too_large & (self._too_large - 1) == 0:  # the 1st, 2nd, 4th, ...: not each
+            logger.warning(
+                "Failed to insert key %s: a response of model '%s' takes %d bytes, its part of the "
+                "response cache is %d (so far %d were too large)",
+                *(key.hex()[:16], self._model, byte_size, self._entries.bound, self._too_large),
+            )
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def _read(self, place: Place) -> memoryview:
+        """Raises Unavailable where the bytes may be changed by a client, or are gone."""
+        memory = place.memory
+        if (
+            memory.cuda is not None
+            or memory.copied
+            or not memory.sealed
+            or memory.pid == self._clients_memory
+        ):
+            raise Unavailable("this memory is not read by schedulers")
+        view: memoryview = self._mappings.view(place)
+        return view
+
+    def _kept(self, data: bytes | Place) -> bytes:
+        return data if isinstance(data, bytes) else bytes(self._read(data))
+
+    def _copied(self, response: Inferred, reader: int) -> bytes:
+        """A large response in our arena; raises Unavailable when that is full."""
+        if self._arena is None:
+            self._arena = Arena(self._arena_byte_size)
+        placed: list[TensorRef] = []
+        lent = self._lent.setdefault(reader, set())
+        inline = INLINE_LIMIT
+        try:
+            for tensor in response.outputs:
+                data = tensor.data
+                assert isinstance(data, bytes)
+                if len(data) <= inline:
+                    inline -= len(data)
+                    placed.append(tensor)
+                    continue
+                place = self._arena.allocate(len(data))
+                lent.add(place.offset)
+                self._arena.view(place)[:] = data
+                placed.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, place))
+        except Unavailable:
+            self._give_back(reader, placed)
+            raise
+        return pack_inferred(Inferred(tuple(placed), response.parameters))
+
+    def drop(self, reader: int, body: bytes) -> None:
+        """Nobody will read this response of ours."""
+        self._give_back(reader, list(unpack_inferred(body).outputs))
+
+    def _give_back(self, reader: int, tensors: list[TensorRef]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor.data, Place):
+                self.release(reader, tensor.data.memory.pid, [tensor.data.offset])
+
+    def release(self, reader: int, pid: int, offsets: list[int]) -> bool:
+        """A reader needs these bytes of process `pid` no more; whether that is this one."""
+        if self._arena is None or pid != self._arena.memory.pid:
+            return False
+        lent = self._lent.get(reader, set())
+        for offset in offsets:
+            if offset in lent:  # what it was not lent is ignored
+                lent.remove(offset)
+                self._arena.free(offset)
+        if not lent:
+            self._lent.pop(reader, None)
+        return True
+
+    def process_exited(self, pid: int) -> None:
+        """A process is gone, and reads nothing any more."""
+        self._mappings.drop_process(pid)
+        for offset in self._lent.pop(pid, ()):
+            assert self._arena is not None
+            self._arena.free(offset)
+
+    # --- size -------------------------------------------------------------------------------------
+
+    def resize(self, byte_size: int) -> None:
+        """Have another share of the server's cache."""
+        self._entries.resize(byte_size)
+
+    def gauges(self) -> dict[str, int]:
+        """What is in it now."""
+        return {
+            "bytes": self._entries.used,
+            "entries": len(self._entries),
+            "evicted": self._entries.evicted,
+            "lent_bytes": 0 if self._arena is None else self._arena.used,
+        }

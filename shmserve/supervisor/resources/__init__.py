@@ -1,0 +1,1 @@
+"""What the models of the server share: the response cache's bytes."""

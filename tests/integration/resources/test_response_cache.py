@@ -1,0 +1,203 @@
+"""The response cache of a real server, as its users see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+
+import shmserve.client
+from tests.rigs.pipelines import add_ensemble, add_model, step
+from tests.support.regions import SharedObject
+from tests.support.servers import Server, running
+from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
+
+SIZE = 4 << 20
+LARGE = 100_000  # elements: 400 KB
+CACHED = "response_cache { enable: true }"
+# Adds the number of its executions, so that two of them never give the same.
+COUNTING = """
+self.count = getattr(self, "count", 0) + 1
+return self.response(Y=self.input(request, "X") + np.float32(self.count))
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Models that count, with a cache and without one."""
+    repository = tmp_path_factory.mktemp("cached") / "models"
+    for name in ("counting", "batched", "native", "regions", "other"):
+        more = CACHED + (" dynamic_batching {}" if name == "batched" else "")
+        add_model(repository, name, COUNTING, more=more)
+    add_model(repository, "plain", COUNTING)
+    steps = [step("plain", {"X": "IN"}, {"Y": "mid"}), step("plain", {"X": "mid"}, {"Y": "OUT"})]
+    add_ensemble(repository, "pipeline", steps, more=CACHED)
+    flags = [f"--cache-config=local,size={SIZE}", "--metrics-config=summary_latencies=true"]
+    with running(repository, *flags) as started:
+        yield started
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[Http]:
+    """A connection to it."""
+    with server.http() as connection:
+        yield connection
+
+
+def infer(server: Server, model: str, array: np.ndarray, **options: Any) -> triton.InferResult:
+    """What tritonclient gets."""
+    client = triton.InferenceServerClient(server.url)
+    name = "IN" if model == "pipeline" else "X"
+    given = triton.InferInput(name, array.shape, "FP32").set_data_from_numpy(array)
+    try:
+        return client.infer(model, [given], **options)
+    finally:
+        client.close()
+
+
+def stats(http: Http, model: str) -> dict[str, Any]:
+    (found,) = http.get(f"/v2/models/{model}/stats").ok().json()["model_stats"]
+    return dict(found)
+
+
+@pytest.mark.parametrize("model", ["counting", "batched"])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_what_came_before_is_not_executed(
+    server: Server, http: Http, model: str, size: int
+) -> None:
+    """Section 3.8: the response is the same, its id the new request's."""
+    array = np.arange(size, dtype=np.float32)
+    before = stats(http, model)
+    first = infer(server, model, array, request_id="one")
+    for _ in range(3):
+        again = infer(server, model, array, request_id="two")
+        assert (again.as_numpy("Y") == first.as_numpy("Y")).all()
+        assert again.get_response()["id"] == "two"
+    after = stats(http, model)
+    for part, more in (("cache_hit", 3), ("cache_miss", 1), ("success", 4), ("queue", 4)):
+        counts = [each["inference_stats"][part]["count"] for each in (before, after)]
+        assert counts[1] - counts[0] == more, part
+    assert after["execution_count"] - before["execution_count"] == 1
+    assert after["inference_count"] - before["inference_count"] == 1
+
+
+def test_other_parameters_are_another_request(server: Server) -> None:
+    array = np.full(3, 7, np.float32)
+    one = infer(server, "counting", array, parameters={"p": 1}).as_numpy("Y")
+    two = infer(server, "counting", array, parameters={"p": 2}).as_numpy("Y")
+    assert (one != two).all()
+
+
+def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
+    """Section 3.8."""
+    for size in (3, LARGE):
+        array = np.ones(size, np.float32)
+        first = infer(server, "pipeline", array).as_numpy("OUT")
+        ran = stats(http, "plain")["execution_count"]
+        for _ in range(3):
+            assert (infer(server, "pipeline", array).as_numpy("OUT") == first).all()
+        assert stats(http, "plain")["execution_count"] == ran
+    assert stats(http, "pipeline")["inference_stats"]["cache_hit"]["count"] == 6
+
+
+def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -> None:
+    array = np.full(3, 9, np.float32)
+    assert (
+        infer(server, "plain", array).as_numpy("Y") != infer(server, "plain", array).as_numpy("Y")
+    ).all()
+    assert stats(http, "plain")["inference_stats"]["cache_miss"]["count"] == 0
+
+
+def test_a_region_passes_the_cache_by(http: Http) -> None:
+    """A client may write there at any time: what was hashed need not be what is executed."""
+    array = np.full(4, 3, np.float32)
+    with SharedObject(64) as made:
+        made.write(array, 0)
+        http.register("cached", made.key, 64).ok()
+        placed = {"inputs": [shm_input("X", "FP32", [4], "cached", 16)]}
+        results = [http.infer("regions", placed).ok().tensors()["Y"] for _ in range(2)]
+        assert (results[0] != results[1]).all()
+        into = {
+            "inputs": [json_input("X", array)],
+            "outputs": [{"name": "Y", "parameters": in_region("cached", 16, 32)}],
+        }
+        for _ in range(2):
+            http.infer("regions", into).ok()
+        http.unregister("cached").ok()
+    found = stats(http, "regions")
+    assert found["execution_count"] == 4
+    assert found["inference_stats"]["cache_miss"]["count"] == 0
+
+
+def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) -> None:
+    """What is in the message is hashed by the scheduler; what is in its memory is not."""
+    with shmserve.client.connect(server.run_dir) as client:
+        small = np.full(4, 5, np.float32)
+        one, two = (client.infer("native", X=small)["Y"] for _ in range(2))
+        assert (np.asarray(one) == np.asarray(two)).all()
+        large = np.full(LARGE, 5, np.float32)
+        one, two = (np.asarray(client.infer("native", X=large)["Y"]).copy() for _ in range(2))
+        assert (one != two).all()
+    assert stats(http, "native")["inference_stats"]["cache_hit"]["count"] == 1
+
+
+def test_the_metrics_of_the_cache_are_those_of_models_that_have_one(server: Server) -> None:
+    """Section 4: hits, misses and their times, the request summary still there."""
+    array = np.full(3, 11, np.float32)
+    for _ in range(3):
+        infer(server, "other", array)
+    assert server.metric("nv_cache_num_hits_per_model", model="other") == 2
+    assert server.metric("nv_cache_num_misses_per_model", model="other") == 1
+    assert server.metric("nv_cache_hit_duration_per_model", model="other") > 0
+    assert server.metric("nv_cache_miss_duration_per_model", model="other") > 0
+    assert server.metric("nv_cache_hit_summary_per_model_count", model="other") == 2
+    assert server.metric("nv_cache_miss_summary_per_model_count", model="other") == 1
+    assert server.metric("shmserve_cache_entries", model="other") == 1
+    models = {labels["model"] for labels, _ in server.samples("nv_cache_num_hits_per_model")}
+    assert "plain" not in models and len(models) == 6
+
+
+def test_the_bound_is_the_servers(server: Server) -> None:
+    """Six models share 4 MB, whatever they are asked."""
+    for model in ("counting", "batched", "other"):
+        for number in range(8):
+            infer(server, model, np.full(60_000, number, np.float32))
+    used = server.metric("shmserve_cache_bytes")
+    assert 0 < used <= SIZE
+    assert server.metric("shmserve_cache_bytes", model="counting") <= SIZE // 6
+
+
+def test_models_that_cannot_be_cached_do_not_load(explicit: tuple[Server, Path]) -> None:
+    """Section 3.8: the texts of a load."""
+    server, repository = explicit
+    add_model(repository, "sequence", COUNTING, more=CACHED + " sequence_batching {}")
+    decoupled = CACHED + " model_transaction_policy { decoupled: true }"
+    add_model(repository, "decoupled", COUNTING, more=decoupled)
+    with server.http() as http:
+        for name, what in (
+            ("sequence", "sequence batching scheduler"),
+            ("decoupled", "'decoupled' transaction policy"),
+        ):
+            error = http.post(f"/v2/repository/models/{name}/load").error
+            assert (
+                f"Response Cache does not currently support model {name} with {what}. "
+                "Please disable the response cache."
+            ) in error
+
+
+def test_a_model_on_a_server_without_a_cache_serves_all_the_same(
+    explicit: tuple[Server, Path],
+) -> None:
+    server, repository = explicit
+    add_model(repository, "alone", COUNTING, more=CACHED)
+    with server.http() as http:
+        http.post("/v2/repository/models/alone/load").ok()
+    array = np.ones(2, np.float32)
+    one, two = (infer(server, "alone", array).as_numpy("Y") for _ in range(2))
+    assert (one != two).all()
+    server.wait_log("asks for a response cache")
+    assert not server.samples("nv_cache_num_hits_per_model")

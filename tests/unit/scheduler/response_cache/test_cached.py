@@ -1,0 +1,291 @@
+"""A scheduler with a response cache: hits, misses, what passes it by, and what is counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    Inferred,
+    RequestedOutput,
+    pack_inference,
+    pack_inferred,
+    unpack_inferred,
+)
+from shmserve.scheduler.response_cache.cache import ResponseCache
+from tests.rigs.scheduler_rig import Rig, ok
+
+SUPERVISOR = 4321
+LARGE = 100_000
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """A process's memory: a gateway's, or a worker's."""
+    made = Arena(8 << 20)
+    yield made
+    made.close()
+
+
+def cached(
+    byte_size: int = 1 << 20,
+    arena_byte_size: int = 1 << 20,
+    dynamic: dict[str, Any] | None = None,
+    **server: Any,
+) -> Rig:
+    clock = itertools.count(0, 7)
+    cache = ResponseCache(
+        "m", "1", CacheStart(byte_size, arena_byte_size, SUPERVISOR), lambda: next(clock)
+    )
+    return Rig(dynamic, cache=cache, **server)
+
+
+def work(data: bytes | Place = b"x", output: Place | None = None, **fields: Any) -> bytes:
+    shape = (len(data) if isinstance(data, bytes) else data.byte_size,)
+    outputs = () if output is None else (RequestedOutput("O", output),)
+    return pack_inference(Inference("", (TensorRef("I", "INT8", shape, data),), outputs, **fields))
+
+
+def body(data: bytes | Place) -> bytes:
+    shape = (len(data) if isinstance(data, bytes) else data.byte_size,)
+    return pack_inferred(Inferred((TensorRef("O", "INT8", shape, data),), {"p": 1}))
+
+
+def placed(arena: Arena, data: bytes) -> Place:
+    place = arena.allocate(len(data))
+    arena.view(place)[:] = data
+    return place
+
+
+def run(rig: Rig, peer: bytes, packed: bytes, result: bytes) -> int:
+    """A request that must be executed; its number."""
+    (number,) = rig.submit(work=packed)
+    _, batch = rig.execute()
+    rig.finish(peer, batch, ok(batch.requests[0].key, result))
+    assert rig.answers() == [m.Finished(number, result)]
+    return number
+
+
+def hit(rig: Rig, packed: bytes, **fields: Any) -> m.Finished:
+    """A request that must not be executed."""
+    (number,) = rig.submit(work=packed, **fields)
+    assert rig.executes() == []
+    (response,) = rig.answers()
+    assert isinstance(response, m.Finished) and response.id == number
+    return response
+
+
+def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
+    """Section 3.8: executions and inferences stay; success, queue and the hit count."""
+    rig = cached()
+    peer = rig.start()
+    run(rig, peer, work(), body(b"y"))
+    assert hit(rig, work()).body == body(b"y")
+    report = rig.report()
+    stats = report["inference_stats"]
+    assert (report["inference_count"], report["execution_count"]) == (1, 1)
+    assert (stats["success"]["count"], stats["queue"]["count"]) == (2, 2)
+    assert {stats[f"compute_{name}"]["count"] for name in ("input", "infer", "output")} == {1}
+    assert stats["cache_hit"] == {"count": 1, "ns": 7}
+    assert stats["cache_miss"] == {"count": 1, "ns": 14}  # the lookup, and the insertion
+    assert report["shmserve"]["cache"]["entries"] == 1
+
+
+def test_hits_do_not_wait_for_a_queue_that_is_full() -> None:
+    rig = cached(max_queue_size=1)
+    peer = rig.start()
+    run(rig, peer, work(), body(b"y"))
+    rig.submit(3, work=work(b"z"))
+    (refused,) = rig.answers()
+    assert refused.message.endswith("Exceeds maximum queue size")
+    rig.executes()
+    hit(rig, work())
+
+
+def test_hits_keep_the_order_of_requests() -> None:
+    """Section 3.8: with preserve_ordering hits are ordered too."""
+    rig = cached(dynamic={"preserve_ordering": True})
+    peer = rig.start()
+    run(rig, peer, work(), body(b"y"))
+    (first,) = rig.submit(work=work(b"z"))
+    (second,) = rig.submit(work=work())
+    assert rig.answers() == []
+    _, batch = rig.execute()
+    rig.finish(peer, batch, ok(batch.requests[0].key, body(b"w")))
+    assert rig.answers() == [m.Finished(first, body(b"w")), m.Finished(second, body(b"y"))]
+
+
+def test_errors_are_not_kept() -> None:
+    rig = cached()
+    peer = rig.start()
+    rig.submit(work=work())
+    _, batch = rig.execute()
+    rig.finish(peer, batch, m.Reply(batch.requests[0].key, "INTERNAL", "no", b""))
+    rig.answers()
+    run(rig, peer, work(), body(b"y"))
+    assert rig.report()["inference_stats"]["cache_miss"]["count"] == 1
+
+
+def test_the_body_of_a_request_is_hashed_where_a_gateway_has_put_it(arena: Arena) -> None:
+    rig = cached()
+    peer = rig.start()
+    run(rig, peer, work(placed(arena, b"a" * LARGE)), body(b"y"))
+    hit(rig, work(placed(arena, b"a" * LARGE)))
+    run(rig, peer, work(placed(arena, b"a" * LARGE + b"b")), body(b"z"))
+
+
+def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
+    """The cache's own bytes are in nobody's reach, and copies are taken back."""
+    rig = cached()
+    peer = rig.start()
+    made = placed(arena, b"l" * LARGE)
+    run(rig, peer, work(), body(made))
+    arena.view(made)[:] = b"!" * LARGE  # the worker may use it again
+    for _ in range(30):  # 3 MB through an arena of 1 MB
+        (output,) = unpack_inferred(hit(rig, work()).body).outputs
+        assert isinstance(output.data, Place)
+        view = Mappings().view(output.data)
+        assert bytes(view) == b"l" * LARGE
+        view[:] = b"?" * LARGE
+        rig.client(m.Release(output.data.memory.pid, [output.data.offset]))
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+
+
+def test_a_reader_that_is_gone_gives_everything_back(arena: Arena) -> None:
+    rig = cached()
+    peer = rig.start()
+    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
+    hit(rig, work(), peer=b"7001.cd")
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
+    rig.supervisor(m.ProcessExited(7001))
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+
+
+def test_what_a_reader_was_not_lent_it_cannot_give_back(arena: Arena) -> None:
+    rig = cached()
+    peer = rig.start()
+    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
+    (output,) = unpack_inferred(hit(rig, work()).body).outputs
+    assert isinstance(output.data, Place)
+    rig.client(m.Release(output.data.memory.pid, [output.data.offset]), peer=b"7001.cd")
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
+
+
+def test_a_held_hit_that_is_cancelled_gives_its_copy_back(arena: Arena) -> None:
+    rig = cached(dynamic={"preserve_ordering": True})
+    peer = rig.start()
+    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
+    rig.submit(work=work(b"z"))
+    (held,) = rig.submit(work=work())
+    rig.client(m.Cancel(held))
+    assert [answer.code for answer in rig.answers()] == ["CANCELLED"]
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+
+
+def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
+    rig = cached(arena_byte_size=128 * 1024)
+    peer = rig.start()
+    made = body(placed(arena, b"l" * LARGE))
+    run(rig, peer, work(), made)
+    hit(rig, work())
+    run(rig, peer, work(), made)
+
+
+def regions(arena: Arena) -> dict[str, bytes]:
+    """Requests whose memory no scheduler reads."""
+    place = placed(arena, b"r" * 64)
+    memory, copied = place.memory, place.memory
+    held = type(memory)(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
+    copied = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True)
+    unsealed = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
+    return {
+        "a client's region": work(Place(held, place.offset, 64)),
+        "an untrusted client's": work(Place(copied, place.offset, 64)),
+        "an object that may shrink": work(Place(unsealed, place.offset, 64)),
+        "an output's place": work(b"x", Place(held, place.offset, 64)),
+    }
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        "a client's region",
+        "an untrusted client's",
+        "an object that may shrink",
+        "an output's place",
+    ],
+)
+def test_what_lies_in_a_clients_region_passes_the_cache_by(arena: Arena, which: str) -> None:
+    """A client could change it between the hash and the execution, and answer others so."""
+    rig = cached()
+    peer = rig.start()
+    for _ in range(2):
+        run(rig, peer, regions(arena)[which], body(b"y"))
+    stats = rig.report()["inference_stats"]
+    assert (stats["cache_hit"]["count"], stats["cache_miss"]["count"]) == (0, 0)
+
+
+def test_a_response_larger_than_the_cache_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    """Section 3.8: it is not inserted, which is logged."""
+    rig = cached(byte_size=1000)
+    peer = rig.start()
+    run(rig, peer, work(), body(b"small"))
+    for _ in range(5):
+        run(rig, peer, work(b"z"), body(b"y" * 1000))
+    stats = rig.report()["inference_stats"]
+    assert (stats["cache_hit"]["count"], stats["cache_miss"]["count"]) == (0, 6)
+    assert caplog.text.count("Failed to insert key") == 3  # the 1st, 2nd and 4th
+    hit(rig, work())
+
+
+def test_a_smaller_share_holds_at_once() -> None:
+    rig = cached()
+    peer = rig.start()
+    run(rig, peer, work(), body(b"y" * 1000))
+    rig.supervisor(m.ResizeCache(500))
+    assert rig.report()["shmserve"]["cache"]["bytes"] == 0
+    run(rig, peer, work(), body(b"y" * 1000))
+
+
+def test_counts_go_on_in_a_successor() -> None:
+    rig = cached()
+    peer = rig.start()
+    run(rig, peer, work(), body(b"y"))
+    hit(rig, work())
+    kept = [message for _, message in rig.control.take() if isinstance(message, m.StatisticsKept)]
+    before = rig.report()
+    assert kept == []
+    heir = cached()
+    heir.scheduler.go_on([before, []], [], heir.now)
+    stats = heir.report()["inference_stats"]
+    assert stats == before["inference_stats"]
+
+
+def test_without_a_cache_nothing_is_asked_for() -> None:
+    rig = Rig()
+    peer = rig.start()
+    for _ in range(2):
+        run(rig, peer, work(), body(b"y"))
+    assert rig.report()["shmserve"]["cache"] == {}
+
+
+def test_arrays_of_any_shape_are_told_apart() -> None:
+    """Section 3.8: the same bytes as [1, 4] and as [4] are two entries."""
+    rig = cached()
+    peer = rig.start()
+    data = np.arange(4, dtype=np.int8).tobytes()
+    flat = pack_inference(Inference("", (TensorRef("I", "INT8", (4,), data),)))
+    row = pack_inference(Inference("", (TensorRef("I", "INT8", (1, 4), data),)))
+    run(rig, peer, flat, body(b"flat"))
+    run(rig, peer, row, body(b"row"))
+    assert hit(rig, flat).body == body(b"flat")

@@ -1,0 +1,67 @@
+"""What the key of the response cache tells apart (section 3.8), and what it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import Inference, RequestedOutput
+from shmserve.scheduler.response_cache.key import cache_key
+
+A = TensorRef("A", "INT32", (1, 2), b"12345678")
+B = TensorRef("B", "INT8", (3,), b"abc")
+REQUEST = Inference("id", (A, B), (RequestedOutput("Y"),), {"p": 1})
+
+
+def key(request: Inference, model: str = "m", version: str = "1") -> bytes:
+    return cache_key(model, version, request, lambda place: b"12345678")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(REQUEST, inputs=(replace(A, name="C"), B)),
+        replace(REQUEST, inputs=(replace(A, shape=(2, 1)), B)),
+        replace(REQUEST, inputs=(replace(A, datatype="UINT32"), B)),
+        replace(REQUEST, inputs=(replace(A, data=b"12345679"), B)),
+        replace(REQUEST, inputs=(replace(A, data=b"12345678a"), replace(B, data=b"bc"))),
+        replace(REQUEST, inputs=(A,)),
+        replace(REQUEST, outputs=()),
+        replace(REQUEST, outputs=(RequestedOutput("Y"), RequestedOutput("Z"))),
+        replace(REQUEST, parameters={}),
+        replace(REQUEST, parameters={"p": 2}),
+        replace(REQUEST, parameters={"p": 1.0}),
+        replace(REQUEST, parameters={"p": True}),
+        replace(REQUEST, parameters={"p": "1"}),
+        replace(REQUEST, correlation_id=1),
+        replace(REQUEST, correlation_id="1"),
+        replace(REQUEST, flags=1),
+    ],
+)
+def test_requests_that_differ_have_different_keys(other: Inference) -> None:
+    assert key(other) != key(REQUEST)
+
+
+def test_another_model_or_version_has_another_key() -> None:
+    assert len({key(REQUEST), key(REQUEST, "n"), key(REQUEST, "m", "2")}) == 3
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"request_id": "other"},
+        {"timeout_us": 5, "deadline_ns": 6, "priority": 7},
+        {"inputs": (B, A)},
+        {"inputs": (replace(A, data=Place(Memory(1, 2, 3, 4, 8, True), 0, 8)), B)},
+    ],
+)
+def test_requests_that_ask_the_same_have_the_same_key(fields: dict[str, Any]) -> None:
+    assert key(replace(REQUEST, **fields)) == key(REQUEST)
+
+
+def test_the_order_of_parameters_does_not_matter() -> None:
+    one = replace(REQUEST, parameters={"p": 1, "q": 2})
+    assert key(one) == key(replace(REQUEST, parameters={"q": 2, "p": 1}))
