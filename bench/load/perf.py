@@ -33,13 +33,15 @@ class LoadFailed(Exception):
 @dataclass(frozen=True)
 class Load:
     """What perf_analyzer sends: to which model, how many in flight, its flags for the tensors, at
-    which listener ("http" or "grpc"), and how many rows a request has."""
+    which listener ("http" or "grpc"), and how many rows a request has. `steps` are the models that
+    this one needs."""
 
     model: str
     in_flight: int
     flags: tuple[str, ...] = ()
     listener: str = "http"
     batch: int = 1
+    steps: tuple[str, ...] = ()
 
 
 def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[str, float]:

@@ -30,6 +30,7 @@ from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.arrivals import arrived
 
 MIB = 1024 * 1024
@@ -128,6 +129,7 @@ class Rig:
         self._dealers: list[Dealer] = []
         self.supervisor = Router(f"ipc://{folder}/control")
         control = Control(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
+        arena = Arena(64 * MIB)
         self.context = ModelContext(
             model_name="m",
             version="1",
@@ -142,7 +144,8 @@ class Rig:
             threads=1,
             run_dir=folder,
             control=control,
-            arena=Arena(64 * MIB),
+            arena=arena,
+            output_memory=OutputMemory(arena),
             mappings=Mappings(),
         )
         self.context.version_dir.mkdir(parents=True, exist_ok=True)

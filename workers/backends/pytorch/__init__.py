@@ -23,6 +23,7 @@ import torch
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, parameters
+from shmserve.workers.backends.described import Description, complete
 from shmserve.workers.backends.pytorch import export
 from shmserve.workers.backends.pytorch.names import CallPlan, ResultPlan
 from shmserve.workers.backends.pytorch.programs import (
@@ -50,7 +51,7 @@ class PytorchBackend(Backend):
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._device = open_device(context.device)
-        self._loaded: tuple[Program, export.Description | None] | None = None
+        self._loaded: tuple[Program, Description | None] | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Inputs, outputs and batch size of an exported program.
@@ -61,7 +62,7 @@ class PytorchBackend(Backend):
         program, description = self._program(config)
         if description is not None:
             most = int(self.context.backend_config.get("default-max-batch-size", "4"))
-            return export.complete(config, description, most)
+            return complete(config, description, most)
         if not config.get("input") or not config.get("output"):
             raise InvalidArgument(_what_to_write(config, program))
         return config
@@ -98,7 +99,7 @@ class PytorchBackend(Backend):
                 result = program.call(*args, **kwargs)
             return self._runner.responses(requests, self._result_plan.name(result))
 
-    def _program(self, config: dict[str, Any]) -> tuple[Program, export.Description | None]:
+    def _program(self, config: dict[str, Any]) -> tuple[Program, Description | None]:
         if self._loaded is None:
             path = self._find(config)
             if path.suffix == ".py":
