@@ -42,9 +42,9 @@ from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.memory.workspace import Workspace
 from shmserve.workers.sequences import state
 from shmserve.workers.user_code import in_words
 
@@ -90,6 +90,7 @@ class _Worker:
         self._index = index
         self._pid = pid
         self._backend: Backend | None = None
+        self._instance: Instance | None = None
 
     def run(self) -> None:
         """Until `Stop`, or a failure that the supervisor has been told of."""
@@ -105,7 +106,7 @@ class _Worker:
                             return
                     case LoadInstance(config=config, endpoint=endpoint):
                         if self._try(partial(self._load, config)):
-                            self._serve(config, endpoint)
+                            self._serve(endpoint)
                         return
                     case Attach() | MemoryDropped() | ProcessExited():
                         pass  # nothing is attached or mapped yet
@@ -121,6 +122,8 @@ class _Worker:
         backend = self._made(config)
         state.read(config, self._context.model_dir)  # its files can be read
         backend.load(config)
+        self._instance = Instance(self._context, backend, config, self._index, self._pid)
+        self._instance.warm_up()
         # What is there now stays: the collector need not look at it again, nor unshare its pages.
         gc.collect()
         gc.freeze()
@@ -131,11 +134,10 @@ class _Worker:
             self._backend = backends.find(config)(self._context)
         return self._backend
 
-    def _serve(self, config: dict[str, Any], endpoint: str) -> None:
-        assert self._backend is not None
-        instance = Instance(self._context, self._backend, config, self._index, self._pid)
+    def _serve(self, endpoint: str) -> None:
+        assert self._instance is not None
         try:
-            instance.run(endpoint)
+            self._instance.run(endpoint)
         finally:
             self._unload()
 

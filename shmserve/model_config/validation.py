@@ -12,8 +12,10 @@ from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, r
 from shmserve.model_config.normalise import ENSEMBLE, PLATFORMS
 from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems
 from shmserve.model_config.rules.ensembles import ensemble_problems
+from shmserve.model_config.rules.padding import padding_problems
 from shmserve.model_config.rules.sequences import sequence_problems
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems
+from shmserve.model_config.rules.warmup import warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 # Of one group: each is a process, and the supervisor keeps a place for it before it is started.
@@ -44,6 +46,7 @@ def validate(
     LoadProblem where all of them concern tensors, instances and label files.
     """
     of_file = [*_file_problems(config), *strategy_problems(config, complete=complete)]
+    of_file += padding_problems(config, complete=complete)
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
     kind = InvalidArgument if of_file or source.problems else LoadProblem
     source.check(config, problems, kind)
@@ -74,6 +77,8 @@ def _load_problems(
     if complete:
         of_tensors += batch_io_problems(config)
     for problem in of_tensors:
+        yield problem._replace(text=f"{problem.text} for {config.name}")
+    for problem in warmup_problems(config):
         yield problem._replace(text=f"{problem.text} for {config.name}")
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)

@@ -30,8 +30,8 @@ from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.memory.workspace import Workspace
 from tests.rigs.arrivals import arrived
 
 MIB = 1024 * 1024

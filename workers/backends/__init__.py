@@ -15,8 +15,8 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
-from shmserve.workers.memory.workspace import Workspace
 
 if TYPE_CHECKING:
     from shmserve.workers.memory.device import DeviceMemory

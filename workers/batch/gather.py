@@ -98,7 +98,9 @@ class Gatherer:
     def _adjacent(self, inputs: list[Input]) -> Any:
         first = inputs[0].place
         if first is None:
-            return None
+            whole = inputs[0].batch
+            parts = [item.raw for item in inputs if whole is not None and item.batch is whole]
+            return whole if parts and sum(map(len, parts)) == len(whole) else None
         end = first.offset
         for item in inputs:
             place = item.place

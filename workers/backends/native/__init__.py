@@ -3,10 +3,10 @@
 The file is `default_model_filename` (model.py) in the version folder, the class the parameter
 "class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension),
 `max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms`, `ragged` (names of inputs),
-`batch_input`, `batch_output` and `sequence_batching` (as a configuration has them) as attributes,
-and the methods `load(self, context)`, `unload(self)` and
-`is_ready(self)`, plain or a coroutine, which is asked between two batches. One that is a
-`torch.nn.Module` is put on the device and into evaluation mode.
+`batch_input`, `batch_output`, `padding` and `sequence_batching` (as a configuration has them) as
+attributes, and the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a
+coroutine, which is asked between two batches. One that is a `torch.nn.Module` is put on the device
+and into evaluation mode.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model a decoupled one: it gets one request, with `max_batch_size` 0 unless the class says
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
+from shmserve.ipc.tensors.padding import PARAMETER as PADDING
 from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
 from shmserve.model import Context, TensorType
 from shmserve.workers.backends import (
@@ -65,6 +67,7 @@ class NativeBackend(Backend):
         """Inputs and outputs from the annotations, batching from the class's attributes."""
         model = self._find(config)
         completed = dict(config)
+        completed["parameters"] = {**_parameters(model), **(config.get("parameters") or {})}
         predict = predict_signature.read(model)
         inputs, outputs = predict_signature.as_config(predict)
         if not has_scheduler(config) and hasattr(model, "sequence_batching"):
@@ -84,7 +87,6 @@ class NativeBackend(Backend):
         elif completed["max_batch_size"] > 1 and not has_scheduler(completed):
             delay = _whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
-        completed["parameters"] = {**_strategy(model), **(config.get("parameters") or {})}
         return completed
 
     def load(self, config: dict[str, Any]) -> None:
@@ -228,9 +230,18 @@ def _mappings(model: type, attribute: str) -> list[dict[str, Any]]:
     return [dict(each) for each in value]
 
 
-def _strategy(model: type) -> dict[str, Any]:
-    """What the class says of its batching strategy, as parameters of a configuration."""
+def _parameters(model: type) -> dict[str, Any]:
+    """What the class says of its batching strategy and padding, as parameters of a
+    configuration."""
     said: dict[str, Any] = {}
+    padding = getattr(model, PADDING, None)
+    if padding is not None:
+        try:
+            said[PADDING] = {"string_value": json.dumps(padding)}
+        except TypeError as error:
+            raise InvalidArgument(
+                f"'{model.__name__}.{PADDING}' must be a mapping as JSON has it: {error}"
+            ) from None
     for name, kinds, what in (
         ("batching_strategy", (str,), "a string"),
         ("target_p99_ms", (int, float), "a number of milliseconds"),
