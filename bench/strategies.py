@@ -145,6 +145,7 @@ def _draw(all_curves: dict[str, list[Point]], path: Path) -> None:
     axes.axhline(TARGET_MS, color="#888888", ls=":", lw=1, label="target_p99_ms")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("requests a second")
     axes.set_ylabel("p99 in ms")
     flights = ", ".join(map(str, IN_FLIGHT))
