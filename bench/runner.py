@@ -82,8 +82,9 @@ class Runner:
         for product in self._context.products():
             self._context.say(f"{case.name}: starting {product.name}")
             notes = self.results.notes
+            models = [BENCH / "models" / name for name in (case.load.model, *case.load.steps)]
             try:
-                server = running(product, [BENCH / "models" / case.load.model], notes=notes)
+                server = running(product, models, notes=notes)
                 servers.append(started.enter_context(server))
             except _FAILURES as error:
                 self._context.skip(f"{case.name}, {product.name}", str(error), failed=True)

@@ -74,6 +74,14 @@ LOADS = (
         0.5,
         0.25,
     ),
+    _load(
+        "ensemble",
+        "ensemble of three steps with 1 MiB between them, 4 in flight",
+        Load("pipeline", 4, steps=("grow", "pass", "shrink")),
+        THROUGHPUT,
+        1.5,
+        3.0,
+    ),
 )
 
 MEMCPY = Figure("memcpy", "one memcpy of 16 MiB", "µs", "lower")

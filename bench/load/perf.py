@@ -32,12 +32,13 @@ class LoadFailed(Exception):
 @dataclass(frozen=True)
 class Load:
     """What perf_analyzer sends: to which model, how many in flight, its flags for the tensors, and
-    at which listener ("http" or "grpc")."""
+    at which listener ("http" or "grpc"). `steps` are the models that this one needs."""
 
     model: str
     in_flight: int
     flags: tuple[str, ...] = ()
     listener: str = "http"
+    steps: tuple[str, ...] = ()
 
 
 def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[str, float]:
