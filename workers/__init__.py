@@ -6,6 +6,7 @@ Its rooms:
     instance.py         its loop: wait, execute, report
     links/              to the scheduler that feeds it, and to the supervisor
     batch/              requests unpacked, inputs gathered, run, outputs scattered
+    warmup.py           requests that an instance runs before it is ready
     model_view.py       what of that a model sees: its configuration, and what the server makes
     sequences/          control inputs of sequences, batches of their slots
     backends/           the contract of a backend, and the four there are

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from typing import Any
 
 from shmserve.ipc.messages import (
@@ -32,6 +33,7 @@ from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import SchedulerLink
 from shmserve.workers.sequences.execute import SequenceExecutor
+from shmserve.workers.warmup import read, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +82,15 @@ class Instance:
             if config.get("sequence_batching") is not None
             else Executor(*given)
         )
+        self._warm_up = partial(
+            warm_up, read(config, context.model_dir), signature, unpacker, self._executor
+        )
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
+
+    def warm_up(self) -> None:
+        """Run what the configuration asks for before the instance is ready. Raises Internal."""
+        self._warm_up()
 
     def run(self, endpoint: str) -> None:
         """Offer the instance at `endpoint` and serve until told to stop."""

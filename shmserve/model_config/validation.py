@@ -15,6 +15,7 @@ from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.padding import padding_problems
 from shmserve.model_config.rules.sequences import sequence_problems
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems
+from shmserve.model_config.rules.warmup import warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 # Of one group: each is a process, and the supervisor keeps a place for it before it is started.
@@ -76,6 +77,8 @@ def _load_problems(
     if complete:
         of_tensors += batch_io_problems(config)
     for problem in of_tensors:
+        yield problem._replace(text=f"{problem.text} for {config.name}")
+    for problem in warmup_problems(config):
         yield problem._replace(text=f"{problem.text} for {config.name}")
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)

@@ -34,7 +34,6 @@ _BATCH_BACKENDS = (
 _TOP_FIELDS = (
     "cc_model_filenames",
     "metric_tags",
-    "model_warmup",
     "model_operations",
     "model_repository_agents",
 )

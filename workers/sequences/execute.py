@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Reply, SequenceRow
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.inference import Inference
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inference
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.padding import Padder
@@ -55,6 +56,18 @@ class SequenceExecutor(Executor):
         """As `Executor` says."""
         self._rows = batch.rows
         return super().finish(batch)
+
+    def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
+        """As `Executor` says: each is a whole sequence, unless it has controls of its own."""
+        for slot, request in enumerate(requests):
+            row = SequenceRow(slot, request.key, SEQUENCE_START | SEQUENCE_END, request.key)
+            made = controls.inputs(self._controls, row, self._batched)
+            request.inputs = made | request.inputs
+            self._states.lend(request, row)
+        try:
+            return super().rehearse(requests)
+        finally:
+            self._states.forget()
 
     def _passes_over(self, opened: OpenRequest) -> bool:
         return False

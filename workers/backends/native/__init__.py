@@ -16,9 +16,10 @@ otherwise, and arrays of its own. `max_streams` (64) of them run at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import torch
@@ -115,7 +116,14 @@ class NativeBackend(Backend):
             folder = context.version_dir.resolve()
             own = parameters(config)
             self._model.load(
-                Context(context.model_name, context.version, context.device, folder, own)
+                Context(
+                    context.model_name,
+                    context.version,
+                    context.device,
+                    folder,
+                    own,
+                    self._workspace,
+                )
             )
         plan = None if predict.streams else self._runner.plan(config, self._model)
         if plan is not None:
@@ -140,6 +148,11 @@ class NativeBackend(Backend):
         assert self._streams is not None
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
+
+    @contextlib.contextmanager
+    def _workspace(self, byte_size: int) -> Iterator[torch.Tensor]:
+        with self.context.workspace.lease(byte_size) as view:
+            yield torch.frombuffer(view, dtype=torch.uint8)
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._take(yielded))
