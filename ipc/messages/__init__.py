@@ -96,6 +96,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceLoaded,
     KeepStatistics,
     KillInstance,
+    LeaseWorkspace,
     LoadFailed,
     LoadInstance,
     LoadModel,
@@ -106,6 +107,7 @@ from shmserve.ipc.messages.supervision import (
     ReadyChecked,
     Refused,
     ResizeCache,
+    ReturnWorkspace,
     SchedulerLost,
     SchedulerReady,
     SetLogging,
@@ -155,6 +157,7 @@ __all__ = [
     "InstanceReady",
     "KeepStatistics",
     "KillInstance",
+    "LeaseWorkspace",
     "LoadFailed",
     "LoadInstance",
     "LoadModel",
@@ -191,6 +194,7 @@ __all__ = [
     "ReportTimes",
     "ResizeCache",
     "Responded",
+    "ReturnWorkspace",
     "SchedulerLost",
     "SchedulerReady",
     "SchedulerToClient",
@@ -297,6 +301,8 @@ WorkerToSupervisor = (
     | FindModel
     | LoadModel
     | UnloadModel
+    | LeaseWorkspace
+    | ReturnWorkspace
 )
 SupervisorToLocalClient = (
     Welcome
