@@ -36,7 +36,7 @@ def backlogged(name: str, strategy: str) -> Script:
 
 GROUPS = [
     Group(
-        "delayed",
+        "begun_late",
         [
             scene("six_at_once", "", *[1] * 6),
             scene("six_in_pairs", "", *[1] * 6, size=2),
