@@ -94,6 +94,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceExited,
     InstanceExpected,
     InstanceLoaded,
+    InstanceRetired,
     KeepStatistics,
     KillInstance,
     LoadFailed,
@@ -106,6 +107,7 @@ from shmserve.ipc.messages.supervision import (
     ReadyChecked,
     Refused,
     ResizeCache,
+    RetireInstance,
     SchedulerLost,
     SchedulerReady,
     SetLogging,
@@ -153,6 +155,7 @@ __all__ = [
     "InstanceExpected",
     "InstanceLoaded",
     "InstanceReady",
+    "InstanceRetired",
     "KeepStatistics",
     "KillInstance",
     "LoadFailed",
@@ -191,6 +194,7 @@ __all__ = [
     "ReportTimes",
     "ResizeCache",
     "Responded",
+    "RetireInstance",
     "SchedulerLost",
     "SchedulerReady",
     "SchedulerToClient",
@@ -259,6 +263,7 @@ GatewayToSupervisor = (
 SupervisorToScheduler = (
     InstanceExpected
     | InstanceExited
+    | RetireInstance
     | PoolFailed
     | ProcessExited
     | CountsInherited
@@ -268,7 +273,7 @@ SupervisorToScheduler = (
     | Drain
     | Stop
 )
-SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
+SchedulerToSupervisor = SchedulerReady | KillInstance | InstanceRetired | Drained | StatisticsKept
 SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged
 SupervisorToWorker = (

@@ -39,6 +39,7 @@ from shmserve.ipc.messages import (
     ReportTimes,
     ResizeCache,
     Responded,
+    RetireInstance,
     SchedulerLost,
     SchedulerToClient,
     SetLogging,
@@ -411,7 +412,7 @@ class Ensemble(Steps):
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
-            case InstanceExpected() | InstanceExited() | PoolFailed():
+            case InstanceExpected() | InstanceExited() | RetireInstance() | PoolFailed():
                 self.misplaced()  # there are no instances
             case _:
                 assert_never(message)
