@@ -6,11 +6,12 @@ Its rooms:
     instance.py         its loop: wait, execute, report
     links/              to the scheduler that feeds it, and to the supervisor
     batch/              requests unpacked, inputs gathered, run, outputs scattered
+    warmup.py           requests that an instance runs before it is ready
     model_view.py       what of that a model sees: its configuration, and what the server makes
     sequences/          control inputs of sequences, batches of their slots
-    backends/           the contract of a backend, and the three there are
+    backends/           the contract of a backend, and the four there are
     bls/                business logic scripting: a model's calls of other models
-    memory/             outputs in the arena, device memory, copies
+    memory/             outputs in the arena, device memory, copies, the plan of fixed shapes
     device.py           where a model runs: the CPU, an accelerator
     user_code.py        models' own files, imported
     preloads/           what a zygote does before it forks workers

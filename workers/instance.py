@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from typing import Any
 
 from shmserve.ipc.messages import (
@@ -25,13 +26,14 @@ from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend, ModelContext, is_decoupled
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.failures import Failures
+from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import SchedulerLink
-from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences.execute import SequenceExecutor
+from shmserve.workers.warmup import read, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Instance:
     ) -> None:
         self._context = context
         self._backend = backend
-        self._memory = OutputMemory(context.arena)
+        self._memory = context.output_memory
         self._metrics = MetricsReports(backend.metrics)
         self.link = SchedulerLink(context.control, index, pid, self._memory.release)
         signature = Signature(config, context.version)
@@ -72,14 +74,23 @@ class Instance:
             context.control,
             context.copied,
         )
-        given = (context, backend, unpacker, self._writer, is_decoupled(config))
+        padding = signature.padding
+        padder = None if padding is None else Padder(padding, signature, context.copied)
+        given = (context, backend, unpacker, self._writer, is_decoupled(config), padder)
         self._executor = (
             SequenceExecutor(*given, config)
             if config.get("sequence_batching") is not None
             else Executor(*given)
         )
+        self._warm_up = partial(
+            warm_up, read(config, context.model_dir), signature, unpacker, self._executor
+        )
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
+
+    def warm_up(self) -> None:
+        """Run what the configuration asks for before the instance is ready. Raises Internal."""
+        self._warm_up()
 
     def run(self, endpoint: str) -> None:
         """Offer the instance at `endpoint` and serve until told to stop."""

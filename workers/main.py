@@ -42,7 +42,9 @@ from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device import DeviceMemory
+from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences import state
 from shmserve.workers.user_code import in_words
 
@@ -88,6 +90,7 @@ class _Worker:
         self._index = index
         self._pid = pid
         self._backend: Backend | None = None
+        self._instance: Instance | None = None
 
     def run(self) -> None:
         """Until `Stop`, or a failure that the supervisor has been told of."""
@@ -103,7 +106,7 @@ class _Worker:
                             return
                     case LoadInstance(config=config, endpoint=endpoint):
                         if self._try(partial(self._load, config)):
-                            self._serve(config, endpoint)
+                            self._serve(endpoint)
                         return
                     case Attach() | MemoryDropped() | ProcessExited():
                         pass  # nothing is attached or mapped yet
@@ -119,6 +122,8 @@ class _Worker:
         backend = self._made(config)
         state.read(config, self._context.model_dir)  # its files can be read
         backend.load(config)
+        self._instance = Instance(self._context, backend, config, self._index, self._pid)
+        self._instance.warm_up()
         # What is there now stays: the collector need not look at it again, nor unshare its pages.
         gc.collect()
         gc.freeze()
@@ -129,11 +134,10 @@ class _Worker:
             self._backend = backends.find(config)(self._context)
         return self._backend
 
-    def _serve(self, config: dict[str, Any], endpoint: str) -> None:
-        assert self._backend is not None
-        instance = Instance(self._context, self._backend, config, self._index, self._pid)
+    def _serve(self, endpoint: str) -> None:
+        assert self._instance is not None
         try:
-            instance.run(endpoint)
+            self._instance.run(endpoint)
         finally:
             self._unload()
 
@@ -161,6 +165,8 @@ def _context(start: WorkerStart, device: str, control: Control) -> ModelContext:
     device_memory = DeviceMemory()
     kind, _, number = device.partition(":")
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
+    arena = Arena(start.arena_byte_size)
+    mappings = Mappings(device_memory.open, pin)
     return ModelContext(
         model_name=start.model_name,
         version=start.version,
@@ -175,8 +181,10 @@ def _context(start: WorkerStart, device: str, control: Control) -> ModelContext:
         threads=start.threads,
         run_dir=start.run_dir,
         control=control,
-        arena=Arena(start.arena_byte_size),
-        mappings=Mappings(device_memory.open, pin),
+        arena=arena,
+        output_memory=OutputMemory(arena),
+        mappings=mappings,
+        workspace=Workspace(control, mappings, device),
         device_memory=device_memory,
     )
 

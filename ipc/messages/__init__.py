@@ -97,6 +97,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceRetired,
     KeepStatistics,
     KillInstance,
+    LeaseWorkspace,
     LoadFailed,
     LoadInstance,
     LoadModel,
@@ -108,6 +109,7 @@ from shmserve.ipc.messages.supervision import (
     Refused,
     ResizeCache,
     RetireInstance,
+    ReturnWorkspace,
     SchedulerLost,
     SchedulerReady,
     SetLogging,
@@ -158,6 +160,7 @@ __all__ = [
     "InstanceRetired",
     "KeepStatistics",
     "KillInstance",
+    "LeaseWorkspace",
     "LoadFailed",
     "LoadInstance",
     "LoadModel",
@@ -195,6 +198,7 @@ __all__ = [
     "ResizeCache",
     "Responded",
     "RetireInstance",
+    "ReturnWorkspace",
     "SchedulerLost",
     "SchedulerReady",
     "SchedulerToClient",
@@ -275,7 +279,7 @@ SupervisorToScheduler = (
 )
 SchedulerToSupervisor = SchedulerReady | KillInstance | InstanceRetired | Drained | StatisticsKept
 SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
-EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged
+EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
     CompleteConfig
     | LoadInstance
@@ -302,6 +306,8 @@ WorkerToSupervisor = (
     | FindModel
     | LoadModel
     | UnloadModel
+    | LeaseWorkspace
+    | ReturnWorkspace
 )
 SupervisorToLocalClient = (
     Welcome

@@ -7,7 +7,7 @@ from shmserve.ipc.transport.frames import message
 
 @message
 class MemoryDropped:
-    """A region's generation has ended: unmap it."""
+    """A region's generation has ended, or a process that is gone had it: unmap it."""
 
     memory_id: int
 

@@ -14,6 +14,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.padding import Pad, Padding
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.transport.records import record
 
@@ -68,6 +69,7 @@ class Signature:
         "max_batch_size",
         "name",
         "outputs",
+        "padding",
         "required",
         "version",
     )
@@ -80,6 +82,7 @@ class Signature:
         self.outputs = {spec.name: spec for spec in map(_spec, config["output"])}
         self.required = frozenset(s.name for s in self.inputs.values() if not s.optional)
         self.any_optional = len(self.required) != len(self.inputs)
+        self.padding = Padding.of(config)
 
     def admit(
         self,
@@ -127,6 +130,7 @@ class Signature:
             self._check_count(seen)
         batch_size = self._batch_size(inputs) if self.max_batch_size > 0 else 0
         key: list[object] = [sorted(seen)] if self.any_optional else []
+        padded: dict[str, tuple[int, ...]] = {}
         for tensor in inputs:
             spec = self.inputs.get(tensor.name)
             if spec is None:
@@ -143,11 +147,16 @@ class Signature:
                 shape = shape[1:]
             if shape != spec.dims:
                 self._check_dims(tensor, spec, shape)
-                if not spec.ragged:
+                if self.padding is not None and tensor.name in self.padding.pads:
+                    self._check_bucket(self.padding.pads[tensor.name], shape)
+                    padded[tensor.name] = shape
+                elif not spec.ragged:
                     key.append((tensor.name, shape))
             _check_size(tensor, self.name)
         # Order of inputs is the client's: equal requests must have equal keys.
         shape_key = repr(sorted(key, key=repr)).encode() if key else b""
+        if self.padding is not None:
+            shape_key = self.padding.key(shape_key, padded)
         return Admission(batch_size, shape_key)
 
     def _batch_size(self, inputs: Sequence[TensorRef]) -> int:
@@ -200,6 +209,14 @@ class Signature:
             f"{shape_text(expected)}, got "
             f"{shape_text(tensor.shape)}.{_BATCH_NOTE if batched else ' '}"
         )
+
+    def _check_bucket(self, pad: Pad, shape: tuple[int, ...]) -> None:
+        if pad.padded(shape) is None:
+            buckets = ", ".join(map(shape_text, pad.buckets))
+            raise InvalidArgument(
+                f"unexpected shape for input '{pad.name}' for model '{self.name}'. It is padded to "
+                f"one of {buckets} behind the batch dimension, and {shape_text(shape)} fits none"
+            )
 
 
 def id_prefix(request_id: str) -> str:

@@ -77,6 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     infer.add_argument("--model-version", default="", metavar="V", help="[the latest]")
     infer.add_argument("--request-id", default="", metavar="ID", help="shown in the server's log")
     infer.add_argument(
+        "--sequence",
+        default="",
+        metavar="ID",
+        help="the sequence that the request belongs to, a number or a text [none]",
+    )
+    infer.add_argument("--start", action="store_true", help="it is the first of its sequence")
+    infer.add_argument("--end", action="store_true", help="it is the last of its sequence")
+    infer.add_argument(
         "--timeout-us", type=int, default=0, metavar="N", help="microseconds to respond in [none]"
     )
 
@@ -124,6 +132,9 @@ def _infer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 args.timeout_us,
                 inputs,
                 args.outputs,
+                int(args.sequence) if args.sequence.isdecimal() else args.sequence,
+                args.start,
+                args.end,
             )
         )
 

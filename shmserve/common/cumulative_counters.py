@@ -24,6 +24,7 @@ def lasting(report: dict[str, Any]) -> dict[str, Any]:
     """
     ours = report["shmserve"]
     own = {key: report[key] for key in _SHOWN} | {key: ours[key] for key in _OURS}
+    own["padding"] = ours.get("padding", {})
     earlier = ours.get("earlier")
     return _added(own, earlier) if earlier else own
 

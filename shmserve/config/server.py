@@ -24,6 +24,7 @@ from shmserve.config.cache import cache_byte_size
 from shmserve.config.command_line import Parsed
 from shmserve.config.grpc import GrpcConfig
 from shmserve.config.metrics import MetricsConfig, parse_metrics_config
+from shmserve.config.workspace import workspace_byte_sizes
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
@@ -71,6 +72,7 @@ class ServerConfig:
     run_dir: Path | None
     arena_byte_size: int
     cache_byte_size: int
+    workspace_byte_sizes: dict[str, int]
     exit_timeout_s: int
     exit_on_error: bool
     strict_readiness: bool
@@ -153,6 +155,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         cache_byte_size=cache_byte_size(
             parsed.repeated["cache-config"], value["response-cache-byte-size"]
         ),
+        workspace_byte_sizes=workspace_byte_sizes(parsed.repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         exit_on_error=value["exit-on-error"],
         strict_readiness=value["strict-readiness"],

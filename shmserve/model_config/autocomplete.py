@@ -7,6 +7,7 @@ from typing import Any
 from shmserve.common.batching_strategy import STRATEGY, TARGET
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
+from shmserve.model_config.rules.padding import PADDING
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _COMPLETABLE = (
@@ -20,7 +21,7 @@ _COMPLETABLE = (
     "batch_output",
 )
 # Of the parameters, what a class may have as an attribute.
-_PARAMETERS = (STRATEGY, TARGET)
+_PARAMETERS = (STRATEGY, TARGET, PADDING)
 
 
 def merge_autocomplete(
@@ -31,8 +32,8 @@ def merge_autocomplete(
     `completed` is a configuration in JSON form, whole or only what the model adds; of it only
     max_batch_size, input, output, batch_input, batch_output, dynamic_batching, sequence_batching
     (where `config` has no scheduler) and model_transaction_policy count, and of its parameters
-    `batching_strategy` and `target_p99_ms`. What the author wrote (in `source`) stays, but for a
-    max_batch_size that the model raises. Raises InvalidArgument, one line a conflict as
+    `batching_strategy`, `target_p99_ms` and `padding`. What the author wrote (in `source`) stays,
+    but for a max_batch_size that the model raises. Raises InvalidArgument, one line a conflict as
     `Source.check` writes it, where the model contradicts it.
     """
     given = {name: completed[name] for name in _COMPLETABLE if name in completed}

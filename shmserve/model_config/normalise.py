@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 LIBTORCH = "pytorch_libtorch"
+ONNX = "onnxruntime_onnx"
+# Of platforms and their backends: Triton's older field for the same.
+PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}
 ENSEMBLE = "ensemble"
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _TORCH_FILES = ("model.pt", "model.pt2")
+_ONNX_FILE = "model.onnx"
+_ONNX_CPU_INSTANCES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,9 @@ def detect_backend(config: ModelConfig, model_name: str, files: Collection[str])
         _fill_torch(found, files)
     elif found.backend == "python" and not found.default_model_filename:
         found.default_model_filename = "model.py"
+    elif found.backend == "onnxruntime":
+        found.platform = found.platform or ONNX
+        found.default_model_filename = found.default_model_filename or _ONNX_FILE
     return found
 
 
@@ -79,12 +87,14 @@ def _copy(config: ModelConfig) -> ModelConfig:
 
 def _backend(config: ModelConfig, files: Collection[str]) -> str:
     if config.platform:
-        return "pytorch" if config.platform == LIBTORCH else ""
+        return PLATFORMS.get(config.platform, "")
     named = config.default_model_filename
-    present = [name for name in (*_TORCH_FILES, "model.py") if name in files]
+    present = [name for name in (*_TORCH_FILES, _ONNX_FILE, "model.py") if name in files]
     file = named or (present[0] if present else "")
     if file.endswith((".pt", ".pt2")):
         return "pytorch"
+    if file.endswith(".onnx"):
+        return "onnxruntime"
     return "python" if file.endswith(".py") else ""
 
 
@@ -140,6 +150,8 @@ def _fill_instances(config: ModelConfig, gpu_count: int) -> None:
             usable = gpu_count > 0 and all(0 <= gpu < gpu_count for gpu in group.gpus)
             group.kind = ModelInstanceGroup.KIND_GPU if usable else ModelInstanceGroup.KIND_CPU
         if group.count < 1:
-            group.count = 1
+            on_cpu = group.kind == ModelInstanceGroup.KIND_CPU
+            twice = on_cpu and config.backend == "onnxruntime"  # as Triton has it
+            group.count = _ONNX_CPU_INSTANCES if twice else 1
         if group.kind == ModelInstanceGroup.KIND_GPU and not group.gpus:
             group.gpus.extend(range(gpu_count))

@@ -9,11 +9,13 @@ from pathlib import Path, PurePath
 
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
-from shmserve.model_config.normalise import ENSEMBLE, LIBTORCH
+from shmserve.model_config.normalise import ENSEMBLE, PLATFORMS
 from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems
 from shmserve.model_config.rules.ensembles import ensemble_problems
+from shmserve.model_config.rules.padding import padding_problems
 from shmserve.model_config.rules.sequences import sequence_problems
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems
+from shmserve.model_config.rules.warmup import warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 # Of one group: each is a process, and the supervisor keeps a place for it before it is started.
@@ -44,6 +46,7 @@ def validate(
     LoadProblem where all of them concern tensors, instances and label files.
     """
     of_file = [*_file_problems(config), *strategy_problems(config, complete=complete)]
+    of_file += padding_problems(config, complete=complete)
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
     kind = InvalidArgument if of_file or source.problems else LoadProblem
     source.check(config, problems, kind)
@@ -75,6 +78,8 @@ def _load_problems(
         of_tensors += batch_io_problems(config)
     for problem in of_tensors:
         yield problem._replace(text=f"{problem.text} for {config.name}")
+    for problem in warmup_problems(config):
+        yield problem._replace(text=f"{problem.text} for {config.name}")
     if not _is_ensemble(config):
         yield from _instance_problems(config, gpu_count)
     if model_dir is not None:
@@ -101,7 +106,7 @@ def _platform_problems(config: ModelConfig) -> Iterator[Problem]:
     elif platform and not backend:
         text = f"unexpected platform type '{platform}' for {name}"
         yield Problem(("platform",), text, (("backend",),))
-    elif backend == "pytorch" and platform not in ("", LIBTORCH):
+    elif platform and backend in PLATFORMS.values() and PLATFORMS.get(platform) != backend:
         text = f"unexpected 'platform' and 'backend' pair, got:{platform}, {backend}"
         yield Problem(("platform",), text, (("backend",),))
 

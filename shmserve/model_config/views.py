@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from shmserve.common import first_response
@@ -23,12 +23,17 @@ _OPTIMIZATION_FIELDS = (
     "gather_kernel_buffer_threshold",
     "eager_batching",
 )
+# Of these, what has an effect on the models of a backend.
+_EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("cuda",)}
 _BATCH_FIELDS = ("batch_input", "batch_output")
-_BATCH_BACKENDS = ("pytorch", "native")  # models of others get each request's tensors apart
+_BATCH_BACKENDS = (
+    "pytorch",
+    "onnxruntime",
+    "native",
+)  # models of others get each request's tensors apart
 _TOP_FIELDS = (
     "cc_model_filenames",
     "metric_tags",
-    "model_warmup",
     "model_operations",
     "model_repository_agents",
 )
@@ -77,7 +82,7 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
     for index, control in enumerate(config.model_metrics.metric_control):
         if control.metric_identifier.family != first_response.FAMILY:
             yield f"model_metrics.metric_control[{index}]"
-    yield from _ignored_optimization(config.optimization)
+    yield from _ignored_optimization(config.optimization, _EFFECTIVE.get(config.backend, ()))
     for index, state in enumerate(config.sequence_batching.state):
         if state.use_growable_memory:
             yield f"sequence_batching.state[{index}].use_growable_memory"
@@ -87,9 +92,11 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
                 yield f"instance_group[{index}].{name}"
 
 
-def _ignored_optimization(optimization: ModelOptimizationPolicy) -> Iterator[str]:
+def _ignored_optimization(
+    optimization: ModelOptimizationPolicy, effective: Collection[str]
+) -> Iterator[str]:
     for name in _OPTIMIZATION_FIELDS:
-        if _is_set(optimization, name):
+        if name not in effective and _is_set(optimization, name):
             yield f"optimization.{name}"
     if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
         yield "optimization.priority"

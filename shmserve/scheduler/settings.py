@@ -13,6 +13,7 @@ from shmserve.common.batching_strategy import Strategy
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
+from shmserve.ipc.tensors.padding import Padding
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,14 @@ _MOST_SEQUENCES = 16384  # of a client, that wait for a slot
 @dataclass(frozen=True, slots=True)
 class Batching:
     """The dynamic batcher's rules. Sizes are sums of request batch sizes, at least 1. `target_ns`:
-    what it adapts to, 0: it does not."""
+    what it adapts to, 0: it does not. `padding`: which shapes may share a batch; None: equal ones.
+    """
 
     max_batch_size: int
     preferred: frozenset[int]
     delay_ns: int
     target_ns: int = 0
+    padding: Padding | None = None
 
     @property
     def largest_preferred(self) -> int:
@@ -126,6 +129,7 @@ class Settings:
     decoupled: bool = False  # any number of responses to a request
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
     first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
+    padding: Padding | None = None
     cached: bool = False  # its responses may be kept and given again
 
     @classmethod
@@ -152,12 +156,13 @@ class Settings:
             decoupled=decoupled,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
+            padding=Padding.of(config),
             cached=bool((config.get("response_cache") or {}).get("enable", False)),
         )
 
 
 def _strategy(config: dict[str, Any], dynamic: dict[str, Any]) -> Batching:
-    rules = _batching(dynamic, config["max_batch_size"])
+    rules = replace(_batching(dynamic, config["max_batch_size"]), padding=Padding.of(config))
     match _parameter(config, batching_strategy.STRATEGY):
         case Strategy.PREFER_LATENCY:
             return replace(rules, delay_ns=0)

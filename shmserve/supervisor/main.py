@@ -48,6 +48,7 @@ from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.resources.cache_shares import CacheShares
+from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import ENDING, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -191,6 +192,7 @@ def compose(
         local_clients=local_clients,
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
+        workspaces=Workspaces(config.workspace_byte_sizes, control.send),
     )
     feed = EventFeed(
         events,

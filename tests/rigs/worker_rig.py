@@ -30,6 +30,8 @@ from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
+from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.arrivals import arrived
 
 MIB = 1024 * 1024
@@ -128,6 +130,7 @@ class Rig:
         self._dealers: list[Dealer] = []
         self.supervisor = Router(f"ipc://{folder}/control")
         control = Control(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
+        arena, mappings = Arena(64 * MIB), Mappings()
         self.context = ModelContext(
             model_name="m",
             version="1",
@@ -142,8 +145,10 @@ class Rig:
             threads=1,
             run_dir=folder,
             control=control,
-            arena=Arena(64 * MIB),
-            mappings=Mappings(),
+            arena=arena,
+            output_memory=OutputMemory(arena),
+            mappings=mappings,
+            workspace=Workspace(control, mappings, "cpu"),
         )
         self.context.version_dir.mkdir(parents=True, exist_ok=True)
         self._batches = self._served = 0

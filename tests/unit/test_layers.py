@@ -42,6 +42,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.backends.pytorch": ("ipc.*", "workers.*"),
     "workers.backends.python": ("ipc.*", "workers.*"),
     "workers.backends.native": ("ipc.*", "workers.*"),
+    "workers.backends.onnx": ("ipc.*", "workers.*"),
     "workers": ("ipc.*", "workers.*"),
     # what the control plane's processes share
     "common.access": ("common",),

@@ -15,6 +15,8 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
+from shmserve.workers.memory.outputs import OutputMemory
 
 if TYPE_CHECKING:
     from shmserve.workers.memory.device import DeviceMemory
@@ -38,11 +40,12 @@ GROUP = "shmserve.backends"
 # Known without a look at what is installed, which takes longer than the import.
 _BUILT_IN = {
     "native": "shmserve.workers.backends.native:NativeBackend",
+    "onnxruntime": "shmserve.workers.backends.onnx:OnnxBackend",
     "python": "shmserve.workers.backends.python:PythonBackend",
     "pytorch": "shmserve.workers.backends.pytorch:PytorchBackend",
 }
 # Triton's older `platform` field for the same.
-_PLATFORMS = {"pytorch_libtorch": "pytorch"}
+_PLATFORMS = {"pytorch_libtorch": "pytorch", "onnxruntime_onnx": "onnxruntime"}
 
 
 @dataclass(slots=True)
@@ -64,8 +67,9 @@ class ModelContext:
     model_dir/version. `kind` is "CPU" or "GPU", `device` what torch calls it ("cpu", "cuda:0",
     "npu:1"), `device_id` its number (0 on a CPU). `backend_config` is what --backend-config said
     for this backend. `control` asks the supervisor. `arena` and `mappings` are this process's
-    memory for tensors it makes and its views of others'. `copied` counts the bytes of tensors that
-    are copied on the way.
+    memory for tensors it makes and its views of others', `output_memory` has the arena's blocks for
+    outputs. `workspace` leases the device's shared
+    workspace. `copied` counts the bytes of tensors that are copied on the way.
     """
 
     model_name: str
@@ -82,7 +86,9 @@ class ModelContext:
     run_dir: Path
     control: Control
     arena: Arena
+    output_memory: OutputMemory
     mappings: Mappings
+    workspace: Workspace
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
     copied: Copied = field(default_factory=Copied)

@@ -13,6 +13,8 @@ from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.failures import WrongCount
 from shmserve.workers.batch.input_policy import InputPolicy
+from shmserve.workers.batch.padding import Padder
+from shmserve.workers.batch.rehearsal import RehearsedStream
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
@@ -37,7 +39,9 @@ class Executor:
         unpacker: Unpacker,
         writer: ResponseWriter,
         decoupled: bool,
+        padder: Padder | None = None,
     ) -> None:
+        self._padder = padder
         self._context = context
         self._backend = backend
         self._unpacker = unpacker
@@ -76,6 +80,31 @@ class Executor:
         output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
         times = (start_ns, input_end_ns, output_start_ns, end_ns)
         return BatchFinished(batch.number, *times, replies, *self._context.copied.take(), ran)
+
+    # --- warm-up
+
+    def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
+        """Run requests that are nobody's in one execution; the errors of those that failed."""
+        if self._decoupled:
+            streams = [RehearsedStream(self._writer, request) for request in requests]
+            self._run_streams(list(streams))
+            for stream in streams:
+                stream.wait()
+            return [stream.error for stream in streams if stream.error is not None]
+        try:
+            responses = self._execute(requests)
+            for request, response in zip(requests, responses, strict=True):
+                if response.error is None and not response.rescheduled:
+                    self._writer.scatterer.write(request, response)
+            self._writer.scatterer.settle()
+        except BaseException as error:  # SystemExit too: it is the model's, not ours
+            return [self._explain(error, requests[0])]
+        finally:
+            self._writer.memory.undelivered()
+            self._context.copied.take()
+        return [response.error for response in responses if response.error is not None]
+
+    # --- batches
 
     def _passes_over(self, opened: OpenRequest) -> bool:
         """Whether the model is not to see it."""
@@ -193,6 +222,7 @@ class Executor:
         return self._failures.explain(error, request.inference.request_id)
 
     def _execute(self, requests: list[Request]) -> list[Response]:
+        padded = None if self._padder is None else self._padder.pad(requests)
         before_ns = time.monotonic_ns()
         try:
             responses = self._backend.execute(requests)
@@ -201,6 +231,8 @@ class Executor:
         if type(responses) is not list or len(responses) != len(requests):
             raise WrongCount(len(requests), len(responses) if isinstance(responses, list) else 0)
         self._take_times(before_ns)
+        if self._padder is not None and padded is not None:
+            self._padder.cut(responses, padded)
         return responses
 
     def _scatter(self, opened: OpenRequest, request: Request, response: Response) -> Reply | None:

@@ -44,6 +44,10 @@ class Gatherer:
         self._buffers: dict[str, memoryview] = {}
         self._on_device: Any = None  # DeviceBuffers, once there are any
 
+    def reserve(self, name: str, byte_size: int) -> None:
+        """Make the buffer of an input now, for batches of this size at most."""
+        self._buffer(name, byte_size, byte_size)
+
     def gather(
         self, name: str, requests: Sequence[Request], own: bool = False
     ) -> tuple[Any, tuple[int, ...], bool]:
@@ -98,7 +102,9 @@ class Gatherer:
     def _adjacent(self, inputs: list[Input]) -> Any:
         first = inputs[0].place
         if first is None:
-            return None
+            whole = inputs[0].batch
+            parts = [item.raw for item in inputs if whole is not None and item.batch is whole]
+            return whole if parts and sum(map(len, parts)) == len(whole) else None
         end = first.offset
         for item in inputs:
             place = item.place

@@ -47,11 +47,13 @@ class Input:
     model writes into its inputs and calls `detach`.
 
     Of a sequence's state `raw` is where it is stored: `kept` where the model must not write there,
-    `writable` where it may on purpose.
+    `writable` where it may on purpose. `batch`: the bytes of the whole batch, where `raw` is this
+    request's part of them and those of the batch's other requests are the rest.
     """
 
     __slots__ = (
         "_array",
+        "batch",
         "datatype",
         "kept",
         "model",
@@ -81,6 +83,7 @@ class Input:
         self.model = model
         self.kept = False
         self.writable = False
+        self.batch: Any = None
         self._array: Array | None = None
 
     @property

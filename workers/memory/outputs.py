@@ -3,6 +3,7 @@ readers."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 
 from shmserve.errors import Unavailable
@@ -28,6 +29,7 @@ class OutputMemory:
         self._readers: dict[int, tuple[int, int]] = {}  # offset -> pid, byte size
         self._fresh: dict[int, int] = {}  # of what is not returned yet: offset -> byte size
         self._held: Counter[int] = Counter()  # pid -> bytes
+        self._reserved: dict[int, Place] = {}  # by address: blocks that a model computes in
 
     def __len__(self) -> int:
         return len(self._readers)
@@ -42,6 +44,22 @@ class OutputMemory:
         self._fresh[place.offset] = byte_size
         self._held[reader_pid] += byte_size
         return place, self._arena.view(place)
+
+    def reserve(self, reader_pid: int, byte_size: int) -> memoryview:
+        """The bytes of a block in which an output is to be computed; `claim` finds it then, and
+        what nobody claims is free again when the batch is returned. Raises as `allocate`."""
+        place, view = self.allocate(reader_pid, byte_size)
+        self._reserved[address_of(view)] = place
+        return view
+
+    def claim(self, reader_pid: int, address: int, byte_size: int) -> Place | None:
+        """The block that was reserved for such an output, if that was computed there."""
+        place = self._reserved.get(address)
+        if place is None or place.byte_size != byte_size:
+            return None
+        if self._readers.get(place.offset, (0, 0))[0] != reader_pid:
+            return None
+        return self._reserved.pop(address)
 
     def _check_share(self, held: int, byte_size: int) -> None:
         free = self._arena.memory.byte_size - self._arena.used
@@ -64,6 +82,10 @@ class OutputMemory:
 
     def delivered(self) -> int:
         """What was allocated since the last time is on its way to its readers; its bytes."""
+        for place in self._reserved.values():
+            self._fresh.pop(place.offset, None)
+            self._free(place.offset)
+        self._reserved.clear()
         byte_size = sum(self._fresh.values())
         self._fresh.clear()
         return byte_size
@@ -73,6 +95,7 @@ class OutputMemory:
         for offset in self._fresh:
             self._free(offset)
         self._fresh.clear()
+        self._reserved.clear()
         return 0
 
     def _free(self, offset: int) -> None:
@@ -84,3 +107,8 @@ class OutputMemory:
         if not self._held[reader_pid]:
             del self._held[reader_pid]
         self._arena.free(offset)
+
+
+def address_of(view: memoryview) -> int:
+    """Where bytes that may be written lie in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

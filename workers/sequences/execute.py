@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Reply, SequenceRow
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.inference import Inference
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inference
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.execute import Executor
+from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.request import Input, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
@@ -36,9 +38,10 @@ class SequenceExecutor(Executor):
         unpacker: Unpacker,
         writer: ResponseWriter,
         decoupled: bool,
+        padder: Padder | None,
         config: dict[str, Any],
     ) -> None:
-        super().__init__(context, backend, unpacker, writer, decoupled)
+        super().__init__(context, backend, unpacker, writer, decoupled, padder)
         self._controls = controls.read(config)
         self._batched = config["max_batch_size"] > 0
         self._policy.copies = True  # no second try would find out that a model needs them
@@ -53,6 +56,18 @@ class SequenceExecutor(Executor):
         """As `Executor` says."""
         self._rows = batch.rows
         return super().finish(batch)
+
+    def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
+        """As `Executor` says: each is a whole sequence, unless it has controls of its own."""
+        for slot, request in enumerate(requests):
+            row = SequenceRow(slot, request.key, SEQUENCE_START | SEQUENCE_END, request.key)
+            made = controls.inputs(self._controls, row, self._batched)
+            request.inputs = made | request.inputs
+            self._states.lend(request, row)
+        try:
+            return super().rehearse(requests)
+        finally:
+            self._states.forget()
 
     def _passes_over(self, opened: OpenRequest) -> bool:
         return False

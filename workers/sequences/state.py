@@ -86,6 +86,10 @@ class States:
         given.writable = spec.same_buffer
         return given
 
+    def forget(self) -> None:
+        """No sequence has any state."""
+        self._by_slot.clear()
+
     def keep(self, row: SequenceRow, response: Response, returned: frozenset[str]) -> None:
         """Take what a model has made of the states of a sequence; one that it has not made stays as
         it was. Outputs that are none of the model's, in `returned`, do not go to the client."""

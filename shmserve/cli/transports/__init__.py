@@ -30,7 +30,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One inference. No `outputs`: all of them; `timeout_us` 0: none; `version` "": the latest."""
+    """One inference. No `outputs`: all of them; `timeout_us` 0: none; `version` "": the latest;
+    `sequence` 0 or "": none."""
 
     model: str
     version: str
@@ -38,6 +39,15 @@ class Request:
     timeout_us: int
     inputs: list[Tensor]
     outputs: list[str]
+    sequence: int | str = ""
+    start: bool = False
+    end: bool = False
+
+    def sequence_parameters(self) -> dict[str, int | str | bool]:
+        """What says which sequence it is of, as protocols name it."""
+        given = {"sequence_id": self.sequence, "sequence_start": self.start}
+        given["sequence_end"] = self.end
+        return {name: value for name, value in given.items() if value}
 
 
 class Transport(Protocol):

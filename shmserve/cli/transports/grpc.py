@@ -42,6 +42,14 @@ class GrpcTransport:
         )
         if request.timeout_us:
             asked.parameters["timeout"].int64_param = request.timeout_us
+        for name, value in request.sequence_parameters().items():
+            if isinstance(value, bool):
+                asked.parameters[name].bool_param = value
+            elif isinstance(value, int):
+                # The protocol has no other integers for it; the server reads it without the sign.
+                asked.parameters[name].int64_param = (value + 2**63) % 2**64 - 2**63
+            else:
+                asked.parameters[name].string_param = value
         for tensor in request.inputs:
             asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
             asked.raw_input_contents.append(tensor.raw)

@@ -120,6 +120,7 @@ def _header(request: Request, binary: bool) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     if request.timeout_us:
         parameters["timeout"] = request.timeout_us
+    parameters |= request.sequence_parameters()
     inputs = [
         {
             "name": tensor.name,

@@ -52,6 +52,9 @@ class NativeTransport:
                 version=request.version,
                 timeout=timeout_s,
                 request_id=request.id,
+                sequence=request.sequence,
+                start=request.start,
+                end=request.end,
             ) as results:
                 for result in results:
                     outputs = [_output(name, datatypes[name], result[name]) for name in result]

@@ -20,6 +20,7 @@ from shmserve.common import cumulative_counters, model_metrics
 from shmserve.gateway.api import statistics
 from shmserve.gateway.api.cache_families import cached
 from shmserve.gateway.api.latency_families import first_responses, summaries
+from shmserve.gateway.api.padding_families import padding
 from shmserve.gateway.api.process_stats import CpuUtilization, memory_bytes, processes
 from shmserve.gateway.context import Gateway
 
@@ -209,6 +210,7 @@ class _Families(Collector):
                 there = {**labels, "direction": direction}
                 copied.add_sample(copied.name + "_total", there, count)
         yield from (closed, instances, executing, copied)
+        yield from padding(self._reports)
         regions = list(self._gateway.regions.all())
         yield _gauge("shmserve_shm_regions", "Registered shared memory regions", len(regions))
         yield _gauge(

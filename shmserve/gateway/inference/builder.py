@@ -119,8 +119,9 @@ def admit(
         tuple(tensors),
         tuple(outputs),
         wire.parameters,
-        wire.correlation_id,
-        wire.flags,
+        # A scheduler tells its workers of sequences itself: what is packed is the same for all.
+        0 if model.stateful else wire.correlation_id,
+        0 if model.stateful else wire.flags,
         min(wire.timeout_us, LONGEST_TIMEOUT_US),
         wire.priority,
     )

@@ -1,1 +1,1 @@
-"""Rules that validation checks, by subject: tensors, batching, sequences, ensembles."""
+"""Rules that validation checks, by subject: tensors, batching, sequences, ensembles, warm-up."""

@@ -4,7 +4,7 @@ Called only while an instance can take a batch. The rules are those of Triton's 
 with the order of the queue kept and a request never split:
 
 1. Requests are taken in order while their sizes fit `max_batch_size` and their shapes equal the
-   first one's.
+   first one's, or may be padded to be equal.
 2. The largest preferred size reached on the way runs at once, exactly, unless the delay is over.
    Where the next request would pass the largest preferred size and none was reached, what is there
    counts as preferred.
@@ -69,6 +69,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> Front | None:
     total = best = 0
     full = other_shape = False
     shape_key = b""
+    padded = None if rules.padding is None else rules.padding.batch()
     oldest = hurry = NEVER
     for request in pending:
         grown = total + request.units
@@ -78,11 +79,17 @@ def gather(pending: Iterable[Pending], rules: Batching) -> Front | None:
             if grown > most:
                 full = True
                 break
-            if request.shape_key != shape_key:
+            if (
+                request.shape_key != shape_key
+                if padded is None
+                else not padded.admits(request.shape_key, request.units)
+            ):
                 other_shape = True
                 break
         else:
             shape_key = request.shape_key
+            if padded is not None:
+                padded.admits(shape_key, request.units)
         total = grown
         requests.append(request)
         oldest = min(oldest, request.enqueued_ns)

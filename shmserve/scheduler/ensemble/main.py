@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from shmserve import logs
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.messages import SchedulerReady
+from shmserve.ipc.messages import MemoryDropped, SchedulerReady
 from shmserve.ipc.messages.start import SchedulerStart, decode
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number
@@ -40,7 +40,9 @@ def run(data: bytes) -> None:
     control.send(SchedulerReady(os.getpid()))
     inboxes: dict[int, Callable[[], None]] = {}
     steps = Steps(inboxes)
-    memory = EnsembleMemory(start.arena_byte_size)
+    memory = EnsembleMemory(
+        start.arena_byte_size, lambda memory_id: control.post(MemoryDropped(memory_id))
+    )
     ensemble = steps.ensemble = Ensemble(
         settings,
         start.config,

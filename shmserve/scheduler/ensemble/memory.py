@@ -19,9 +19,11 @@ from shmserve.scheduler.ensemble.values import Value
 
 
 class EnsembleMemory:
-    """The ensemble's arena, of `byte_size`, made when it is needed, and workers' arenas."""
+    """The ensemble's arena, of `byte_size`, made when it is needed, and workers' arenas, which
+    `dropped(memory_id)` hears are held no more."""
 
-    def __init__(self, byte_size: int) -> None:
+    def __init__(self, byte_size: int, dropped: Callable[[int], None]) -> None:
+        self._dropped = dropped
         self._byte_size = byte_size
         self._arena: Arena | None = None
         self._held: dict[int, _Held] = {}
@@ -85,6 +87,7 @@ class EnsembleMemory:
     def _close(self, memory_id: int) -> None:
         self._held.pop(memory_id).close()
         self._mappings.drop(memory_id)
+        self._dropped(memory_id)
 
     def any_true(self, tensor: TensorRef) -> bool:
         """Whether an element of a BOOL tensor is true.

@@ -54,6 +54,7 @@ class Executions:
         self.on_reschedule: Callable[[Request], None] | None = None
         self.on_executed: Callable[[int, int, int, int, list[int]], None] | None = None
         self._decoupled = settings.decoupled
+        self._padding = settings.padding
         self._pool = pool
         self._losses = losses
         self._workers = workers
@@ -76,6 +77,11 @@ class Executions:
         """Send a batch to a free instance, or ahead to one that has room; one with `rows` to the
         instance that is `wanted`."""
         gaps = len(rows) - len(requests) if rows else 0
+        if self._padding is not None:
+            padded = self._padding.batch()
+            for request in requests:
+                padded.admits(request.shape_key, request.units)
+            self._statistics.executions.padded(padded.elements())
         execution = Execution(next(self._ids), requests, reason, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
         work = [Work(request.key, request.client.pid, request.work) for request in requests]

@@ -211,6 +211,7 @@ class Statistics:
                 "retried": self.retried,
                 "overruns": self.overruns,
                 "copied_bytes": executions.copied_bytes(),
+                "padding": executions.padding(),
                 "earlier": self._earlier,
                 **gauges,
             },

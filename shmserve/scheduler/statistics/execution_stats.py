@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shmserve.scheduler.batchers.base import Closed
@@ -23,6 +24,7 @@ class ExecutionStats:
         self._compute_times = Histogram(SECONDS, NS_PER_S)
         self._sizes = Histogram(_SIZES)
         self._copied = [0, 0]
+        self._padded: dict[str, list[int]] = {}  # by input: elements, and of these padding
 
     def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
         """An execution of requests that sum up to `units` came back."""
@@ -45,6 +47,12 @@ class ExecutionStats:
         self._copied[0] += into
         self._copied[1] += out
 
+    def padded(self, elements: Mapping[str, tuple[int, int]]) -> None:
+        """A batch was sent whose padded inputs have (elements, of these padding), by name."""
+        for name, counts in elements.items():
+            before = self._padded.get(name, (0, 0))
+            self._padded[name] = [a + b for a, b in zip(before, counts, strict=True)]
+
     def restore(self, report: dict[str, Any], now_ns: int, wall_ns: int) -> None:
         """Go on from a report; raises KeyError, TypeError or ValueError for what is none."""
         last_ms = int(report["last_inference"])
@@ -60,6 +68,8 @@ class ExecutionStats:
         self._compute_times.restore(ours["histograms"]["compute_seconds"])
         self._sizes.restore(ours["histograms"]["batch_size"])
         self._copied = [int(ours["copied_bytes"][direction]) for direction in ("in", "out")]
+        padded = ours.get("padding", {}).items()
+        self._padded = {str(name): [int(n) for n in counts] for name, counts in padded}
 
     def last_ms(self, now_ns: int, wall_ns: int) -> int:
         """When the last one came back, ms since the epoch; 0: there was none."""
@@ -91,3 +101,7 @@ class ExecutionStats:
     def copied_bytes(self) -> dict[str, int]:
         """`copied_bytes` of the report."""
         return {"in": self._copied[0], "out": self._copied[1]}
+
+    def padding(self) -> dict[str, list[int]]:
+        """`padding` of the report: (elements, of these padding) of each padded input."""
+        return {name: list(counts) for name, counts in self._padded.items()}

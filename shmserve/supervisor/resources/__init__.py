@@ -1,1 +1,1 @@
-"""What the models of the server share: the response cache's bytes."""
+"""What the models of the server share: the response cache's bytes, workspaces."""

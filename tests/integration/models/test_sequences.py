@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import tritonclient.http
 import shmserve.client
 from tests.support import repositories
 from tests.support.sequence_models import IDLE, control, controls, instances
-from tests.support.servers import Server, running
+from tests.support.servers import Server, run_command, running
 from tests.support.wire.raw_http import Http, json_input
 
 ITERATIVE = '''
@@ -299,3 +300,17 @@ def test_generate_takes_the_parameters_of_a_sequence(server: Server) -> None:
         assert sums == [4, 8, 12]
         status = http.post("/v2/models/plain/generate", {"INPUT0": 4}).status
         assert status == 400
+
+
+@pytest.mark.parametrize("sequence", ["31", "from a shell", str(2**64 - 2)])
+def test_the_shells_client(server: Server, sequence: str) -> None:
+    """One sequence over all three ways."""
+    urls = [f"--url=http://{server.url}", f"--url=grpc://{server.grpc_url}"]
+    urls.append(f"--run-dir={server.run_dir}")
+    sums = []
+    for url, flags in zip(urls, (["--start"], [], ["--end"]), strict=True):
+        given = ["--input=INPUT0=[2]", f"--sequence={sequence}", *flags]
+        done = run_command("client", "infer", "plain", url, *given)
+        assert done.returncode == 0, done.stderr
+        sums.append(json.loads(done.stdout)["outputs"][0]["data"])
+    assert sums == [[[2]], [[4]], [[6]]]

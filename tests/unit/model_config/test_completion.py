@@ -215,7 +215,6 @@ def test_what_has_no_effect_is_listed() -> None:
         "batch_output",
         "cc_model_filenames",
         "metric_tags",
-        "model_warmup",
         "model_operations",
         "optimization.graph",
         "optimization.cuda",

@@ -26,6 +26,7 @@ BUCKETS = "model_metrics.metric_control[0].histogram_options.buckets"
 SORTED = "histogram buckets must be finite and in ascending order for m"
 STRATEGY = 'parameters { key: "batching_strategy" value { string_value: "%s" } }'
 TARGET = 'parameters { key: "target_p99_ms" value { string_value: "%s" } }'
+WARMUP = 'model_warmup { name: "s" batch_size: 1 inputs { key: "I" value { %s } } }'
 RULES = [
     (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED),
     (METRICS % "1, @inf", f"{BUCKETS}[1]", SORTED),
@@ -225,6 +226,22 @@ RULES = [
         IO + 'batch_output { target_name: ["O", @"O"] source_input: "I" }',
         "batch_output[0].target_name[1]",
         "target output name 'O' can only be specified once for m",
+    ),
+    (
+        IO
+        + (WARMUP % "data_type: TYPE_FP32 dims: [-1] zero_data: true").replace("inputs", "@inputs"),
+        'model_warmup[0].inputs["I"]',
+        "warmup setting expects all variable-size dimensions are specified for input 'I' for m",
+    ),
+    (
+        IO + (WARMUP % "data_type: TYPE_FP32 dims: [2]").replace("inputs", "@inputs"),
+        'model_warmup[0].inputs["I"]',
+        "warmup setting expects input 'I' to have input_data_type set for m",
+    ),
+    (
+        IO + (WARMUP % "dims: [2] zero_data: true").replace("inputs", "@inputs"),
+        'model_warmup[0].inputs["I"]',
+        "warmup setting of input 'I' must specify 'data_type' for m",
     ),
     (
         IO + "response_cache { @enable: true } sequence_batching {}",

@@ -3,10 +3,10 @@
 The file is `default_model_filename` (model.py) in the version folder, the class the parameter
 "class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension),
 `max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms`, `ragged` (names of inputs),
-`batch_input`, `batch_output` and `sequence_batching` (as a configuration has them) as attributes,
-and the methods `load(self, context)`, `unload(self)` and
-`is_ready(self)`, plain or a coroutine, which is asked between two batches. One that is a
-`torch.nn.Module` is put on the device and into evaluation mode.
+`batch_input`, `batch_output`, `padding` and `sequence_batching` (as a configuration has them) as
+attributes, and the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a
+coroutine, which is asked between two batches. One that is a `torch.nn.Module` is put on the device
+and into evaluation mode.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model a decoupled one: it gets one request, with `max_batch_size` 0 unless the class says
@@ -16,13 +16,17 @@ otherwise, and arrays of its own. `max_streams` (64) of them run at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+import json
+import logging
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
+from shmserve.ipc.tensors.padding import PARAMETER as PADDING
 from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
 from shmserve.model import Context, TensorType
 from shmserve.workers.backends import (
@@ -42,6 +46,8 @@ from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_BATCH_SIZE = 32
 _DEFAULT_MAX_STREAMS = 64
@@ -64,6 +70,7 @@ class NativeBackend(Backend):
         """Inputs and outputs from the annotations, batching from the class's attributes."""
         model = self._find(config)
         completed = dict(config)
+        completed["parameters"] = {**_parameters(model), **(config.get("parameters") or {})}
         predict = predict_signature.read(model)
         inputs, outputs = predict_signature.as_config(predict)
         if not has_scheduler(config) and hasattr(model, "sequence_batching"):
@@ -83,7 +90,6 @@ class NativeBackend(Backend):
         elif completed["max_batch_size"] > 1 and not has_scheduler(completed):
             delay = _whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
-        completed["parameters"] = {**_strategy(model), **(config.get("parameters") or {})}
         return completed
 
     def load(self, config: dict[str, Any]) -> None:
@@ -110,8 +116,18 @@ class NativeBackend(Backend):
             folder = context.version_dir.resolve()
             own = parameters(config)
             self._model.load(
-                Context(context.model_name, context.version, context.device, folder, own)
+                Context(
+                    context.model_name,
+                    context.version,
+                    context.device,
+                    folder,
+                    own,
+                    self._workspace,
+                )
             )
+        plan = None if predict.streams else self._runner.plan(config, self._model)
+        if plan is not None:
+            logger.info("model '%s' is planned at %s", signature.name, plan.text())
         if predict.streams:
             most = max(1, _whole(kind, "max_streams", _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, most)
@@ -132,6 +148,11 @@ class NativeBackend(Backend):
         assert self._streams is not None
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
+
+    @contextlib.contextmanager
+    def _workspace(self, byte_size: int) -> Iterator[torch.Tensor]:
+        with self.context.workspace.lease(byte_size) as view:
+            yield torch.frombuffer(view, dtype=torch.uint8)
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._take(yielded))
@@ -215,9 +236,18 @@ def _mappings(model: type, attribute: str) -> list[dict[str, Any]]:
     return [dict(each) for each in value]
 
 
-def _strategy(model: type) -> dict[str, Any]:
-    """What the class says of its batching strategy, as parameters of a configuration."""
+def _parameters(model: type) -> dict[str, Any]:
+    """What the class says of its batching strategy and padding, as parameters of a
+    configuration."""
     said: dict[str, Any] = {}
+    padding = getattr(model, PADDING, None)
+    if padding is not None:
+        try:
+            said[PADDING] = {"string_value": json.dumps(padding)}
+        except TypeError as error:
+            raise InvalidArgument(
+                f"'{model.__name__}.{PADDING}' must be a mapping as JSON has it: {error}"
+            ) from None
     for name, kinds, what in (
         ("batching_strategy", (str,), "a string"),
         ("target_p99_ms", (int, float), "a number of milliseconds"),

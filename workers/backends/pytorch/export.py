@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,28 +11,8 @@ from torch.export.graph_signature import TensorArgument
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
-from shmserve.workers.backends import has_scheduler
+from shmserve.workers.backends.described import Described, Description
 from shmserve.workers.memory.torch_types import PROTOCOL
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """One tensor of a program: `dims`, batch dimension included; -1: the size may vary."""
-
-    name: str
-    datatype: str
-    dims: tuple[int, ...]
-    leading: str  # the symbol of a first dimension that may vary, "" where it is fixed
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A program's inputs in order, its outputs, the largest batch (0: it does not batch)."""
-
-    inputs: tuple[Described, ...]
-    outputs: tuple[Described, ...]
-    largest_batch: int
-
 
 _UNBOUNDED = 2**31
 
@@ -65,8 +44,8 @@ def _described(name: str, value: Any) -> Described:
             f"tensor '{name}' of the exported program is {value.dtype}, which no client can send"
         )
     dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)
-    leading = "" if not dims or dims[0] != -1 else str(value.shape[0])
-    return Described(name, datatype, dims, leading)
+    symbols = tuple("" if isinstance(size, int) else str(size) for size in value.shape)
+    return Described(name, datatype, dims, symbols)
 
 
 def _labels(exported: torch.export.ExportedProgram, count: int) -> Sequence[str]:
@@ -90,35 +69,6 @@ def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Des
             upper = bounds.upper
             return int(upper) if upper < _UNBOUNDED else _UNBOUNDED
     return 0  # an expression such as 2*s0 is no batch dimension
-
-
-def complete(
-    config: dict[str, Any], description: Description, default_max_batch_size: int
-) -> dict[str, Any]:
-    """`config` with inputs, outputs, batch size and dynamic batching where it leaves them open."""
-    completed = dict(config)
-    if not config.get("input") and not config.get("output") and not config.get("max_batch_size"):
-        completed["max_batch_size"] = min(description.largest_batch, default_max_batch_size)
-        if completed["max_batch_size"] > 1 and not has_scheduler(config):
-            completed["dynamic_batching"] = {}
-    batched = completed.get("max_batch_size", 0) > 0
-    if not config.get("input"):
-        completed["input"] = [_tensor_config(tensor, batched) for tensor in description.inputs]
-    if not config.get("output"):
-        completed["output"] = [_tensor_config(tensor, batched) for tensor in description.outputs]
-    return completed
-
-
-def _tensor_config(tensor: Described, batched: bool) -> dict[str, Any]:
-    dims = list(tensor.dims[1:] if batched else tensor.dims)
-    made: dict[str, Any] = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype]}
-    if dims:
-        made["dims"] = dims
-    else:
-        # A configuration has no scalars: one element to the client, none to the model.
-        made["dims"] = [1]
-        made["reshape"] = {"shape": []}
-    return made
 
 
 def check(

@@ -28,6 +28,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place
+from shmserve.workers.batch.placement import free_places
 from shmserve.workers.batch.request import Request
 from shmserve.workers.memory.device import as_bytes
 
@@ -135,7 +136,7 @@ class InPlace:
         self._mode = None
         if len(requests) != 1 or self._never:
             return _NO_SESSION
-        places = _places(requests[0])
+        places = free_places(requests[0], _WORTH)
         if not places:
             return _NO_SESSION
         if self._kept():
@@ -163,7 +164,7 @@ class InPlace:
         """After the call: learn from it."""
         mode, self._mode = self._mode, None
         if isinstance(mode, _Watcher):
-            self._plans[self._key] = mode.plan(outputs, list(_places(requests[0])))
+            self._plans[self._key] = mode.plan(outputs, list(free_places(requests[0], _WORTH)))
         elif isinstance(mode, _Placer) and mode.failed:
             self._plans[self._key] = {}
         if mode is not None:
@@ -195,26 +196,6 @@ class InPlace:
         # With a storage of its own, which ends where the place does, and whose users can be seen.
         made: torch.Tensor = from_dlpack(raw)
         return made.view(step.dtype).view(step.shape)
-
-
-def _places(request: Request) -> dict[str, Place]:
-    """Where outputs go that are worth it and overlap nothing else of the request."""
-    found = {
-        name: output.place
-        for name, output in request.requested.items()
-        if output.place is not None
-        and output.place.byte_size >= _WORTH
-        and not output.place.memory.copied
-    }
-    if not found:
-        return {}
-    others = [item.place for item in request.inputs.values() if item.place is not None]
-    others += [output.place for output in request.requested.values() if output.place is not None]
-    return {
-        name: place
-        for name, place in found.items()
-        if sum(place.overlaps(other) for other in others) == 1  # itself
-    }
 
 
 def _has_address(value: Any) -> bool:

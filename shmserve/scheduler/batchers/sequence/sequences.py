@@ -81,6 +81,8 @@ class Sequences:
         """An instance takes no more sequences. Those that it has begun go on there, and the others
         wait for another slot, before all that do."""
         lane.closed = True
+        self._free = [entry for entry in self._free if entry[2] is not lane]
+        heapq.heapify(self._free)
         moved = [each for each in lane.slots if each is not None and not each.begun]
         for sequence in sorted(moved, key=lambda each: each.waiting[0].key, reverse=True):
             lane.withdraw(sequence)
@@ -178,11 +180,7 @@ class Sequences:
 
     def _fill(self) -> None:
         """Give free slots to those that wait."""
-        while self._backlog:
-            while self._free and self._free[0][2].closed:
-                heapq.heappop(self._free)
-            if not self._free:
-                return
+        while self._backlog and self._free:
             slot, _, lane = heapq.heappop(self._free)
             sequence = self._backlog.pop()
             sequence.lane, sequence.slot = lane, slot

@@ -167,6 +167,8 @@ class ModelVersion:
                 self.instances.kill_overrunning(index, reason, pid)
             case m.InstanceRetired(index, pid):
                 self.instances.retired(index, pid)
+            case m.MemoryDropped():  # which an ensemble has kept for workers
+                self._context.broadcast(message, "worker")
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)
 

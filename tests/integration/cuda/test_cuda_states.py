@@ -1,0 +1,104 @@
+"""Implicit state of models on a real device: it is there from request to request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shmserve.client
+from tests.support import servers
+from tests.support.servers import Server
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+LENGTH = 1 << 20  # of a state, in values of 4 bytes
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x, before):
+        assert before.is_cuda
+        after = {step}
+        where = torch.full_like(x, after.data_ptr() % 2**24)
+        return {{"y": torch.cat([after[:, :1], where], dim=1), "after": after}}
+"""
+CONFIG = f"""
+backend: "pytorch"
+runtime: "model.py"
+max_batch_size: 4
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+instance_group [ {{ kind: KIND_GPU gpus: [ 0 ] count: 1 }} ]
+sequence_batching {{
+  direct {{ }}
+  max_sequence_idle_microseconds: 60000000
+  state [ {{
+    input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ {LENGTH} ] %s
+  }} ]
+}}
+"""
+MODELS = {
+    "copied": ("before + x", ""),
+    "in_place": ("before.add_(x)", "use_same_buffer_for_input_output: true"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("gpu") / "models"
+    for name, (step, how) in MODELS.items():
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / "model.py").write_text(MODEL.format(step=step))
+        (repository / name / "config.pbtxt").write_text(CONFIG % how)
+    with servers.running(repository, gpu=True) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(server.run_dir) as made:
+        yield made
+
+
+def ask(client: shmserve.client.Server, model: str, **flags: Any) -> list[float]:
+    x = np.ones((1, 1), np.float32)
+    found: list[float] = client.infer(model, x=x, sequence=7, **flags)["y"][0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_3_5_a_state_stays_on_the_device(
+    server: Server, client: shmserve.client.Server, model: str
+) -> None:
+    sums = [ask(client, model, start=True)[0], ask(client, model)[0]]
+    before = server.metric("shmserve_copied_bytes_total", model=model)
+    sums += [ask(client, model)[0] for _ in range(3)]
+    copied = server.metric("shmserve_copied_bytes_total", model=model) - before
+    assert sums == [1, 2, 3, 4, 5]
+    assert copied < LENGTH
+    ask(client, model, end=True)
+
+
+def test_3_5_one_buffer_is_one_address(client: shmserve.client.Server) -> None:
+    ask(client, "in_place", start=True)  # begun from the host's zeros
+    places = {ask(client, "in_place")[1] for _ in range(4)}
+    assert len(places) == 1
+    ask(client, "in_place", end=True)
+
+
+def test_rows_of_several_sequences_are_gathered_there(client: shmserve.client.Server) -> None:
+    x = np.ones((1, 1), np.float32)
+    for at in range(4):
+        futures = [
+            client.infer_async("copied", {"x": x * each}, sequence=each, start=at == 0, end=at == 3)
+            for each in (1, 2, 3)
+        ]
+        sums = [float(future.result()["y"][0, 0]) for future in futures]
+        assert sums == [each * (at + 1) for each in (1, 2, 3)]

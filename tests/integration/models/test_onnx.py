@@ -1,0 +1,95 @@
+"""ONNX files, served: with no configuration, in batches, by an older configuration, with state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+
+from tests.support.onnx_models import FLOAT, save
+from tests.support.servers import Server, running
+
+ACCUMULATOR = """
+platform: "onnxruntime_onnx"
+max_batch_size: 4
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+sequence_batching {
+  direct { }
+  control_input [
+    { name: "start" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } ] }
+  ]
+  state [ { input_name: "state" output_name: "next" data_type: TYPE_FP32 dims: [ 2 ]
+            initial_state { name: "zero" data_type: TYPE_FP32 dims: [ 2 ] zero_data: true } } ]
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model without a configuration, and one with an older one."""
+    repository = tmp_path_factory.mktemp("onnx")
+    save(
+        repository / "large" / "1",
+        [("Add", "x x", "y")],
+        [("x", FLOAT, ("batch", "n"))],
+        [("y", FLOAT, ("batch", "n"))],
+    )
+    both = ("batch", 2)
+    # y = state + x + start * 100: what the model saw is in what it says.
+    save(
+        repository / "accumulator" / "1",
+        [
+            ("Constant", "", "hundred", {"value_float": 100.0}),
+            ("Mul", "start hundred", "bonus"),
+            ("Add", "x bonus", "more"),
+            ("Add", "state more", "next"),
+            ("Identity", "next", "y"),
+        ],
+        [("x", FLOAT, both), ("state", FLOAT, both), ("start", FLOAT, ("batch", 1))],
+        [("next", FLOAT, both), ("y", FLOAT, both)],
+    )
+    (repository / "accumulator" / "config.pbtxt").write_text(ACCUMULATOR)
+    with running(repository) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.url) as made:
+        yield made
+
+
+def given(name: str, array: np.ndarray) -> triton.InferInput:
+    made = triton.InferInput(name, list(array.shape), "FP32")
+    made.set_data_from_numpy(array)
+    return made
+
+
+def test_a_file_without_a_configuration_is_a_model(client: triton.InferenceServerClient) -> None:
+    config = client.get_model_config("large")
+    assert (config["backend"], config["platform"]) == ("onnxruntime", "onnxruntime_onnx")
+    assert config["max_batch_size"] == 4
+    assert config["instance_group"][0]["count"] == 2  # Triton's number for such models on CPUs
+    x = np.arange(300_000, dtype=np.float32)[None]
+    np.testing.assert_array_equal(client.infer("large", [given("x", x)]).as_numpy("y"), x + x)
+    x = x[:, :8]
+    np.testing.assert_array_equal(client.infer("large", [given("x", x)]).as_numpy("y"), x + x)
+
+
+def test_states_and_controls_of_sequences(client: triton.InferenceServerClient) -> None:
+    seen = []
+    for step in range(3):
+        result = client.infer(
+            "accumulator",
+            [given("x", np.full((1, 2), step + 1, np.float32))],
+            sequence_id=7,
+            sequence_start=step == 0,
+            sequence_end=step == 2,
+        )
+        seen.append(result.as_numpy("y")[0, 0])
+    assert seen == [101.0, 103.0, 106.0]
+    metadata = client.get_model_metadata("accumulator")
+    assert [tensor["name"] for tensor in metadata["inputs"]] == ["x"]

@@ -1,0 +1,123 @@
+"""Padded batches, by a real client and a real server: images of 224 and 336 in one batch.
+
+`TRITONSERVER_DELAY_SCHEDULER` holds each model until three requests are there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+import shmserve.client
+from tests.support import repositories
+from tests.support.servers import Server, running
+
+SIZES = (224, 336, 224)
+IMAGE = {
+    "value": 0,
+    "buckets": [[3, 224, 224], [3, 336, 336]],
+    "lengths": "IMAGE_LENGTHS",
+    "mask": "IMAGE_MASK",
+}
+MODEL = """
+import torch
+class Net(torch.nn.Module):
+    def forward(self, IMAGE, IMAGE_LENGTHS, IMAGE_MASK):
+        assert IMAGE.shape == IMAGE_MASK.shape and not IMAGE[~IMAGE_MASK].any()
+        assert IMAGE_LENGTHS.dtype == torch.int64 and IMAGE_LENGTHS.shape == (len(IMAGE), 3)
+        true = IMAGE_MASK.sum((1, 2, 3))
+        assert (true == IMAGE_LENGTHS.prod(1)).all()
+        saw = torch.tensor([len(IMAGE), IMAGE.shape[-1]]).repeat(len(IMAGE), 1)
+        return {"FEATURES": IMAGE + 1, "SAW": saw}
+"""
+CONFIG = """
+backend: "pytorch" max_batch_size: 8
+input { name: "IMAGE" data_type: TYPE_FP32 dims: [ 3, -1, -1 ] }
+output { name: "FEATURES" data_type: TYPE_FP32 dims: [ 3, -1, -1 ] }
+output { name: "SAW" data_type: TYPE_INT64 dims: [ 2 ] }
+dynamic_batching { }
+parameters { key: "padding" value { string_value: %s } }
+"""
+
+
+def add(repository: Any, name: str, **more: Any) -> None:
+    padding = {"IMAGE": IMAGE | more, "FEATURES": {"like": "IMAGE"}}
+    repositories.write(repository, name, CONFIG % json.dumps(json.dumps(padding)), MODEL)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The model, without a bound to its waste, with one that only equal shapes hold, and without
+    batches."""
+    repository = tmp_path_factory.mktemp("padding")
+    add(repository, "together")
+    add(repository, "strict", max_waste=0.1)
+    path = repository / "alone" / "config.pbtxt"
+    add(repository, "alone")
+    path.write_text(path.read_text().replace("dynamic_batching { }", ""))
+    environment = {"TRITONSERVER_DELAY_SCHEDULER": str(len(SIZES))}
+    with running(repository, environment=environment, grpc=True) as started:
+        yield started
+
+
+def ask(server: Server, model: str, image: Any) -> tuple[Any, Any]:
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        given = triton.InferInput("IMAGE", image.shape, "FP32")
+        given.set_data_from_numpy(image)
+        result = client.infer(model, [given])
+        return result.as_numpy("FEATURES"), result.as_numpy("SAW")
+
+
+def ask_all(server: Server, model: str) -> list[list[int]]:
+    """Each image comes back in its own size; what the model saw of each."""
+    rng = np.random.default_rng(0)
+    images = [rng.random((1, 3, size, size), np.float32) for size in SIZES]
+    with ThreadPoolExecutor(len(images)) as threads:
+        answers = list(threads.map(lambda image: ask(server, model, image), images))
+    for image, (features, _) in zip(images, answers, strict=True):
+        np.testing.assert_array_equal(features, image + 1)
+    return [saw[0].tolist() for _, saw in answers]
+
+
+def test_images_of_224_and_336_share_a_batch(server: Server) -> None:
+    assert ask_all(server, "together") == [[3, 336]] * 3
+    waste = {
+        name: server.metric(f"shmserve_{name}_total", model="together", input="IMAGE")
+        for name in ("padded_elements", "padding_elements")
+    }
+    total = 3 * 3 * 336 * 336
+    assert waste == {"padded_elements": total, "padding_elements": 6 * (336**2 - 224**2)}
+
+
+def test_the_waste_is_bounded(server: Server) -> None:
+    """Of the three, 37 % would be padding: the large image runs alone."""
+    saw = ask_all(server, "strict")
+    assert saw[1] == [1, 336]
+    assert saw[0] == saw[2] and saw[0] in ([1, 224], [2, 224])
+    assert server.metric("shmserve_padding_elements_total", model="strict", input="IMAGE") == 0
+
+
+def test_lengths_and_mask_are_no_inputs_of_clients(server: Server) -> None:
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        assert [each.name for each in client.get_model_metadata("together").inputs] == ["IMAGE"]
+    large = np.zeros((1, 3, 400, 8), np.float32)
+    with pytest.raises(InferenceServerException, match=r"\[3,400,8\] fits none"):
+        ask(server, "alone", large)
+
+
+def test_a_local_client_has_its_output_cut_in_its_region(server: Server) -> None:
+    with shmserve.client.connect(server.run_dir) as client:
+        layout = ((1, 3, 200, 100), "FP32")
+        region = client.allocate({"IMAGE": layout, "FEATURES": layout})
+        for value in (1, 2, 3):
+            region["IMAGE"][:] = value
+            region["FEATURES"][:] = 0
+            client.infer("alone", region)
+            assert (region["FEATURES"] == value + 1).all()

@@ -1,0 +1,278 @@
+"""Warm-up of real models: what they have seen before the first client's request (section 3.9)."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.servers import Server, running
+
+# Notes each execution, and gives all that was noted before as JSON.
+_MODEL = """\
+import json
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.seen = []
+        self.name = args["model_instance_name"]
+
+    def execute(self, requests):
+        told = json.dumps(self.seen)
+        self.seen.append([
+            {t.name(): [list(t.shape()), t.as_numpy().reshape(-1)[:4].astype(str).tolist()]
+             for t in request.inputs()}
+            for request in requests
+        ])
+        return self.respond(requests, pb_utils.Tensor("SEEN", np.array([[told]], object)))
+
+    def respond(self, requests, seen):
+        if self.name.startswith("broken"):
+            error = pb_utils.TritonError("not " + str(len(self.seen)))
+            return [pb_utils.InferenceResponse([], error) for _ in requests]
+        if self.name.startswith("raising"):
+            raise ValueError("cold")
+        if not self.name.startswith("many"):
+            return [pb_utils.InferenceResponse([seen]) for _ in requests]
+        for request in requests:
+            sender = request.get_response_sender()
+            sender.send(pb_utils.InferenceResponse([seen]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+_FP32 = '{ name: "X" data_type: TYPE_FP32 dims: [ -1 ] }'
+_SAMPLE = (
+    'model_warmup { name: "s" batch_size: %d count: %d '
+    'inputs { key: "X" value { data_type: TYPE_FP32 dims: [ 3 ] %s } } }'
+)
+
+
+def add(
+    repository: Path,
+    name: str,
+    warmup: str,
+    inputs: str = _FP32,
+    more: str = "",
+    max_batch_size: int = 4,
+    **files: bytes,
+) -> None:
+    """A model that notes what it sees; `files` go into its folder "warmup"."""
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text(_MODEL)
+    (folder / "warmup").mkdir()
+    for file, data in files.items():
+        (folder / "warmup" / file).write_bytes(data)
+    output = '{ name: "SEEN" data_type: TYPE_STRING dims: [ 1 ] }'
+    (folder / "config.pbtxt").write_text(
+        f'name: "{name}" backend: "python" max_batch_size: {max_batch_size}\n'
+        f"input [ {inputs} ] output [ {output} ] instance_group [ {{ kind: KIND_CPU }} ]\n"
+        f"{more}\n{warmup}\n"
+    )
+
+
+_TYPED = """
+model_warmup { name: "typed" batch_size: 1
+  inputs { key: "X" value { data_type: TYPE_FP32 dims: [ 4 ] random_data: true } }
+  inputs { key: "I" value { data_type: TYPE_INT8 dims: [ 2, 2 ] random_data: true } }
+  inputs { key: "B" value { data_type: TYPE_BOOL dims: [ 4 ] random_data: true } }
+  inputs { key: "S" value { data_type: TYPE_STRING dims: [ 2 ] random_data: true } }
+  inputs { key: "F" value { data_type: TYPE_STRING dims: [ 1 ] input_data_file: "texts" } }
+}
+"""
+_TYPES = ", ".join(
+    f'{{ name: "{name}" data_type: TYPE_{kind} dims: {dims} }}'
+    for name, kind, dims in (
+        ("X", "FP32", [-1]),
+        ("I", "INT8", [2, -1]),
+        ("B", "BOOL", [4]),
+        ("S", "STRING", [-1]),
+        ("F", "STRING", [1]),
+    )
+)
+_CONTROLLED = """
+sequence_batching { control_input [
+  { name: "START" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } ] },
+  { name: "READY" control [ { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } ] } ] }
+"""
+_CONTROL = 'inputs { key: "READY" value { data_type: TYPE_INT32 dims: [ 1 ] random_data: true } } }'
+_DECOUPLED = "model_transaction_policy { decoupled: true }"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("warm") / "models"
+    add(repository, "zeros", _SAMPLE % (1, 0, "zero_data: true"))
+    add(repository, "batched", _SAMPLE % (3, 2, "zero_data: true"))
+    add(repository, "skipped", _SAMPLE % (0, 1, "zero_data: true"))
+    add(repository, "plain", _SAMPLE % (1, 1, "random_data: true"), max_batch_size=0)
+    add(
+        repository,
+        "filed",
+        _SAMPLE % (1, 1, 'input_data_file: "values"'),
+        values=np.arange(5, dtype=np.float32).tobytes(),  # more than is wanted
+    )
+    add(repository, "typed", _TYPED, _TYPES, texts=struct.pack("<I", 2) + b"hi")
+    add(
+        repository,
+        "controlled",
+        (_SAMPLE % (1, 1, "zero_data: true")).rstrip("} ") + " } } " + _CONTROL,
+        more=_CONTROLLED,
+    )
+    add(repository, "many", _SAMPLE % (2, 1, "zero_data: true"), more=_DECOUPLED)
+    with running(repository) as started:
+        yield started
+
+
+def seen(server: Server, model: str, **more: Any) -> list[Any]:
+    """What a model had seen before the first client's request."""
+    inputs = more.pop("inputs", {"X": ("FP32", [1, 1], [7.0])})
+    request = {
+        "inputs": [
+            {"name": name, "datatype": kind, "shape": shape, "data": data}
+            for name, (kind, shape, data) in inputs.items()
+        ],
+        **more,
+    }
+    way = "generate" if model == "many" else "infer"
+    with server.http() as http:
+        if way == "generate":
+            reply = http.post(f"/v2/models/{model}/generate", {"X": [7.0]}).ok().json()
+            return list(json.loads(reply["SEEN"]))
+        reply = http.infer(model, request).ok().json()
+    return list(json.loads(reply["outputs"][0]["data"][0]))
+
+
+ROW = {"X": [[1, 3], ["0.0"] * 3]}
+
+
+def test_zeros_once_where_no_count_is_given(server: Server) -> None:
+    assert seen(server, "zeros") == [[ROW]]
+
+
+def test_a_batch_size_is_so_many_requests_of_one_in_one_execution(server: Server) -> None:
+    assert seen(server, "batched") == [[ROW] * 3] * 2
+
+
+def test_a_batch_size_of_zero_is_skipped(server: Server) -> None:
+    assert seen(server, "skipped") == []
+
+
+def test_without_batching_shapes_are_as_they_are_written(server: Server) -> None:
+    ((request,),) = seen(server, "plain", inputs={"X": ("FP32", [1], [7.0])})
+    shape, values = request["X"]
+    assert shape == [3]
+    assert all(0 <= float(value) < 1 for value in values) and len(set(values)) == 3
+
+
+def test_data_come_from_a_file_in_the_models_folder(server: Server) -> None:
+    assert seen(server, "filed") == [[{"X": [[1, 3], ["0.0", "1.0", "2.0"]]}]]
+
+
+def test_random_data_of_each_type_and_empty_texts(server: Server) -> None:
+    inputs = {
+        "X": ("FP32", [1, 1], [7.0]),
+        "I": ("INT8", [1, 2, 1], [1, 2]),
+        "B": ("BOOL", [1, 4], [True] * 4),
+        "S": ("BYTES", [1, 1], ["a"]),
+        "F": ("BYTES", [1, 1], ["b"]),
+    }
+    ((request,),) = seen(server, "typed", inputs=inputs)
+    assert request["I"][0] == [1, 2, 2] and all(0 <= int(n) < 128 for n in request["I"][1])
+    assert request["B"][0] == [1, 4] and set(request["B"][1]) <= {"True", "False"}
+    assert request["S"] == [[1, 2], ["", ""]]
+    assert request["F"] == [[1, 1], ["hi"]]
+
+
+def test_controls_of_sequences_are_as_the_sample_names_them(server: Server) -> None:
+    """Others are those of a whole sequence."""
+    start = {"sequence_id": 5, "sequence_start": True, "sequence_end": True}
+    ((request,),) = seen(server, "controlled", parameters=start)[-1:]
+    assert request["X"] == ROW["X"]
+    assert request["START"] == [[1, 1], ["1"]]
+    assert request["READY"][0] == [1, 1] and request["READY"][1] != ["1"]
+
+
+def test_decoupled_models_are_warmed_up_too(server: Server) -> None:
+    assert seen(server, "many") == [[ROW] * 2]
+
+
+def test_nothing_of_it_is_counted(server: Server) -> None:
+    with server.http() as http:
+        (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
+        before = stats["execution_count"]
+    seen(server, "skipped")
+    with server.http() as http:
+        (stats,) = http.get("/v2/models/skipped/stats").ok().json()["model_stats"]
+        (others,) = http.get("/v2/models/zeros/stats").ok().json()["model_stats"]
+    assert stats["execution_count"] - before == 1
+    assert others["execution_count"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "says"),
+    [
+        (
+            "broken",
+            _SAMPLE % (2, 1, "zero_data: true"),
+            "failed to run warmup sample 's': not 1; failed to run warmup sample 's': not 1; ",
+        ),
+        ("raising", _SAMPLE % (1, 1, "zero_data: true"), "failed to run warmup sample 's': "),
+        (
+            "missing",
+            'model_warmup { name: "s" batch_size: 1 }',
+            "expected 1 inputs but got 0 inputs for model 'missing'. Got input(s) [], but missing",
+        ),
+        (
+            "short",
+            _SAMPLE % (1, 1, 'input_data_file: "values"'),
+            "warmup setting expects 12 bytes, but the data provided from values only has 4 bytes",
+        ),
+        ("absent", _SAMPLE % (1, 1, 'input_data_file: "nothing"'), "cannot read 'nothing'"),
+        (
+            "outside",
+            _SAMPLE % (1, 1, 'input_data_file: "../config.pbtxt"'),
+            "is not in the model's folder 'warmup'",
+        ),
+        (
+            "variable",
+            (_SAMPLE % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ -1 ]"),
+            "warmup setting expects all variable-size dimensions are specified for input 'X'",
+        ),
+        (
+            "nothing",
+            _SAMPLE % (1, 1, ""),
+            "warmup setting expects input 'X' to have input_data_type set",
+        ),
+    ],
+)
+def test_a_sample_that_fails_fails_the_load(
+    explicit: tuple[Server, Path], name: str, warmup: str, says: str
+) -> None:
+    server, repository = explicit
+    add(repository, name, warmup, values=b"1234")
+    with server.http() as http:
+        assert says in http.post(f"/v2/repository/models/{name}/load").error
+        assert http.get(f"/v2/models/{name}/ready").status == 400
+
+
+def test_an_instance_that_starts_again_is_warm_again(
+    explicit: tuple[Server, Path],
+) -> None:
+    """Per instance: each process has seen the sample before it serves."""
+    server, repository = explicit
+    add(repository, "again", _SAMPLE % (1, 1, "zero_data: true"))
+    with server.http() as http:
+        http.post("/v2/repository/models/again/load").ok()
+    assert seen(server, "again") == [[ROW]]
+    victim = server.one("worker again.0")
+    victim.kill()
+    assert seen(server, "again") == [[ROW]]

@@ -1,0 +1,177 @@
+"""An ensemble without process, socket or clock: messages in, messages out, time by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    Inferred,
+    RequestedOutput,
+    pack_inference,
+    pack_inferred,
+    unpack_inference,
+)
+from shmserve.scheduler.ensemble.core import Ensemble
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.settings import Settings
+from tests.rigs.scheduler_rig import GATEWAY, WALL_NS, ControlOutbox, Outbox
+
+MS = 1_000_000
+
+
+def io(name: str, dims: Sequence[int] = (-1,), **more: Any) -> dict[str, Any]:
+    """An FP32 input or output of a configuration."""
+    return {"name": name, "data_type": "TYPE_FP32", "dims": list(dims), **more}
+
+
+def model(name: str, *, decoupled: bool = False, dims: Sequence[int] = (-1,)) -> dict[str, Any]:
+    """A model from X, and Z if there is one, to Y."""
+    return {
+        "name": name,
+        "max_batch_size": 0,
+        "input": [io("X", dims), io("Z", dims, optional=True)],
+        "output": [io("Y", dims)],
+        "model_transaction_policy": {"decoupled": decoupled},
+    }
+
+
+def step(name: str, inputs: dict[str, str], output: str) -> dict[str, Any]:
+    """A step that makes Y."""
+    return {
+        "model_name": name,
+        "model_version": -1,
+        "input_map": inputs,
+        "output_map": {"Y": output},
+    }
+
+
+class StepsOutbox:
+    """What was posted to steps' schedulers, by endpoint."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[str, Any]] = []
+
+    def submit(self, endpoint: str, message: m.Submit) -> None:
+        """Keep it."""
+        self.posted.append((endpoint, message))
+
+    def tell(self, endpoint: str, message: Any) -> None:
+        """Keep it."""
+        self.posted.append((endpoint, message))
+
+    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
+        """Nothing was left to say."""
+
+
+class EnsembleRig:
+    """The ensemble "e" from IN to its `outputs`."""
+
+    def __init__(
+        self,
+        steps: Sequence[dict[str, Any]],
+        models: Sequence[dict[str, Any]],
+        outputs: Sequence[str] = ("OUT",),
+        max_inflight: int = 0,
+        dims: Sequence[int] = (-1,),
+    ) -> None:
+        decoupled = any(each["model_transaction_policy"]["decoupled"] for each in models)
+        config = {
+            "name": "e",
+            "max_batch_size": 0,
+            "input": [io("IN", dims)],
+            "output": [io(name, dims) for name in outputs],
+            "model_transaction_policy": {"decoupled": decoupled},
+            "ensemble_scheduling": {"step": list(steps), "max_inflight_requests": max_inflight},
+        }
+        self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
+        self.memory = EnsembleMemory(1 << 20, lambda memory_id: None)
+        self.ensemble = Ensemble(
+            Settings.read(config, "1", SchedulingLimits()),
+            config,
+            self.clients,
+            self.steps,
+            self.control,
+            self.memory,
+            lambda: WALL_NS,
+        )
+        self.now_ns = 1_000 * MS
+        for each in models:
+            self.publish(each)
+
+    def publish(self, config: dict[str, Any], endpoint: str = "") -> None:
+        """A model serves, at its own name unless it says otherwise."""
+        name = config["name"]
+        self.control_says(
+            m.ModelPublished(name, "1", config, {}, endpoint or name, True, True, 0.0, 0)
+        )
+
+    def submit(
+        self,
+        number: int = 1,
+        outputs: Sequence[str] = (),
+        deadline_ms: int = 0,
+        data: bytes = b"\0" * 4,
+    ) -> None:
+        """A request of the gateway's."""
+        tensor = TensorRef("IN", "FP32", (len(data) // 4,), data)
+        wanted = tuple(map(RequestedOutput, outputs))
+        work = pack_inference(Inference("", (tensor,), wanted))
+        deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
+        self.client_says(m.Submit(number, 0, b"", self.now_ns, deadline_ns, 0, 0, work))
+
+    def client_says(self, message: Any) -> None:
+        """The gateway says this."""
+        self.ensemble.from_client(GATEWAY, message, self.now_ns)
+        self.ensemble.plan(self.now_ns)
+
+    def control_says(self, message: Any) -> None:
+        """The supervisor says this."""
+        self.ensemble.from_control(message, self.now_ns)
+        self.ensemble.plan(self.now_ns)
+
+    def step_says(self, endpoint: str, message: Any) -> None:
+        """A step's scheduler says this."""
+        self.ensemble.from_step(endpoint, message, self.now_ns)
+        self.ensemble.plan(self.now_ns)
+
+    def pass_ms(self, ms: int) -> None:
+        """Time goes by."""
+        self.now_ns += ms * MS
+        self.ensemble.plan(self.now_ns)
+
+    def told(self) -> list[Any]:
+        """What the gateway was told since the last time."""
+        return [message for _, message in self.clients.take()]
+
+    def sent(self, kind: type[Any] = m.Submit) -> list[tuple[str, Any]]:
+        """What was sent to steps since the last time, of this kind."""
+        posted, self.steps.posted = self.steps.posted, []
+        return [item for item in posted if isinstance(item[1], kind)]
+
+    def runs(self) -> dict[str, int]:
+        """The requests that were submitted since the last time: their numbers by endpoint."""
+        return {endpoint: submit.id for endpoint, submit in self.sent()}
+
+    def finish(self, endpoint: str, number: int, data: bytes = b"\0" * 4) -> None:
+        """A step has succeeded."""
+        self.step_says(endpoint, m.Finished(number, made(data)))
+
+    def respond(self, endpoint: str, number: int, data: bytes, final: bool = False) -> None:
+        """A decoupled step has responded; no data: that was all."""
+        body = made(data) if data else b""
+        self.step_says(endpoint, m.Responded(number, "", "", body, final))
+
+
+def made(data: bytes) -> bytes:
+    """A response with an output."""
+    return pack_inferred(Inferred((TensorRef("Y", "FP32", (len(data) // 4,), data),)))
+
+
+def inputs_of(submit: m.Submit) -> dict[str, Any]:
+    """The bytes, or the places, of a submitted request's inputs."""
+    return {tensor.name: tensor.data for tensor in unpack_inference(submit.work).inputs}

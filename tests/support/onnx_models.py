@@ -1,0 +1,35 @@
+"""ONNX files, written on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+Tensor = tuple[str, int, Sequence[Any] | None]
+FLOAT = int(TensorProto.FLOAT)
+
+
+def save(
+    folder: Path, nodes: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> None:
+    """Write `model.onnx`; a node is (operator, inputs, outputs[, attributes]), names separated by
+    blanks."""
+    made = [
+        helper.make_node(kind, taken.split(), given.split(), **dict(*more))
+        for kind, taken, given, *more in nodes
+    ]
+    graph = helper.make_graph(
+        made,
+        "graph",
+        [helper.make_tensor_value_info(*each) for each in inputs],
+        [helper.make_tensor_value_info(*each) for each in outputs],
+    )
+    # Older than the newest, so that older packages read it.
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())

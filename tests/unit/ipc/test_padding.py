@@ -1,0 +1,122 @@
+"""Padding: which requests may share a batch, and what shape it has. Pure."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.padding import Padding
+from shmserve.ipc.tensors.signature import Signature
+
+BUCKETS = [[3, 336, 336], [3, 224, 224]]
+
+
+def config(entry: dict[str, Any], dims: tuple[int, ...] = (3, -1, -1)) -> dict[str, Any]:
+    return {
+        "name": "m",
+        "max_batch_size": 8,
+        "input": [
+            {"name": "IMAGE", "data_type": "TYPE_UINT8", "dims": list(dims)},
+            {"name": "WORDS", "data_type": "TYPE_UINT8", "dims": [-1]},
+        ],
+        "output": [],
+        "parameters": {"padding": {"string_value": json.dumps({"IMAGE": entry})}},
+    }
+
+
+def padding(entry: dict[str, Any], dims: tuple[int, ...] = (3, -1, -1)) -> Padding:
+    made = Padding.of(config(entry, dims))
+    assert made is not None
+    return made
+
+
+def shape(pad: Padding, *shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    return pad.pads["IMAGE"].padded(tuple(map(max, zip(*shapes, strict=True))))
+
+
+def test_the_batchs_maximum_or_the_smallest_bucket_that_fits_all() -> None:
+    assert shape(padding({}), (3, 2, 9), (3, 5, 4)) == (3, 5, 9)
+    bucketed = padding({"buckets": BUCKETS})
+    assert shape(bucketed, (3, 2, 9), (3, 5, 4)) == (3, 224, 224)
+    assert shape(bucketed, (3, 225, 9), (3, 5, 4)) == (3, 336, 336)
+    assert shape(bucketed, (3, 337, 9)) is None
+
+
+def admit(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> bytes:
+    tensors = [
+        TensorRef("WORDS", "UINT8", (1, words), bytes(words)),
+        TensorRef("IMAGE", "UINT8", (1, *image), bytes(prod(image))),
+    ]
+    return Signature(config(entry), "1").admit("", tensors, []).shape_key
+
+
+def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        admit({"buckets": BUCKETS}, (3, 400, 100))
+    assert caught.value.message == (
+        "[request id: <id_unknown>] unexpected shape for input 'IMAGE' for model 'm'. It is padded "
+        "to one of [3,224,224], [3,336,336] behind the batch dimension, and [3,400,100] fits none"
+    )
+
+
+def test_the_shape_key_tells_padded_shapes_apart_from_what_must_be_equal() -> None:
+    pad = padding({})
+    rest, shapes = pad.read(admit({}, (3, 7, 9), words=2))
+    assert shapes == ((3, 7, 9),)
+    assert pad.read(admit({}, (3, 8, 8), words=2))[0] == rest
+    assert pad.read(admit({}, (3, 7, 9), words=1))[0] != rest
+    batch = pad.batch()
+    assert batch.admits(admit({}, (3, 7, 9), words=2), 1)
+    assert not batch.admits(admit({}, (3, 7, 9), words=1), 1)
+    assert batch.admits(admit({}, (3, 9, 7), words=2), 2)
+    total = 3 * 3 * 9 * 9
+    assert batch.elements() == {"IMAGE": (total, total - 3 * 3 * 7 * 9)}
+
+
+def test_no_bucket_for_both_parts_them() -> None:
+    pad = padding({"buckets": [[3, 10, 100], [3, 100, 10]]})
+    batch = pad.batch()
+    assert batch.admits(pad.key(b"", {"IMAGE": (3, 5, 90)}), 1)
+    assert not batch.admits(pad.key(b"", {"IMAGE": (3, 90, 5)}), 1)
+    assert batch.admits(pad.key(b"", {"IMAGE": (3, 9, 9)}), 1)
+
+
+SIZES = st.tuples(st.integers(0, 40), st.integers(0, 40))
+
+
+@given(
+    st.lists(st.tuples(SIZES, st.integers(1, 4)), min_size=1, max_size=12),
+    st.floats(0, 1),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=3),
+)
+def test_waste_is_bounded(
+    asked: list[tuple[tuple[int, int], int]], most: float, buckets: list[tuple[int, int]]
+) -> None:
+    """Whatever comes: of a batch no more than `max_waste` is padding, unless its requests, each
+    padded alone, had as much; every request fits; the counts are the true ones."""
+    listed = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
+    pad = padding({"max_waste": most, "buckets": listed}, (-1, -1))
+    batch = pad.batch()
+    taken: list[tuple[tuple[int, int], int]] = []
+    for each, units in asked:
+        if batch.admits(pad.key(b"", {"IMAGE": each}), units):
+            taken.append((each, units))
+    assert taken[0] == asked[0]
+    target = shape(pad, *(each for each, _ in taken))
+    assert target is not None
+    total = prod(target) * sum(units for _, units in taken)
+    true = sum(prod(each) * units for each, units in taken)
+    assert batch.elements() == {"IMAGE": (total, total - true)}
+    apart = 0
+    for each, units in taken:
+        alone = shape(pad, each)
+        assert alone is not None and all(a <= b for a, b in zip(each, target, strict=True))
+        apart += prod(alone) * units
+    assert total - true <= most * total + 1e-9 or total <= apart

@@ -1,0 +1,90 @@
+"""The parameter `padding`: a mistake is told with what was found and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.model_config import normalise, parse_pbtxt, validate
+
+GOOD = {
+    "IMAGE": {
+        "value": 0,
+        "buckets": [[3, 224, 224], [3, 336, 336]],
+        "lengths": "IMAGE_LENGTHS",
+        "mask": "IMAGE_MASK",
+        "max_waste": 0.5,
+    },
+    "FEATURES": {"like": "IMAGE"},
+}
+
+
+def said(padding: Any, most: int = 8, complete: bool = True) -> str:
+    text = padding if isinstance(padding, str) else json.dumps(padding)
+    config = parse_pbtxt(
+        f"""
+        name: "m" backend: "python" max_batch_size: {most}
+        input {{ name: "IMAGE" data_type: TYPE_UINT8 dims: [ 3, -1, -1 ] }}
+        input {{ name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] }}
+        input {{ name: "FIXED" data_type: TYPE_FP32 dims: [ 2 ] }}
+        input {{ name: "FLAT" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }}
+        output {{ name: "FEATURES" data_type: TYPE_FP32 dims: [ 3, -1, -1 ] }}
+        output {{ name: "ROWS" data_type: TYPE_FP32 dims: [ -1 ] }}
+        parameters {{ key: "padding" value {{ string_value: {json.dumps(text)} }} }}
+        """
+    )
+    try:
+        validate(normalise(config, "m", 0), gpu_count=0, complete=complete)
+    except InvalidArgument as error:
+        return error.message
+    return ""
+
+
+def test_a_whole_one_is_in_order() -> None:
+    assert said(GOOD) == ""
+    assert said({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("padding", "text"),
+    [
+        ("{", "must be a JSON object, and cannot be read: Expecting property name"),
+        ([1], "must be a JSON object of objects"),
+        ({"IMAGE": 3}, "must be a JSON object of objects"),
+        ({"NONE": {}}, "is for no input of the model"),
+        ({"NONE": {"like": "IMAGE"}}, "has 'like' for what is no output of the model"),
+        ({"IMAGE": {"pad": 1}}, "has the key 'pad', which is none of 'value', 'buckets'"),
+        ({"FIXED": {}}, "is for an input without a dimension of any size (-1), of 'FIXED',"),
+        ({"TEXT": {}}, "is for an input of strings, which have no padding"),
+        ({"FLAT": {}}, "is for an input with 'allow_ragged_batch': it can have one of the two"),
+        ({"IMAGE": {"value": 256}}, "'value' an integer from 0 to 255 for TYPE_UINT8, found 256"),
+        ({"IMAGE": {"value": 0.5}}, "'value' an integer from 0 to 255 for TYPE_UINT8, found 0.5"),
+        ({"IMAGE": {"buckets": 7}}, "must have as 'buckets' a list of shapes, found 7"),
+        ({"IMAGE": {"buckets": [[3, 4]]}}, "the bucket [3, 4], which is no shape of 3 sizes"),
+        ({"IMAGE": {"buckets": [[3, 4, -1]]}}, "bucket [3, 4, -1], which is no shape of 3 sizes"),
+        ({"IMAGE": {"buckets": [[1, 4, 4]]}}, "does not agree with the input's dims [3, -1, -1]"),
+        ({"IMAGE": {"max_waste": 2}}, "must have as 'max_waste' a share, from 0 to 1, found 2"),
+        ({"IMAGE": {"lengths": ""}}, "must have as 'lengths' the name of an input, found ''"),
+        ({"IMAGE": {"mask": "TEXT"}}, "makes the input 'TEXT' as 'mask', which is another input's"),
+        ({"IMAGE": {"mask": "A", "lengths": "A"}}, "makes the input 'A' as 'mask'"),
+        ({"FEATURES": {"like": "IMAGE"}}, "must have as 'like' an input that is padded"),
+        (GOOD | {"ROWS": {"like": "IMAGE"}}, "with 1 dimensions of any size like an input with 2"),
+        (GOOD | {"ROWS": {"like": "IMAGE", "value": 1}}, "has other keys beside 'like'"),
+    ],
+)
+def test_a_mistake_is_told(padding: Any, text: str) -> None:
+    message = said(padding)
+    assert text in message and message.endswith("for m")
+    assert "parameters[\"padding\"]: parameter 'padding' " in message
+
+
+def test_it_takes_a_batch() -> None:
+    assert "needs a max_batch_size of 1 at least" in said(GOOD, most=0)
+
+
+def test_before_a_model_has_completed_itself_only_the_form_counts() -> None:
+    assert said({"NONE": {}}, complete=False) == ""
+    assert said([1], complete=False)

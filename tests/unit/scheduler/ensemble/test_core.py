@@ -1,0 +1,223 @@
+"""An ensemble's decisions, message by message (section 3.7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
+
+CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
+FORK = [
+    step("a", {"X": "IN"}, "m"),
+    step("b", {"X": "IN"}, "n"),
+    step("c", {"X": "m", "Z": "n"}, "OUT"),
+]
+MODELS = [model("a"), model("b"), model("c")]
+
+
+def only(messages: list[Any], kind: type[Any]) -> Any:
+    (message,) = messages
+    assert type(message) is kind, message
+    return message
+
+
+def test_one_step_after_the_other() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    ((endpoint, first),) = rig.sent()
+    assert endpoint == "a"
+    rig.finish("a", first.id, b"abcd")
+    ((endpoint, second),) = rig.sent()
+    assert (endpoint, inputs_of(second)) == ("b", {"X": b"abcd"})
+    rig.finish("b", second.id, b"efgh")
+    (output,) = unpack_inferred(only(rig.told(), m.Finished).body).outputs
+    assert (output.name, output.data) == ("OUT", b"efgh")
+    assert rig.ensemble.live == 0
+
+
+def test_an_error_waits_for_the_steps_that_run() -> None:
+    """Section 3.7: sent once all are drained; no new step begins."""
+    rig = EnsembleRig(FORK, MODELS)
+    rig.submit()
+    runs = rig.runs()
+    rig.step_says("a", m.Failed(runs["a"], "INTERNAL", "boom", 0, False))
+    assert rig.told() == []
+    rig.finish("b", runs["b"])
+    failed = only(rig.told(), m.Failed)
+    assert (failed.code, failed.message) == ("INTERNAL", "in ensemble 'e', boom")
+    assert rig.runs() == {}
+
+
+def test_the_first_error_counts() -> None:
+    rig = EnsembleRig(FORK, MODELS)
+    rig.submit()
+    runs = rig.runs()
+    for name in ("b", "a"):
+        rig.step_says(name, m.Failed(runs[name], "INTERNAL", name, 0, False))
+    assert only(rig.told(), m.Failed).message == "in ensemble 'e', b"
+
+
+def test_a_cancelled_request_begins_no_step() -> None:
+    """Section 3.7: cancellation is checked before each step; steps that run are told."""
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    runs = rig.runs()
+    rig.client_says(m.Cancel(1))
+    assert rig.sent(m.Cancel) == [("a", m.Cancel(runs["a"]))]
+    assert rig.told() == []
+    rig.finish("a", runs["a"])
+    assert only(rig.told(), m.Failed).code == "CANCELLED"
+    assert rig.runs() == {}
+
+
+def test_a_deadline_is_told_at_once_and_memory_later() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit(deadline_ms=10)
+    ((_, submit),) = rig.sent()
+    assert submit.deadline_ns == rig.now_ns + 10_000_000
+    rig.pass_ms(11)
+    failed = only(rig.told(), m.Failed)
+    assert (failed.early, failed.message) == (True, "in ensemble 'e', Request timeout expired")
+    assert rig.sent(m.Cancel) == [("a", m.Cancel(submit.id))]
+    rig.step_says("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
+    only(rig.told(), m.Settled)
+    assert rig.ensemble.live == 0
+
+
+def test_an_output_that_never_comes_is_a_deadlock() -> None:
+    """Section 3.7: the text."""
+    rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a", decoupled=True)])
+    plain = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
+    for each in (rig, plain):
+        each.submit()
+        each.respond("a", each.runs()["a"], b"", final=True)
+    only(rig.told(), m.Responded)  # of a stream that is its end
+    assert only(plain.told(), m.Failed).message == (
+        "in ensemble 'e', [request id: <id_unknown>] unexpected deadlock, at least one output is "
+        "not set while no more ensemble steps can be made"
+    )
+
+
+def test_only_so_many_requests_of_a_step_at_a_time() -> None:
+    """Section 3.7: max_inflight_requests holds for all requests together, in order; unlike
+    Triton's, for as long as it takes."""
+    rig = EnsembleRig(CHAIN, MODELS, max_inflight=1)
+    for number in (1, 2, 3):
+        rig.submit(number)
+    first = rig.runs()
+    rig.pass_ms(400_000)
+    assert rig.runs() == {}
+    rig.finish("a", first["a"])
+    assert rig.runs().keys() == {"a", "b"}
+    rig.client_says(m.Cancel(3))  # while it waits
+    assert only(rig.told(), m.Failed).id == 3
+
+
+def test_a_stream_is_granted_as_its_client_reads() -> None:
+    """A producer is held back by whoever is slowest behind it."""
+    rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
+    rig.submit()
+    number = rig.runs()["a"]
+    for index in range(m.FIRST_CREDIT + 1):
+        rig.respond("a", number, b"%04d" % index)
+        rig.finish("b", rig.runs()["b"])
+    assert len(rig.told()) == m.FIRST_CREDIT
+    rig.client_says(m.Grant(1, 1))
+    only(rig.told(), m.Responded)
+    rig.respond("a", number, b"", final=True)
+    assert only(rig.told(), m.Responded).final
+
+
+def test_outputs_of_known_size_are_placed() -> None:
+    """They are written where the next step reads them, and are given back by who reads last."""
+    elements = 10_000
+    models = [model(name, dims=(elements,)) for name in "ab"]
+    rig = EnsembleRig(CHAIN, models, dims=(elements,))
+    rig.submit(data=bytes(4 * elements))
+    ((_, first),) = rig.sent()
+    (output,) = unpack_inference(first.work).outputs
+    assert output.place is not None
+    assert rig.memory.used >= 4 * elements
+    rig.step_says("a", m.Finished(first.id, placed(output.place)))
+    ((_, second),) = rig.sent()
+    assert inputs_of(second)["X"] == output.place
+    (last,) = unpack_inference(second.work).outputs
+    assert last.place is not None
+    rig.step_says("b", m.Finished(second.id, placed(last.place)))
+    only(rig.told(), m.Finished)
+    assert 0 < rig.memory.used < 8 * elements
+    rig.client_says(m.Release(last.place.memory.pid, [last.place.offset]))
+    assert rig.memory.used == 0
+
+
+def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
+    elements = 10_000
+    rig = EnsembleRig(CHAIN[:1], [model("a", dims=(elements,))], ["m"], dims=(elements,))
+    rig.submit(data=bytes(4 * elements))
+    ((_, first),) = rig.sent()
+    (output,) = unpack_inference(first.work).outputs
+    assert output.place is not None
+    rig.step_says("a", m.Finished(first.id, placed(output.place)))
+    rig.control_says(m.ProcessExited(7000))
+    assert rig.memory.used == 0
+
+
+def placed(place: Place) -> bytes:
+    from shmserve.ipc.tensors.descriptors import TensorRef
+    from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+
+    tensor = TensorRef("Y", "FP32", (place.byte_size // 4,), place)
+    return pack_inferred(Inferred((tensor,)))
+
+
+def test_a_scheduler_that_is_lost() -> None:
+    """Its steps go to the successor; without one, they fail."""
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    ((_, first),) = rig.sent()
+    rig.control_says(m.SchedulerLost("a", "a2"))
+    assert rig.sent() == [("a2", first)]
+    rig.control_says(m.SchedulerLost("a2", ""))
+    assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
+
+
+def test_a_step_that_was_refused_goes_to_who_serves_now() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    ((_, first),) = rig.sent()
+    rig.publish(model("a"), "anew")
+    rig.step_says("a", m.Failed(first.id, "UNAVAILABLE", "stopping", 0, False))
+    assert rig.sent() == [("anew", first)]
+
+
+def test_what_a_step_refuses_for_good_keeps_its_hint() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    rig.step_says("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", "full", 7, False))
+    assert only(rig.told(), m.Failed).retry_after_s == 7
+
+
+def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
+    rig = EnsembleRig(CHAIN[:1], MODELS, ["m"])
+    rig.submit()
+    rig.control_says(m.Drain())
+    rig.submit(2)
+    assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
+    rig.finish("a", rig.runs()["a"])
+    kinds = [type(message) for _, message in rig.control.take()]
+    assert kinds[-1] is m.Drained
+
+
+def test_times_are_the_steps_together() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.client_says(m.ReportTimes())
+    rig.submit()
+    for name in ("a", "b"):
+        number = rig.runs()[name]
+        rig.step_says(name, m.Timed(number, 1, 20, 300))
+        rig.finish(name, number)
+    timed, finished = rig.told()
+    assert (timed, type(finished)) == (m.Timed(1, 2, 40, 600), m.Finished)

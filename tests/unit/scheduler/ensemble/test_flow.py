@@ -1,0 +1,141 @@
+"""The data flow of a request: which steps run, in which order, with what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
+from shmserve.scheduler.ensemble.graph import Graph, Step
+from shmserve.scheduler.ensemble.values import SKIPPED, Value
+
+
+def value(text: str, freed: list[str] | None = None, holds: bool = True) -> Value:
+    tensor = TensorRef("", "BYTES", (1,), text.encode())
+    return Value(tensor, None if freed is None else lambda: freed.append(text), holds=holds)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """A graph without circles: each step reads tensors that come before it."""
+    tensors = ["IN"]
+    steps: list[Step] = []
+    for index in range(draw(st.integers(1, 7))):
+        read = draw(st.lists(st.sampled_from(tensors), min_size=1, max_size=3, unique=True))
+        condition = draw(st.sampled_from(["", "", *tensors]))
+        made = [f"t{index}.{n}" for n in range(draw(st.integers(1, 2)))]
+        inputs = {f"i{n}": tensor for n, tensor in enumerate(read)}
+        outputs = {f"o{n}": tensor for n, tensor in enumerate(made)}
+        steps.append(Step(index, "m", "", inputs, outputs, condition))
+        tensors += made
+    wanted = draw(st.lists(st.sampled_from(tensors[1:]), min_size=1, max_size=3, unique=True))
+    return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(wanted))
+
+
+def plan(graph: Graph, many: tuple[int, ...] = (), optional: tuple[str, ...] = ()) -> Plan:
+    return Plan(
+        graph,
+        graph.outputs,
+        lambda step: step.index in many,
+        lambda step: frozenset(optional),
+    )
+
+
+def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
+    """The steps that run and the outputs that are made, computed from the definition."""
+    needed = graph.needed(graph.outputs)
+    runs: set[int] = set()
+    skipped: set[str] = set()
+    for step in graph.in_order():
+        if step.index not in needed:
+            continue
+        lacks = any(tensor in skipped for tensor in step.inputs.values())
+        if lacks or (step.condition and step.condition in skipped | false):
+            skipped.update(step.outputs.values())
+        else:
+            runs.add(step.index)
+    return runs, set(graph.outputs) - skipped
+
+
+@given(graphs(), st.data())
+def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.DataObject) -> None:
+    """Section 3.7: whatever the order in which steps end; each value is given back once."""
+    made = sorted({"IN"}.union(*(step.outputs.values() for step in graph.steps)))
+    false = set(data.draw(st.lists(st.sampled_from(made), unique=True)))
+    freed: list[str] = []
+    flow = Flow(plan(graph))
+    flow.begin({"IN": value("IN", freed, "IN" not in false)})
+    ran: list[int] = []
+    created = ["IN"]
+    running: list[Firing] = []
+    while True:
+        running += flow.firings
+        flow.firings.clear()
+        if not running:
+            break
+        firing = running.pop(data.draw(st.integers(0, len(running) - 1)))
+        ran.append(firing.step.index)
+        wanted = {n: t for n, t in firing.step.outputs.items() if flow._plan.uses[t]}
+        created += wanted.values()
+        flow.respond(firing, {n: value(t, freed, t not in false) for n, t in wanted.items()})
+        for used in firing.inputs.values():
+            used.release()
+    runs, outputs = expected(graph, false)
+    assert sorted(ran) == sorted(runs)
+    (response,) = flow.responses
+    assert response.keys() == outputs
+    flow.close()
+    for each in [*flow.unused, *response.values()]:
+        each.release()
+    assert sorted(freed) == sorted(created)
+
+
+STREAM = Graph(
+    "e",
+    (
+        Step(0, "many", "", {"X": "IN"}, {"Y": "m"}),
+        Step(1, "one", "", {"X": "m", "Z": "once"}, {"Y": "OUT"}),
+        Step(2, "one", "", {"X": "IN"}, {"Y": "once"}),
+    ),
+    ("IN",),
+    ("OUT",),
+)
+
+
+@given(st.permutations(["many", "many", "many", "once"]))
+def test_a_stream_meets_what_there_is_one_of_in_any_order(order: list[str]) -> None:
+    flow = Flow(plan(STREAM, many=(0,)))
+    flow.begin({"IN": value("IN")})
+    many, once = sorted(flow.firings, key=lambda firing: firing.step.index)
+    flow.firings.clear()
+    for index, which in enumerate(order):
+        flow.respond(many if which == "many" else once, {"Y": value(f"{which}{index}")})
+    runs: list[Any] = [(f.number, f.inputs["X"].tensor) for f in flow.firings]
+    assert [number for number, _ in runs] == [0, 1, 2]
+    for firing in flow.firings:
+        flow.respond(firing, {"Y": value("out")})
+    assert len(flow.responses) == 3
+
+
+def test_a_skipped_stream_is_one_response_without_it() -> None:
+    graph = Graph(
+        "e",
+        (Step(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),),
+        ("IN",),
+        ("OUT",),
+    )
+    flow = Flow(plan(graph, many=(0,)))
+    flow.begin({"IN": value("IN", holds=False)})
+    assert (flow.firings, flow.responses) == ([], [{}])
+
+
+def test_an_optional_input_does_without_what_was_skipped() -> None:
+    step = Step(0, "m", "", {"X": "IN", "Z": "Z"}, {"Y": "OUT"})
+    graph = Graph("e", (step,), ("IN", "Z"), ("OUT",))
+    for optional, runs in (((), False), (("Z",), True)):
+        flow = Flow(plan(graph, optional=optional))
+        flow.begin({"IN": value("IN"), "Z": SKIPPED})
+        assert bool(flow.firings) is runs

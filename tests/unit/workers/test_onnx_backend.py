@@ -1,0 +1,311 @@
+"""ONNX models: completion from the file, outputs computed in place, options, errors in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto
+
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.workers import backends
+from shmserve.workers.backends.onnx import OnnxBackend, OnnxRuntimeError
+from shmserve.workers.backends.onnx.session import (
+    import_onnxruntime,
+    providers,
+    session_options,
+)
+from tests.rigs.worker_rig import (
+    Region,
+    Rig,
+    inference,
+    model_config,
+    rig,
+    tensor,
+    tensor_config,
+)
+from tests.support.onnx_models import FLOAT, save
+
+F32 = np.float32
+BARE: dict[str, Any] = {"name": "m", "max_batch_size": 0, "backend": "onnxruntime"}
+LARGE = 32 * 1024
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), out: Any = None) -> None:
+    """a + b -> s."""
+    tensors = [("a", FLOAT, dims), ("b", FLOAT, dims)]
+    save(worker.context.version_dir, [("Add", "a b", "s")], tensors, [("s", FLOAT, out or dims)])
+
+
+def serve(worker: Rig) -> Rig:
+    """Serve the file as it completes its configuration."""
+    backend = OnnxBackend(worker.context)
+    completed = backend.complete_config(BARE)
+    return worker.serve(backend, completed)
+
+
+def test_a_file_completes_inputs_outputs_and_batch_size(worker: Rig) -> None:
+    save_sum(worker)
+    completed = OnnxBackend(worker.context).complete_config(BARE)
+    assert completed["max_batch_size"] == 4
+    assert completed["dynamic_batching"] == {}
+    assert completed["input"] == [
+        {"name": "a", "data_type": "TYPE_FP32", "dims": [4]},
+        {"name": "b", "data_type": "TYPE_FP32", "dims": [4]},
+    ]
+    assert completed["output"] == [{"name": "s", "data_type": "TYPE_FP32", "dims": [4]}]
+
+
+def test_a_fixed_first_dimension_is_no_batch_and_a_scalar_has_one_element(worker: Rig) -> None:
+    save(
+        worker.context.version_dir,
+        [("ReduceSum", "a", "s", {"keepdims": 0})],
+        [("a", FLOAT, (2, 4))],
+        [("s", FLOAT, ())],
+    )
+    completed = OnnxBackend(worker.context).complete_config(BARE)
+    assert completed["max_batch_size"] == 0
+    scalar = {"name": "s", "data_type": "TYPE_FP32", "dims": [1], "reshape": {"shape": []}}
+    assert completed["output"] == [scalar]
+    worker.serve(OnnxBackend(worker.context), completed)
+    (reply,) = worker.batch(inference(tensor("a", np.ones((2, 4), F32))))
+    assert reply.array("s").tolist() == [8.0]
+
+
+def test_a_batch_runs_as_one(worker: Rig) -> None:
+    save_sum(worker)
+    serve(worker)
+    ones = np.ones((1, 4), F32)
+    requests = [inference(tensor("a", ones * n), tensor("b", ones)) for n in range(3)]
+    replies = worker.batch(*requests)
+    assert [reply.array("s").tolist() for reply in replies] == [[[n + 1.0] * 4] for n in range(3)]
+
+
+@pytest.mark.parametrize("dims", [("batch", LARGE), ("batch", "n")])
+def test_a_large_output_is_computed_in_the_arena(worker: Rig, dims: tuple[Any, ...]) -> None:
+    """Of a fixed shape, and of one that follows from the inputs': nothing is copied."""
+    save_sum(worker, dims)
+    serve(worker)
+    a = np.arange(LARGE, dtype=F32)[None]
+    (reply,) = worker.batch(inference(tensor("a", a), tensor("b", a)))
+    np.testing.assert_array_equal(reply.array("s", worker), a + a)
+    assert worker.finished.copied_out == 0
+
+
+def test_a_large_output_is_computed_in_the_clients_region(worker: Rig) -> None:
+    save_sum(worker, ("batch", LARGE))
+    serve(worker)
+    a = np.arange(LARGE, dtype=F32)[None]
+    region = Region(a.nbytes)
+    wanted = RequestedOutput("s", region.place(0, a.nbytes))
+    inputs = (tensor("a", a), tensor("b", a))
+    (reply,) = worker.batch(inference(*inputs, outputs=[wanted]))
+    assert reply.code == ""
+    assert region.read(0, a.nbytes) == (a + a).tobytes()
+    assert worker.finished.copied_out == 0
+    region.close()
+
+
+def test_an_output_of_another_shape_than_the_file_says_is_right_all_the_same(worker: Rig) -> None:
+    """`s` is said to be as long as `a`, and is as long as what is not zero in it."""
+    save(
+        worker.context.version_dir,
+        [("NonZero", "a", "i"), ("Cast", "i", "s", {"to": FLOAT})],
+        [("a", FLOAT, ("n",))],
+        [("s", FLOAT, (1, "n"))],
+    )
+    serve(worker)
+    a = np.zeros(LARGE, F32)
+    a[7] = a[9] = 1
+    for _ in range(2):
+        (reply,) = worker.batch(inference(tensor("a", a)))
+        assert reply.array("s").tolist() == [[7.0, 9.0]]
+        worker.instance.hand_over(worker.finished)
+        assert len(worker.context.output_memory) == 0  # what was reserved in vain is free again
+    a = np.ones(LARGE, F32)
+    (reply,) = worker.batch(inference(tensor("a", a)))
+    assert reply.array("s", worker).shape == (1, LARGE)
+
+
+def test_ragged_batches_are_flat_for_the_model_and_cut_for_clients(worker: Rig) -> None:
+    """s = 100 * (how many elements there are in all) + a: §3, ragged batches."""
+    save(
+        worker.context.version_dir,
+        [
+            ("ReduceMax", "ends", "all", {"keepdims": 1}),
+            ("Constant", "", "hundred", {"value_float": 100.0}),
+            ("Mul", "all hundred", "more"),
+            ("Add", "a more", "s"),
+        ],
+        [("a", FLOAT, ("n",)), ("ends", FLOAT, ("k",))],
+        [("s", FLOAT, ("n",))],
+    )
+    config = model_config(
+        [tensor_config("a", "FP32", [-1], allow_ragged_batch=True)],
+        [tensor_config("s", "FP32", [-1])],
+        4,
+        batch_input=[
+            {
+                "kind": "BATCH_ACCUMULATED_ELEMENT_COUNT",
+                "target_name": ["ends"],
+                "data_type": "TYPE_FP32",
+                "source_input": ["a"],
+            }
+        ],
+        batch_output=[
+            {
+                "kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
+                "target_name": ["s"],
+                "source_input": ["a"],
+            }
+        ],
+    )
+    worker.serve(OnnxBackend(worker.context), config)
+    rows = [np.ones((1, size), F32) * size for size in (2, 3)]
+    replies = worker.batch(*(inference(tensor("a", row)) for row in rows))
+    assert [reply.array("s").tolist() for reply in replies] == [[[502.0] * 2], [[503.0] * 3]]
+
+
+def test_text_in_and_out(worker: Rig) -> None:
+    text = int(TensorProto.STRING)
+    dims = ("batch", 2)
+    inputs, outputs = [("a", text, dims)], [("s", text, dims)]
+    save(worker.context.version_dir, [("Identity", "a", "s")], inputs, outputs)
+    serve(worker)
+    (reply,) = worker.batch(inference(tensor("a", np.array([["é", "b"]], object))))
+    assert reply.answer is not None
+    assert reply.answer.outputs[0].data == b"\x02\0\0\0" + "é".encode() + b"\x01\0\0\0b"
+    (reply,) = worker.batch(inference(tensor("a", np.array([[b"\xff", b"b"]], object))))
+    assert "input 'a' has an element that is not UTF-8" in reply.message
+
+
+def test_bf16_as_it_is(worker: Rig) -> None:
+    bf16, dims = int(TensorProto.BFLOAT16), ("batch", 2)
+    inputs, outputs = [("a", bf16, dims)], [("s", bf16, dims)]
+    save(worker.context.version_dir, [("Identity", "a", "s")], inputs, outputs)
+    serve(worker)
+    patterns = np.array([[0x3F80, 0x4000]], np.uint16)
+    (reply,) = worker.batch(inference(tensor("a", patterns, datatype="BF16")))
+    np.testing.assert_array_equal(reply.array("s"), patterns)
+
+
+def test_what_a_run_raises_is_in_tritons_words(worker: Rig) -> None:
+    save_sum(worker, ("batch", "n"))
+    serve(worker)
+    two, three = (tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3)))
+    (reply,) = worker.batch(inference(two, three))
+    assert "onnx runtime error" in reply.message
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"max_batch_size": 8}, "has max_batch_size 8, but the first dimension of its tensor 'a'"),
+        ({"input": [tensor_config("a", "FP32", [2, 4])]}, "expects 1 inputs, model provides 2"),
+        ({"output": [tensor_config("x", "FP32", [4])]}, "unexpected inference output 'x'"),
+        ({"output": [tensor_config("s", "INT8", [2, 4])]}, "TYPE_INT8 for output 's'"),
+        ({"output": [tensor_config("s", "FP32", [2, 5])]}, "tensor 's': the model expects 2"),
+    ],
+)
+def test_a_configuration_that_promises_too_much(
+    worker: Rig, change: dict[str, Any], text: str
+) -> None:
+    save_sum(worker, (2, 4))
+    both = [tensor_config(name, "FP32", [2, 4]) for name in "ab"]
+    config = model_config(both, [tensor_config("s", "FP32", [2, 4])], 0) | change
+    with pytest.raises(InvalidArgument, match=text.replace("[", r"\[")):
+        OnnxBackend(worker.context).load(config)
+
+
+def test_a_missing_package_is_named(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_sum(worker)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(Unavailable, match=r"needs the package onnxruntime.*shmserve\[onnx\]"):
+        OnnxBackend(worker.context).complete_config(BARE)
+
+
+def test_a_missing_or_broken_file(worker: Rig) -> None:
+    with pytest.raises(Unavailable, match=r"unable to find '1/model.onnx'"):
+        OnnxBackend(worker.context).complete_config(BARE)
+    (worker.context.version_dir / "model.onnx").write_bytes(b"no model")
+    with pytest.raises(
+        OnnxRuntimeError, match=r"^onnx runtime error 7: Load model from model.onnx failed"
+    ):
+        OnnxBackend(worker.context).complete_config(BARE)
+
+
+def test_the_platform_of_older_configurations() -> None:
+    assert backends.find({"platform": "onnxruntime_onnx"}) is OnnxBackend
+
+
+def parameters(**given: str) -> dict[str, Any]:
+    keys = {key: {"string_value": value} for key, value in given.items()}
+    return {"name": "m", "parameters": keys}
+
+
+def test_options_of_a_configuration() -> None:
+    runtime = import_onnxruntime()
+    config = parameters(
+        intra_op_thread_count="3", inter_op_thread_count="2", execution_mode="1"
+    ) | {"optimization": {"graph": {"level": 2}}}
+    config["parameters"]["session.disable_prepacking"] = {"string_value": "1"}
+    config["parameters"]["enable_mem_pattern"] = {"string_value": "0"}
+    options = session_options(runtime, config, 8)
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
+    assert options.execution_mode == runtime.ExecutionMode.ORT_PARALLEL
+    assert not options.enable_mem_pattern and options.enable_cpu_mem_arena
+    level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    assert options.graph_optimization_level == level
+    assert options.get_session_config_entry("session.disable_prepacking") == "1"
+    assert session_options(runtime, {"name": "m"}, 8).intra_op_num_threads == 8
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("intra_op_thread_count", "must be an integer >= 0, got 'x'"),
+        ("execution_mode", "must be 0 or 1, got 'x'"),
+    ],
+)
+def test_an_option_that_is_none(key: str, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"parameter '{key}' {text}"):
+        session_options(import_onnxruntime(), parameters(**{key: "x"}), 1)
+
+
+def test_providers_by_kind_and_accelerator() -> None:
+    cuda = {"device_id": "1"}
+    assert providers(BARE, "CPU", 0) == [("CPUExecutionProvider", {})]
+    assert providers(BARE, "GPU", 1) == [
+        ("CUDAExecutionProvider", cuda),
+        ("CPUExecutionProvider", {}),
+    ]
+    accelerators = {"gpu_execution_accelerator": [{"name": "tensorrt", "parameters": {"x": "1"}}]}
+    config = BARE | {"optimization": {"execution_accelerators": accelerators}}
+    assert [name for name, _ in providers(config, "GPU", 0)] == [
+        "TensorrtExecutionProvider",
+        "CUDAExecutionProvider",
+        "CPUExecutionProvider",
+    ]
+    accelerators["gpu_execution_accelerator"] = [{"name": "magic"}]
+    with pytest.raises(InvalidArgument, match="unknown execution accelerator 'magic'"):
+        providers(config, "GPU", 0)
+
+
+def test_a_gpu_needs_the_other_package(worker: Rig) -> None:
+    if "CUDAExecutionProvider" in import_onnxruntime().get_available_providers():
+        pytest.skip("the installed onnxruntime has CUDA")
+    save_sum(worker)
+    object.__setattr__(worker.context, "kind", "GPU")
+    with pytest.raises(ShmserveError, match=r"needs CUDAExecutionProvider.*onnxruntime-gpu"):
+        OnnxBackend(worker.context).complete_config(BARE)

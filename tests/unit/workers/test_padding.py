@@ -1,0 +1,208 @@
+"""Padded batches: what a model gets of unequal requests, and what clients get back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shmserve.ipc.tensors.padding import Padding
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.workers.backends.native import NativeBackend
+from shmserve.workers.backends.python import PythonBackend
+from shmserve.workers.backends.pytorch import PytorchBackend
+from shmserve.workers.batch.padding import Padder
+from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
+from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
+
+F32 = np.float32
+NOBODY: Any = None
+PADDING = {
+    "IMAGE": {
+        "value": -1,
+        "buckets": [[3, 224, 224], [3, 336, 336]],
+        "lengths": "LENGTHS",
+        "mask": "MASK",
+    },
+    "FEATURES": {"like": "IMAGE"},
+}
+DIMS = [3, -1, -1]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+def config(padding: dict[str, Any] = PADDING, **more: Any) -> dict[str, Any]:
+    return model_config(
+        [tensor_config("IMAGE", "FP32", DIMS)],
+        [tensor_config("FEATURES", "FP32", DIMS), tensor_config("SUM", "FP32", [1])],
+        8,
+        parameters={"padding": {"string_value": json.dumps(padding)}},
+        **more,
+    )
+
+
+TORCH = """
+import torch
+class Net(torch.nn.Module):
+    def forward(self, IMAGE, LENGTHS, MASK):
+        assert IMAGE.shape == MASK.shape == (3, 3, 336, 336), IMAGE.shape
+        assert LENGTHS.tolist() == [[3, 224, 224], [3, 336, 336], [3, 336, 336]]
+        assert (IMAGE[~MASK] == -1).all() and (IMAGE[MASK] >= 0).all()
+        return {"FEATURES": IMAGE * 2, "SUM": (IMAGE * MASK).sum((1, 2, 3))[:, None]}
+"""
+NATIVE = """
+import torch
+from typing import NamedTuple
+from torch import Tensor
+from shmserve.model import BOOL, FP32, INT64
+
+class Out(NamedTuple):
+    FEATURES: FP32[Tensor, 3, -1, -1]
+    SUM: FP32[Tensor, 1]
+
+class Model:
+    max_batch_size = 8
+    padding = PADDING
+
+    def predict(self, IMAGE: FP32[Tensor, 3, -1, -1], LENGTHS: INT64[Tensor, 3],
+                MASK: BOOL[Tensor, 3, -1, -1]) -> Out:
+        assert IMAGE.shape == MASK.shape == (3, 3, 336, 336), IMAGE.shape
+        assert LENGTHS.tolist() == [[3, 224, 224], [3, 336, 336], [3, 336, 336]]
+        assert (IMAGE[~MASK] == -1).all() and (IMAGE[MASK] >= 0).all()
+        return Out(IMAGE * 2, (IMAGE * MASK).sum((1, 2, 3))[:, None])
+"""
+PYTHON = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            image, lengths, mask = (
+                pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+                for name in ("IMAGE", "LENGTHS", "MASK"))
+            assert image.shape[1:] == mask.shape[1:] == (3, 336, 336), image.shape
+            assert len(image) == len(lengths) and (image[~mask] == -1).all()
+            total = (image * mask).sum((1, 2, 3))[:, None]
+            responses.append(pb_utils.InferenceResponse([
+                pb_utils.Tensor("FEATURES", image * 2), pb_utils.Tensor("SUM", total)]))
+        return responses
+"""
+
+
+@pytest.mark.parametrize("form", ["pytorch", "native", "python"])
+def test_images_of_224_and_336_share_a_batch(worker: Rig, form: str) -> None:
+    """Padded to the bucket that fits both, with lengths and mask; outputs come back as long as each
+    request's image."""
+    path = worker.context.version_dir / "model.py"
+    if form == "pytorch":
+        path.write_text(TORCH)
+        worker.serve(PytorchBackend(worker.context), config())
+    elif form == "python":
+        path.write_text(PYTHON)
+        worker.serve(PythonBackend(worker.context), config())
+    else:
+        path.write_text(NATIVE.replace("PADDING", repr(PADDING)))
+        backend = NativeBackend(worker.context)
+        completed = backend.complete_config(model_config([], []))
+        assert completed["input"] == [tensor_config("IMAGE", "FP32", DIMS)]  # what clients send
+        worker.serve(backend, completed)
+    rng = np.random.default_rng(1)
+    images = [rng.random((rows, 3, size, size), F32) for rows, size in ((1, 224), (2, 336))]
+    for _ in range(2):
+        replies = worker.batch(*(inference(tensor("IMAGE", image)) for image in images))
+        for image, reply in zip(images, replies, strict=True):
+            np.testing.assert_array_equal(reply.array("FEATURES", worker), image * 2)
+            sums = image.sum((1, 2, 3))[:, None]
+            np.testing.assert_allclose(reply.array("SUM", worker), sums, rtol=1e-4)
+
+
+def padder(padding: dict[str, Any], data_type: str = "FP32", dims: Any = (-1,)) -> Padder:
+    made = config(padding)
+    made["input"] = [tensor_config("IMAGE", data_type, dims)]
+    made["output"] = [tensor_config("FEATURES", data_type, [-1, 2])]
+    parsed = Padding.of(made)
+    assert parsed is not None
+    return Padder(parsed, Signature(made, "1"), Copied())
+
+
+def request(array: Any, datatype: str = "FP32") -> Request:
+    raw = array if isinstance(array, torch.Tensor) else memoryview(bytearray(array.tobytes()))
+    shape = tuple(array.shape)
+    if isinstance(array, torch.Tensor):
+        raw = array.reshape(-1).view(torch.uint8)
+    item = Input("IMAGE", datatype, shape, raw)
+    return Request(0, 0, NOBODY, shape[0], {"IMAGE": item}, {})
+
+
+def test_without_buckets_it_is_the_batchs_maximum() -> None:
+    requests = [request(np.ones((1, n), F32)) for n in (1, 3)]
+    made = padder({"IMAGE": {"lengths": "N"}}).pad(requests)
+    assert made.shape == {"IMAGE": (3,)}
+    assert [r.inputs["IMAGE"].numpy().tolist() for r in requests] == [[[1, 0, 0]], [[1, 1, 1]]]
+    assert [r.inputs["N"].numpy().tolist() for r in requests] == [[[1]], [[3]]]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value"), [("BF16", 1.5), ("INT8", -128), ("BOOL", 1), ("UINT64", 2**64 - 1)]
+)
+def test_the_value_is_of_the_inputs_datatype(datatype: str, value: float) -> None:
+    from shmserve.ipc.tensors.datatypes import NUMPY
+
+    kind = NUMPY.get(datatype, np.dtype(np.uint16))
+    requests = [request(np.zeros((1, n), kind), datatype) for n in (1, 2)]
+    padder({"IMAGE": {"value": value}}, datatype).pad(requests)
+    made = requests[0].inputs["IMAGE"].torch()
+    assert made[0, 1].item() == value and made[0, 0].item() == 0
+
+
+def test_inputs_on_a_device_are_padded_there() -> None:
+    """By a tensor of torch's, here of the host's: on a device it has never run."""
+    rows = [torch.arange(1, 1 + n, dtype=torch.float32).reshape(1, n) for n in (1, 3)]
+    requests = [request(row) for row in rows]
+    padder({"IMAGE": {"value": 7}}).pad(requests)
+    whole = requests[0].inputs["IMAGE"].batch
+    assert isinstance(whole, torch.Tensor) and whole is requests[1].inputs["IMAGE"].batch
+    assert whole.view(torch.float32).tolist() == [1, 7, 7, 1, 2, 3]
+    assert requests[1].inputs["IMAGE"].torch().tolist() == [[1, 2, 3]]
+
+
+def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
+    pads = padder({"IMAGE": {}, "FEATURES": {"like": "IMAGE"}})
+    requests = [request(np.ones((1, n), F32)) for n in (1, 3, 2)]
+    padded = pads.pad(requests)
+    shapes = ((1, 3, 2), (1, 2, 2), (1, 2, 2))
+    responses = [Response([Output("FEATURES", "FP32", np.zeros(shape, F32))]) for shape in shapes]
+    pads.cut(responses, padded)
+    assert responses[0].outputs[0].shape == (1, 1, 2)
+    assert responses[1].error is not None
+    assert responses[1].error.message == (
+        "inference output 'FEATURES' has the shape [1,2,2], which cannot be cut back like 'IMAGE': "
+        "that is padded to [3]"
+    )
+    assert responses[2].outputs[0].shape == (1, 2, 2), "the model cut it itself"
+
+
+def test_a_batch_that_is_padded_is_gathered_without_another_copy(worker: Rig) -> None:
+    path = worker.context.version_dir / "model.py"
+    path.write_text(
+        TORCH.replace("(3, 3, 336, 336)", "IMAGE.shape").replace("        assert L", "#")
+    )
+    worker.serve(PytorchBackend(worker.context), config())
+    images = [np.ones((1, 3, size, size), F32) for size in (224, 336)]
+    for _ in range(2):
+        worker.context.copied.take()
+        worker.batch(*(inference(tensor("IMAGE", image)) for image in images))
+    inline = padded = sum(image.nbytes for image in images)
+    finished = worker.finished
+    assert finished.copied_in == inline + padded

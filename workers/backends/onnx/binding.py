@@ -1,0 +1,235 @@
+"""IO binding: a session's inputs and outputs where our memory has them already.
+
+inputs    where they were gathered: a client's region, an arena or a buffer that is kept
+outputs   of one request, where it wants them or where its reader will find them, if their shape is
+          known before the run; else, and in batches, where onnxruntime puts them
+
+A shape is known where the file fixes it, or gives it by the same symbols as an input's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.workers.backends import ModelContext, Request
+from shmserve.workers.backends.described import Described, Description
+from shmserve.workers.batch.placement import free_places
+
+_WORTH = 64 * 1024  # bytes of an output: to bind it costs more than to copy less
+# What a client may change while the model runs must not be used as an index.
+_FLOATS = {"FP16", "FP32", "FP64"}
+_FORMS = {name: np.dtype(kind.type) for name, kind in NUMPY.items() if name != "BYTES"}
+# Of ONNX's numbers for datatypes, the one that numpy has no type for.
+_BF16 = 16
+
+Array = np.ndarray[Any, Any]
+
+
+class HostBinding:
+    """Runs a session on the CPU: numpy arrays in, numpy arrays out."""
+
+    def __init__(self, context: ModelContext, session: Any, description: Description) -> None:
+        self._context = context
+        self._session = session
+        self._outputs = {tensor.name: tensor for tensor in description.outputs}
+        self._inputs = {tensor.name: tensor for tensor in description.inputs}
+        tensors = (*description.inputs, *description.outputs)
+        self._bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
+        # Without numpy's help: it has no such type.
+        self._bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
+        self._unpredictable: set[str] = set()  # outputs that were not of their shape once
+        self._binding: Any = None
+
+    def run(
+        self, inputs: Mapping[str, Array], wanted: Sequence[str], requests: Sequence[Request]
+    ) -> dict[str, Array]:
+        """The outputs `wanted` of a batch. Raises what onnxruntime raises, InvalidArgument for
+        BYTES that are not UTF-8, which ONNX knows no others than."""
+        placed: dict[str, Array] = {}
+        if len(requests) == 1 and self._bindable:
+            placed = self._places(inputs, wanted, requests[0])
+        if not placed and not self._bf16:
+            given = {name: _text(name, array) for name, array in inputs.items()}
+            return dict(zip(wanted, self._session.run(list(wanted), given), strict=True))
+        try:
+            return self._run_bound(inputs, wanted, placed)
+        except RuntimeError:
+            if not placed:
+                raise
+            # Perhaps it has another shape than foreseen. It may be run again: it has no state.
+            made = self._run_bound(inputs, wanted, {})
+            self._unpredictable |= {n for n in placed if made[n].shape != placed[n].shape}
+            return made
+
+    def _places(
+        self, inputs: Mapping[str, Array], wanted: Sequence[str], request: Request
+    ) -> dict[str, Array]:
+        """Arrays to compute outputs in, by name."""
+        found: dict[str, Array] = {}
+        sizes = _sizes(self._inputs, inputs)
+        own = free_places(request, _WORTH)
+        for name in wanted:
+            tensor = self._outputs[name]
+            shape = _shape(tensor, sizes)
+            if shape is None or name in self._unpredictable:
+                continue
+            size = math.prod(shape) * ITEM_SIZE[tensor.datatype]
+            if size < _WORTH or name not in request.requested:
+                continue
+            if request.requested[name].place is None:
+                buffer = self._reserved(request, size)
+            else:
+                buffer = self._region(own.get(name), size, tensor.datatype)
+            if buffer is not None:
+                found[name] = np.ndarray(shape, _form(tensor.datatype), buffer)
+        return {name: array for name, array in found.items() if array.flags.aligned}
+
+    def _reserved(self, request: Request, size: int) -> memoryview | None:
+        try:
+            return self._context.output_memory.reserve(request.client_pid, size)
+        except Unavailable:
+            return None  # if it stays full, the request fails when the output is written
+
+    def _region(self, place: Place | None, size: int, datatype: str) -> memoryview | None:
+        if place is None or place.memory.cuda is not None or datatype not in _FLOATS:
+            return None
+        if place.byte_size < size:
+            return None  # the request fails, as it should, when it is written
+        view: memoryview = self._context.mappings.view(Place(place.memory, place.offset, size))
+        return view
+
+    def _run_bound(
+        self, inputs: Mapping[str, Array], wanted: Sequence[str], placed: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        if self._binding is None:
+            self._binding = self._session.io_binding()
+        binding = self._binding
+        try:
+            for name, array in inputs.items():
+                kind = self._inputs[name].datatype
+                binding.bind_input(name, "cpu", 0, _element(kind), array.shape, _address(array))
+            for name in wanted:
+                array_or_none = placed.get(name)
+                if array_or_none is None:
+                    binding.bind_output(name, "cpu")
+                    continue
+                kind, shape = self._outputs[name].datatype, array_or_none.shape
+                address = _address(array_or_none)
+                binding.bind_output(name, "cpu", 0, _element(kind), shape, address)
+            self._session.run_with_iobinding(binding)
+            values = dict(zip(wanted, binding.get_outputs(), strict=True))
+        finally:
+            binding.clear_binding_inputs()
+            binding.clear_binding_outputs()
+        return {
+            name: placed[name] if name in placed else self._made(name, value)
+            for name, value in values.items()
+        }
+
+    def _made(self, name: str, value: Any) -> Array:
+        """An array over memory of onnxruntime's, which it keeps."""
+        return np.asarray(_Tensor(value, _form(self._outputs[name].datatype)))
+
+
+class DeviceBinding:
+    """Runs a session on a GPU: torch tensors that are there in, and out."""
+
+    def __init__(
+        self, session: Any, description: Description, device_id: int, synchronize: Any
+    ) -> None:
+        self._session = session
+        self._datatypes = {tensor.name: tensor.datatype for tensor in description.inputs}
+        self._device_id = device_id
+        self._synchronize = synchronize
+        self._binding: Any = None
+
+    def run(
+        self, inputs: Mapping[str, Any], wanted: Sequence[str], requests: Sequence[Request]
+    ) -> dict[str, Any]:
+        """The outputs `wanted` of a batch. Raises what onnxruntime raises."""
+        from torch.utils.dlpack import from_dlpack
+
+        if self._binding is None:
+            self._binding = self._session.io_binding()
+        binding = self._binding
+        try:
+            for name, tensor in inputs.items():
+                kind = _element(self._datatypes[name])
+                where = ("cuda", self._device_id, kind, tuple(tensor.shape), tensor.data_ptr())
+                binding.bind_input(name, *where)
+            for name in wanted:
+                binding.bind_output(name, "cuda", self._device_id)
+            self._synchronize()  # onnxruntime's stream is another one
+            self._session.run_with_iobinding(binding)
+            binding.synchronize_outputs()
+            values = binding.get_outputs()
+        finally:
+            binding.clear_binding_inputs()
+            binding.clear_binding_outputs()
+        return {name: from_dlpack(value) for name, value in zip(wanted, values, strict=True)}
+
+
+class _Tensor:
+    """Memory of an OrtValue, for numpy."""
+
+    def __init__(self, value: Any, form: np.dtype[Any]) -> None:
+        self._value = value
+        self.__array_interface__ = {
+            "shape": tuple(value.shape()),
+            "typestr": form.str,
+            "data": (value.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _sizes(tensors: Mapping[str, Described], inputs: Mapping[str, Array]) -> dict[str, int]:
+    """What the symbols of the inputs stand for in this call."""
+    return {
+        symbol: size
+        for name, array in inputs.items()
+        for symbol, size in zip(tensors[name].symbols, array.shape, strict=False)
+        if symbol
+    }
+
+
+def _shape(tensor: Described, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """The shape of an output in a call, if that is known before."""
+    shape = [
+        sizes.get(symbol, -1) if dim == -1 else dim
+        for dim, symbol in zip(tensor.dims, tensor.symbols, strict=True)
+    ]
+    return None if -1 in shape else tuple(shape)
+
+
+def _form(datatype: str) -> np.dtype[Any]:
+    return _FORMS.get(datatype, _FORMS["UINT16"])
+
+
+def _element(datatype: str) -> Any:
+    return _BF16 if datatype == "BF16" else _FORMS[datatype].type
+
+
+def _address(array: Array) -> int:
+    where: int = array.__array_interface__["data"][0]
+    return where
+
+
+def _text(name: str, array: Array) -> Array:
+    """A BYTES input as onnxruntime takes it: an array of str."""
+    if array.dtype != np.object_:
+        return array
+    try:
+        texts = [element.decode() for element in array.reshape(-1)]
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"input '{name}' has an element that is not UTF-8: {error}") from None
+    made = np.empty(len(texts), np.object_)
+    made[:] = texts
+    return made.reshape(array.shape)

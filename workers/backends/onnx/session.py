@@ -1,0 +1,132 @@
+"""The session that runs an ONNX file: its threads and optimisations, on a CPU or a GPU.
+
+Of a configuration: `optimization.graph.level` (-1: basic, 1: extended, 2: none; else all),
+`optimization.execution_accelerators` (below), and the parameters intra_op_thread_count,
+inter_op_thread_count, execution_mode (0: sequential, 1: parallel), enable_mem_arena and
+enable_mem_pattern (0 or 1); what begins with "session." or "ep." goes to onnxruntime as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.workers.backends import ModelContext, parameters
+
+_SWITCHES = {"enable_mem_arena": "enable_cpu_mem_arena", "enable_mem_pattern": "enable_mem_pattern"}
+# What a configuration calls the providers that onnxruntime may have besides these two.
+_ACCELERATORS = {
+    "tensorrt": "TensorrtExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "migraphx": "MIGraphXExecutionProvider",
+    "dnnl": "DnnlExecutionProvider",
+}
+_CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+def import_onnxruntime() -> Any:
+    """The package. Raises Unavailable when it is missing, or cannot be imported."""
+    try:
+        return importlib.import_module("onnxruntime")
+    except ImportError as error:
+        raise Unavailable(
+            "backend 'onnxruntime' needs the package onnxruntime, which cannot be imported "
+            f"({error}): pip install 'shmserve[onnx]', or onnxruntime-gpu for CUDA"
+        ) from None
+
+
+def open_session(context: ModelContext, config: dict[str, Any], path: Path) -> Any:
+    """A session of the file on the instance's device.
+
+    Raises InvalidArgument for an option with a value that it cannot have, Unavailable where
+    onnxruntime lacks what the device needs, and what onnxruntime raises.
+    """
+    runtime = import_onnxruntime()
+    options = session_options(runtime, config, context.threads)
+    wanted = providers(config, context.kind, context.device_id)
+    present = runtime.get_available_providers()
+    for name, _ in wanted:
+        if name not in present:
+            raise Unavailable(
+                f"model '{context.model_name}' needs {name}, and the onnxruntime that is installed "
+                f"has {', '.join(present)} only" + _HINTS.get(name, "")
+            )
+    session = runtime.InferenceSession(str(path), options, providers=wanted)
+    used = session.get_providers()
+    for name, _ in wanted:
+        if name not in used:  # onnxruntime goes on with the CPU where a library does not load
+            raise Unavailable(f"{name} of onnxruntime cannot be used on {context.device}: see log")
+    return session
+
+
+_HINTS = {_CUDA: ": pip install onnxruntime-gpu, or set instance_group to KIND_CPU"}
+
+
+def session_options(runtime: Any, config: dict[str, Any], threads: int) -> Any:
+    """onnxruntime's SessionOptions for a configuration; `threads` where it says nothing of them."""
+    options = runtime.SessionOptions()
+    given = parameters(config)
+    options.intra_op_num_threads = _whole(given, "intra_op_thread_count", threads)
+    options.inter_op_num_threads = _whole(given, "inter_op_thread_count", 0)
+    modes = runtime.ExecutionMode
+    parallel = _switch(given, "execution_mode", False)
+    options.execution_mode = modes.ORT_PARALLEL if parallel else modes.ORT_SEQUENTIAL
+    for key, attribute in _SWITCHES.items():
+        setattr(options, attribute, _switch(given, key, True))
+    levels = runtime.GraphOptimizationLevel
+    graph = (config.get("optimization") or {}).get("graph") or {}
+    options.graph_optimization_level = {
+        -1: levels.ORT_ENABLE_BASIC,
+        1: levels.ORT_ENABLE_EXTENDED,
+        2: levels.ORT_DISABLE_ALL,
+    }.get(int(graph.get("level") or 0), levels.ORT_ENABLE_ALL)
+    for key, value in given.items():
+        if key.startswith(("session.", "ep.")):
+            options.add_session_config_entry(key, value)
+    return options
+
+
+def providers(
+    config: dict[str, Any], kind: str, device_id: int
+) -> list[tuple[str, dict[str, str]]]:
+    """onnxruntime's providers, the preferred first, with their options.
+
+    Raises InvalidArgument for an accelerator of a name that is none.
+    """
+    side = "gpu" if kind == "GPU" else "cpu"
+    accelerators = (config.get("optimization") or {}).get("execution_accelerators") or {}
+    found: dict[str, dict[str, str]] = {}
+    device = {"device_id": str(device_id)} if side == "gpu" else {}
+    for accelerator in accelerators.get(f"{side}_execution_accelerator") or ():
+        name = _ACCELERATORS.get(accelerator.get("name", ""))
+        if name is None:
+            raise InvalidArgument(
+                f"unknown execution accelerator '{accelerator.get('name', '')}' of model "
+                f"'{config['name']}', known are {', '.join(_ACCELERATORS)}"
+            )
+        found[name] = {**device, **(accelerator.get("parameters") or {})}
+    if side == "gpu":
+        found.setdefault(_CUDA, device)
+    found[_CPU] = {}
+    return list(found.items())
+
+
+def _whole(given: dict[str, str], key: str, default: int) -> int:
+    value = given.get(key)
+    if value is None:
+        return default
+    if not value.isdecimal():
+        raise InvalidArgument(f"parameter '{key}' must be an integer >= 0, got '{value}'")
+    return int(value)
+
+
+def _switch(given: dict[str, str], key: str, default: bool) -> bool:
+    value = given.get(key)
+    if value is None:
+        return default
+    if value not in ("0", "1"):
+        raise InvalidArgument(f"parameter '{key}' must be 0 or 1, got '{value}'")
+    return value == "1"

@@ -1,0 +1,149 @@
+"""Warm-up: requests that an instance runs before it is ready, as `model_warmup` describes them.
+
+A sample of batch size N is N requests of batch size 1 in one execution, `count` times. They are
+nobody's: no scheduler has seen them, nothing is counted, and what they give is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.errors import Internal, InvalidArgument, ShmserveError
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, pack_inference
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.workers.batch.execute import Executor
+from shmserve.workers.batch.request import Input, Request
+from shmserve.workers.batch.unpack import Unpacker
+
+_FOLDER = "warmup"
+_STRING_HEAD = 4  # the bytes of an empty text
+_LARGEST_INTEGER = 127  # of random data: in the range of every type
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What runs `count` times: `batch_size` requests of these tensors, whose shapes have a batch
+    dimension of 1 where the model batches."""
+
+    name: str
+    batch_size: int
+    count: int
+    tensors: list[TensorRef]
+
+
+def read(config: dict[str, Any], model_dir: Path) -> list[Sample]:
+    """The samples of a configuration; none for those of batch size 0.
+
+    Raises InvalidArgument, with Triton's texts, for a tensor without fixed dimensions or data, and
+    for a file that is missing or too short.
+    """
+    batch = (1,) if config["max_batch_size"] > 0 else ()
+    return [
+        Sample(
+            given.get("name", ""),
+            given["batch_size"],
+            given.get("count") or 1,
+            [
+                _tensor(name, tensor, batch, model_dir / _FOLDER)
+                for name, tensor in sorted((given.get("inputs") or {}).items())
+            ],
+        )
+        for given in config.get("model_warmup") or ()
+        if given.get("batch_size")
+    ]
+
+
+def _tensor(name: str, given: dict[str, Any], batch: tuple[int, ...], folder: Path) -> TensorRef:
+    datatype, dims = FROM_CONFIG[given["data_type"]], tuple(map(int, given.get("dims") or ()))
+    if any(dim < 0 for dim in dims):
+        raise InvalidArgument(
+            f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
+        )
+    size = element_count(dims) * (ITEM_SIZE[datatype] or _STRING_HEAD)
+    if given.get("input_data_file"):
+        data = _file(folder, given["input_data_file"], name)
+        if ITEM_SIZE[datatype]:
+            if len(data) < size:
+                raise InvalidArgument(
+                    f"warmup setting expects {size} bytes, but the data provided from "
+                    f"{given['input_data_file']} only has {len(data)} bytes"
+                )
+            data = data[:size]
+    elif given.get("random_data") and ITEM_SIZE[datatype]:
+        data = _random(name, datatype, dims)
+    elif "zero_data" in given or "random_data" in given:
+        data = bytes(size)  # of texts: empty ones
+    else:
+        raise InvalidArgument(f"warmup setting expects input '{name}' to have input_data_type set")
+    return TensorRef(name, datatype, (*batch, *dims), data)
+
+
+def _file(folder: Path, file: str, name: str) -> bytes:
+    path = folder / file
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise InvalidArgument(
+            f"warmup setting of input '{name}': '{file}' is not in the model's folder '{_FOLDER}'"
+        )
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(
+            f"warmup setting of input '{name}': cannot read '{file}': {error.strerror}"
+        ) from error
+
+
+def _random(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
+    """The same each time, and finite: numbers from 0 on, below 1 of the floating types."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    random = np.random.default_rng(seed)
+    if datatype == "BF16":
+        bits = random.random(dims, np.float32).view(np.uint32) >> 16
+        return bits.astype(np.uint16).tobytes()
+    kind = NUMPY[datatype]
+    if kind.kind == "f":
+        return random.random(dims).astype(kind).tobytes()
+    most = 1 if kind.kind == "b" else _LARGEST_INTEGER
+    return random.integers(0, most, dims, endpoint=True).astype(kind).tobytes()
+
+
+def warm_up(
+    samples: list[Sample], signature: Signature, unpacker: Unpacker, executor: Executor
+) -> None:
+    """Run all samples in order. Raises Internal, with Triton's text, when a request fails."""
+    for sample in samples:
+        for _ in range(sample.count):
+            try:
+                requests = list(_requests(sample, signature, unpacker))
+                errors = executor.rehearse(requests)
+            except ShmserveError as error:
+                errors = [error]
+            if errors:
+                told = (
+                    f"failed to run warmup sample '{sample.name}': {error.message}; "
+                    for error in errors
+                )
+                raise Internal("".join(told))
+
+
+def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Iterator[Request]:
+    """Raises InvalidArgument for a sample that the model would not be asked."""
+    sent = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
+    # Controls of sequences, which no client sends, are as the sample has them.
+    controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
+    signature.admit("", sent, ())
+    work = pack_inference(Inference("", tuple(sent)))
+    for key in range(1, sample.batch_size + 1):
+        request = unpacker.request(key, 0, work)
+        for tensor in controls:
+            assert isinstance(tensor.data, bytes)
+            raw = memoryview(bytearray(tensor.data))
+            request.inputs[tensor.name] = Input(tensor.name, tensor.datatype, tensor.shape, raw)
+        yield request
