@@ -37,7 +37,7 @@ BARE: dict[str, Any] = {"name": "m", "max_batch_size": 4, "backend": "ascend"}
 @pytest.fixture
 def acl(monkeypatch: pytest.MonkeyPatch) -> FakeAcl:
     fake = FakeAcl()
-    monkeypatch.setitem(sys.modules, "acl", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "acl", fake)
     return fake
 
 
