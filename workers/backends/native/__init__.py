@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -45,6 +46,8 @@ from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_BATCH_SIZE = 32
 _DEFAULT_MAX_STREAMS = 64
@@ -122,6 +125,9 @@ class NativeBackend(Backend):
                     self._workspace,
                 )
             )
+        plan = None if predict.streams else self._runner.plan(config, self._model)
+        if plan is not None:
+            logger.info("model '%s' is planned at %s", signature.name, plan.text())
         if predict.streams:
             most = max(1, _whole(kind, "max_streams", _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, most)
