@@ -19,7 +19,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Admission, Signature, agree
 from shmserve.scheduler.ensemble.flow import Firing
-from shmserve.scheduler.ensemble.graph import ONCE, Graph
+from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.targets import Target
@@ -133,7 +133,7 @@ def _form(
     if form is None:
         wanted = _wanted(request, firing)
         admission = target.signature.admit(request.inference.request_id, inputs, wanted)
-        sizes = _known_sizes(firing, target, graph, wanted, admission.batch_size)
+        sizes = placed_sizes(firing.step, target, graph, admission.batch_size, wanted)
         given = frozenset(output.name for output in wanted if output.place is not None)
         form = _Form(admission, wanted, sizes, given)
         if lasts:
@@ -190,23 +190,24 @@ def _wanted(request: EnsembleRequest, firing: Firing) -> tuple[RequestedOutput, 
     return tuple(wanted)
 
 
-def _known_sizes(
-    firing: Firing,
+def placed_sizes(
+    step: Step,
     target: Target,
     graph: Graph,
-    wanted: Sequence[RequestedOutput],
     batch_size: int,
+    wanted: Sequence[RequestedOutput] | None = None,
 ) -> dict[str, int]:
-    """The sizes of the outputs that can be written to the ensemble's arena: not those that travel
-    inside the message, and of a model that gives any number of responses none, because each would
-    go over the one before it."""
+    """The sizes of a step's outputs, of those `wanted`, that are written to the ensemble's arena:
+    not those that travel inside the message, and of a model that gives any number of responses
+    none, because each would go over the one before it."""
     if target.decoupled:
         return {}
-    signature, outputs = target.signature, firing.step.outputs
+    if wanted is None:
+        wanted = tuple(map(RequestedOutput, step.outputs))
     sizes = {
-        output.name: signature.output_size(output.name, batch_size)
+        output.name: target.signature.output_size(output.name, batch_size)
         for output in wanted
-        if output.place is None and outputs[output.name] not in graph.conditions
+        if output.place is None and step.outputs[output.name] not in graph.conditions
     }
     known = {name: size for name, size in sizes.items() if size is not None}
     return known if sum(known.values()) > INLINE_LIMIT else {}
