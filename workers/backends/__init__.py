@@ -39,6 +39,7 @@ __all__ = [
 GROUP = "shmserve.backends"
 # Known without a look at what is installed, which takes longer than the import.
 _BUILT_IN = {
+    "ascend": "shmserve.workers.backends.ascend:AscendBackend",
     "native": "shmserve.workers.backends.native:NativeBackend",
     "onnxruntime": "shmserve.workers.backends.onnx:OnnxBackend",
     "python": "shmserve.workers.backends.python:PythonBackend",
