@@ -10,12 +10,14 @@ from tests.differential.scripts import (
     priority,
     sequences,
     streams,
+    waiting_sequences,
 )
 
 GROUPS = [
     dynamic.GROUP,
     priority.GROUP,
     sequences.GROUP,
+    waiting_sequences.GROUP,
     ensembles.GROUP,
     streams.GROUP,
     cached.GROUP,

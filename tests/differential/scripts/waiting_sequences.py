@@ -1,0 +1,88 @@
+"""Sequences that wait: idle ones, delays and slots to be filled, ids that come again in the
+backlog.
+"""
+
+from __future__ import annotations
+
+from tests.differential.script import Ask, Cancel, Drain, Elapse, Group, Known, Script, Step
+from tests.differential.scripts.sequences import DIRECT, OLDEST, Asking, model, scene
+
+SOON = "max_sequence_idle_microseconds: 200000"
+LONG = "max_queue_delay_microseconds: 60000000"
+ONE = "oldest { max_candidate_sequences: 1 }"
+
+
+def idle(name: str, strategy: str) -> Script:
+    """Who is silent for too long is forgotten, and told to begin again."""
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), Drain(), Elapse(1.5), ask(1), ask(1, start=True)]
+    return Script(name, [model(name, strategy, idle=SOON)], [*steps, Drain()])
+
+
+def idle_gives_way(name: str, strategy: str) -> Script:
+    """The slot of an idle one is the backlog's."""
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), ask(2, start=True), Drain()]
+    made = model(name, strategy, idle=SOON, max_batch_size=1)
+    return Script(name, [made], steps)
+
+
+def utilization() -> Script:
+    """A batch waits until so many slots are ready."""
+    name = "utilization"
+    ask = Asking(name)
+    strategy = f"direct {{ {LONG} minimum_slot_utilization: 1 }}"
+    steps: list[Step] = [ask(1, start=True), ask(1), ask(2, start=True), ask(2), Drain()]
+    return scene(name, steps, strategy)
+
+
+def preferred() -> Script:
+    """The batcher of the oldest strategy has preferred sizes and a delay."""
+    name = "oldest_preferred"
+    ask = Asking(name)
+    strategy = f"oldest {{ max_candidate_sequences: 4 preferred_batch_size: [ 2 ] {LONG} }}"
+    steps: list[Step] = [ask(number, start=True) for number in (1, 2, 3, 4)]
+    return scene(name, [*steps, Drain()], strategy, max_batch_size=4)
+
+
+def again_in_the_backlog(name: str, strategy: str) -> Script:
+    """An id that begins again while it is in the backlog, ended or not."""
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(2, start=True)]
+    steps += [ask(2, end=True), ask(2, start=True), ask(2, end=True), ask(1, end=True), Drain()]
+    return scene(name, steps, strategy, max_batch_size=1)
+
+
+def cancelled_in_the_backlog(name: str, strategy: str) -> Script:
+    """A sequence that waits for a slot, of which a request is cancelled."""
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(2), Cancel("2a"), Elapse(0.3)]
+    made = model(name, strategy, max_batch_size=1)
+    known = [
+        Known("responses.2b.error.1", "who is cancelled with another one is told why"),
+        Known("unsettled", "Triton looks for cancelled ones in the backlog when it is their turn"),
+    ]
+    return Script(name, [made], [*steps, ask(1, end=True), Drain()], known)
+
+
+def without_controls() -> Script:
+    """A model that asks for none of the controls."""
+    name = "without_controls"
+    made = model(name, DIRECT, control=" ")
+    steps: list[Step] = [Ask("a", name, sequence=1, start=True), Ask("b", name, sequence=1)]
+    return Script(name, [made], [*steps, Ask("c", name, sequence=1, end=True), Drain()])
+
+
+SCRIPTS = [
+    idle("idle_direct", DIRECT),
+    idle("idle_oldest", OLDEST),
+    idle_gives_way("idle_gives_way_direct", DIRECT),
+    idle_gives_way("idle_gives_way_oldest", ONE),
+    utilization(),
+    preferred(),
+    again_in_the_backlog("again_in_the_backlog_direct", DIRECT),
+    again_in_the_backlog("again_in_the_backlog_oldest", ONE),
+    cancelled_in_the_backlog("cancelled_in_the_backlog_direct", DIRECT),
+    without_controls(),
+]
+GROUP = Group("waiting_sequences", SCRIPTS)
