@@ -78,6 +78,7 @@ from shmserve.ipc.messages.memory import (
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
     Answered,
+    AskGrant,
     AskReady,
     Attach,
     ChangeLogging,
@@ -89,6 +90,8 @@ from shmserve.ipc.messages.supervision import (
     Drained,
     FindModel,
     GatewayReady,
+    Granted,
+    GrantReturned,
     HealthChanged,
     IndexRepository,
     InstanceExited,
@@ -121,6 +124,7 @@ __all__ = [
     "RESCHEDULED",
     "Acknowledged",
     "Answered",
+    "AskGrant",
     "AskReady",
     "Attach",
     "BatchFinished",
@@ -146,6 +150,8 @@ __all__ = [
     "GatewayToSupervisor",
     "Grant",
     "GrantExecution",
+    "GrantReturned",
+    "Granted",
     "HealthChanged",
     "Hello",
     "IndexRepository",
@@ -264,11 +270,14 @@ SupervisorToScheduler = (
     | CountsInherited
     | KeepStatistics
     | ResizeCache
+    | Granted
     | SetLogging
     | Drain
     | Stop
 )
-SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
+SchedulerToSupervisor = (
+    SchedulerReady | KillInstance | Drained | StatisticsKept | AskGrant | GrantReturned
+)
 SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (

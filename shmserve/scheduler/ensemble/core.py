@@ -28,6 +28,7 @@ from shmserve.ipc.messages import (
     Failed,
     Finished,
     Grant,
+    Granted,
     InstanceExited,
     InstanceExpected,
     KeepStatistics,
@@ -411,7 +412,7 @@ class Ensemble(Steps):
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
-            case InstanceExpected() | InstanceExited() | PoolFailed():
+            case Granted() | InstanceExpected() | InstanceExited() | PoolFailed():
                 self.misplaced()  # there are no instances
             case _:
                 assert_never(message)

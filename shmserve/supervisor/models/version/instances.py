@@ -28,6 +28,7 @@ class Instance:
     device: str
     kind: str
     device_id: int
+    group: int = 0  # the number of its instance group
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
     inbox: asyncio.Queue[Any] = field(default_factory=inbox)
@@ -56,7 +57,7 @@ class Instance:
 def expand_instances(config: dict[str, Any]) -> list[Instance]:
     """The instances that `instance_group` of a normalised configuration asks for, in order."""
     made: list[Instance] = []
-    for group in config["instance_group"]:
+    for place, group in enumerate(config["instance_group"]):
         gpu = group["kind"] == "KIND_GPU"
         for device_id in group["gpus"] if gpu else [0]:
             for number in range(group["count"]):
@@ -69,6 +70,7 @@ def expand_instances(config: dict[str, Any]) -> list[Instance]:
                         device=f"gpu:{device_id}" if gpu else "cpu",
                         kind=group["kind"].removeprefix("KIND_"),
                         device_id=device_id,
+                        group=place,
                     )
                 )
     return made

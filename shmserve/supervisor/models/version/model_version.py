@@ -121,6 +121,7 @@ class ModelVersion:
         began = time.monotonic()
         try:
             await self.instances.complete_config()
+            self._scheduler.reserve(self.config)
             await self._fail_over.start(first=True)
             self._context.background(self._fail_over.keep())
             await self.instances.load()
@@ -181,7 +182,7 @@ class ModelVersion:
         """End every process now."""
         self._lifetime.retiring = self._lifetime.stopping = True
         self._news.set()
-        self._scheduler.leave_cache()
+        self._scheduler.leave()
         children = [*self._scheduler.children(), *self.instances.children()]
         for child in children:
             child.kill()
