@@ -5,7 +5,7 @@ CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test lint types wheel-check check bench
+.PHONY: setup demo test lint types wheel-check check bench differential
 
 setup: $(STAMP)
 
@@ -44,3 +44,7 @@ check: lint types test wheel-check demo
 # Beside a real Triton where there is one; bench/README.md says how to get it.
 bench: $(STAMP)
 	$(BIN)/python -m bench
+
+# The same arrivals to shmserve and to a real Triton, where bench/peer_setup.sh has put one.
+differential: $(STAMP)
+	$(BIN)/python -m tests.differential

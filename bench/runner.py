@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.cases import native, streams
-from bench.cases.tables import LOADS, MEMCPY, STANDING, LoadCase, StandingCase
+from bench.cases.tables import (
+    DYNAMIC,
+    LOADS,
+    MEMCPY,
+    QUEUE,
+    QUEUE_COST,
+    STANDING,
+    LoadCase,
+    StandingCase,
+)
 from bench.context import Context
-from bench.load import memcpy, perf
+from bench.load import memcpy, perf, queue_cost
 from bench.load.client import RequestFailed
-from bench.report.results import MACHINE, Results, Row
+from bench.report.results import MACHINE, US, Results, Row
 from bench.system.peer import Analyzer
 from bench.system.servers import BENCH, Server, ServerFailed, running
 
@@ -36,7 +45,7 @@ class Runner:
 
     def run(self) -> Results:
         """Measure every case that was asked for."""
-        loads = [case for case in LOADS if self._settings.wants(case.name)]
+        loads = [case for case in (*LOADS, *DYNAMIC) if self._settings.wants(case.name)]
         natives = [case for case in native.NATIVE if self._settings.wants(case.name)]
         analyzer = self._context.find_analyzer() if loads or natives else None
         if analyzer:
@@ -54,6 +63,11 @@ class Runner:
                         self._add(row)
                 except _FAILURES as error:
                     self._context.skip(streamed.name, str(error), failed=True)
+        if self._settings.wants(QUEUE):
+            for queued, figure in QUEUE_COST.items():
+                self._context.say(f"{QUEUE}: {queued:,} queued")
+                costs = [queue_cost.sample(queued) for _ in range(self._settings.repeats)]
+                self._add(Row(figure, {US: costs}))
         if self._settings.wants(MEMCPY.name):
             samples = [memcpy.sample() for _ in range(self._settings.repeats)]
             self._add(Row(MEMCPY, {MACHINE: samples}))
@@ -76,14 +90,18 @@ class Runner:
                 for server in servers[:: -1 if turn % 2 else 1]:
                     self._attempt(servers, server, case, sample)
         self._add(row)
+        for column, figure in case.more:
+            reports = row.details.items()
+            self._add(Row(figure, {name: [each[column] for each in of] for name, of in reports}))
 
     def _start(self, case: LoadCase, started: ExitStack) -> list[Server]:
         servers = []
         for product in self._context.products():
             self._context.say(f"{case.name}: starting {product.name}")
             notes = self.results.notes
+            models = [BENCH / "models" / name for name in (case.load.model, *case.load.steps)]
             try:
-                server = running(product, [BENCH / "models" / case.load.model], notes=notes)
+                server = running(product, models, notes=notes)
                 servers.append(started.enter_context(server))
             except _FAILURES as error:
                 self._context.skip(f"{case.name}, {product.name}", str(error), failed=True)

@@ -36,6 +36,7 @@ computes for long between two of them looks at `Context.cancelled`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +126,10 @@ else:
 IS_CANCELLED: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)
 
 
+def _no_workspace(byte_size: int) -> AbstractContextManager[Any]:
+    raise RuntimeError("only a model that a server runs has a workspace")
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a model's `load(self, context)` is told.
@@ -138,6 +143,23 @@ class Context:
     device: str
     directory: Path
     parameters: Mapping[str, str] = field(default_factory=dict)
+    lease: Callable[[int], AbstractContextManager[Any]] = field(
+        default=_no_workspace, repr=False, compare=False
+    )
+
+    def workspace(self, byte_size: int) -> AbstractContextManager[Any]:
+        """So many bytes of the device's shared workspace, as a torch tensor of uint8, for a with
+        block in `predict`:
+
+            with self.context.workspace(1 << 30) as buffer:
+                ...
+
+        It waits until the pool has them; who leaves the block gives them back, and must not use the
+        buffer any more. What is in it at first is anybody's. Ask for all that an execution needs at
+        once, and call no other model meanwhile. The pool's size is the server's flag
+        `--workspace-byte-size`; raises ShmserveError without one, or for more than all of it.
+        """
+        return self.lease(byte_size)
 
     @property
     def cancelled(self) -> bool:

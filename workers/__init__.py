@@ -9,9 +9,9 @@ Its rooms:
     warmup.py           requests that an instance runs before it is ready
     model_view.py       what of that a model sees: its configuration, and what the server makes
     sequences/          control inputs of sequences, batches of their slots
-    backends/           the contract of a backend, and the four there are
+    backends/           the contract of a backend, and the five there are
     bls/                business logic scripting: a model's calls of other models
-    memory/             outputs in the arena, device memory, copies
+    memory/             outputs in the arena, device memory, copies, the plan of fixed shapes
     device.py           where a model runs: the CPU, an accelerator
     user_code.py        models' own files, imported
     preloads/           what a zygote does before it forks workers

@@ -42,6 +42,7 @@ from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences import state
@@ -165,6 +166,7 @@ def _context(start: WorkerStart, device: str, control: Control) -> ModelContext:
     kind, _, number = device.partition(":")
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
     arena = Arena(start.arena_byte_size)
+    mappings = Mappings(device_memory.open, pin)
     return ModelContext(
         model_name=start.model_name,
         version=start.version,
@@ -181,7 +183,8 @@ def _context(start: WorkerStart, device: str, control: Control) -> ModelContext:
         control=control,
         arena=arena,
         output_memory=OutputMemory(arena),
-        mappings=Mappings(device_memory.open, pin),
+        mappings=mappings,
+        workspace=Workspace(control, mappings, device),
         device_memory=device_memory,
     )
 

@@ -33,6 +33,7 @@ from shmserve.workers.backends.python.server import (
     is_model_ready,
     load_model,
     unload_model,
+    workspace,
 )
 from shmserve.workers.backends.python.tensor import NUMBER, Tensor
 
@@ -71,6 +72,7 @@ __all__ = [
     "triton_to_numpy_type",
     "unload_model",
     "using_decoupled_model_transaction_policy",
+    "workspace",
 ]
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1

@@ -6,17 +6,19 @@ from dataclasses import dataclass
 
 from bench.cases import standing
 from bench.cases.figures import Better, Figure, Target
-from bench.load.perf import P50, THROUGHPUT, Load
+from bench.load.perf import P50, P99, THROUGHPUT, Load
 
 
 @dataclass(frozen=True)
 class LoadCase:
-    """A load for perf_analyzer and the column of its report that counts."""
+    """A load for perf_analyzer and the column of its report that counts; `more`: other columns of
+    the same reports that are figures of their own."""
 
     name: str
     load: Load
     column: str
     figure: Figure
+    more: tuple[tuple[str, Figure], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,36 @@ LOADS = (
         0.5,
         0.25,
     ),
+    _load(
+        "ensemble",
+        "ensemble of three steps with 1 MiB between them, 4 in flight",
+        Load("pipeline", 4, steps=("grow", "pass", "shrink")),
+        THROUGHPUT,
+        1.5,
+        3.0,
+    ),
 )
+
+
+def _dynamic(batch: int) -> LoadCase:
+    """Twenty clients of the dynamic batcher, each with requests of so many rows."""
+    title = f"simple, 20 in flight, {batch} a request"
+    throughput = Figure(f"dynamic-{batch}", title, "infer/s", "higher", Target("ratio", 1.0, 1.5))
+    tail = Figure(
+        f"dynamic-{batch}-p99", f"{title}: p99", "µs", "lower", Target("ratio", 1.0, 1 / 1.5)
+    )
+    load = Load("simple", 20, batch=batch)
+    return LoadCase(throughput.name, load, THROUGHPUT, throughput, ((P99, tail),))
+
+
+DYNAMIC = tuple(map(_dynamic, (1, 4, 8)))
+
+QUEUE_COST = {
+    queued: Figure(
+        f"queue-cost-{queued}", f"scheduler, {queued:,} queued: a request", "µs", "lower"
+    )
+    for queued in (10, 1_000, 100_000)
+}
 
 MEMCPY = Figure("memcpy", "one memcpy of 16 MiB", "µs", "lower")
 
@@ -117,4 +148,11 @@ STANDING = (
     StandingCase("delay", "simple", standing.delay, _DELAY),
 )
 
-NAMES = (*(case.name for case in LOADS), MEMCPY.name, *(case.name for case in STANDING))
+QUEUE = "queue-cost"
+
+NAMES = (
+    *(case.name for case in (*LOADS, *DYNAMIC)),
+    MEMCPY.name,
+    QUEUE,
+    *(case.name for case in STANDING),
+)

@@ -23,6 +23,7 @@ _GRACE_S = 60.0
 
 THROUGHPUT = "Inferences/Second"
 P50 = "p50 latency"
+P99 = "p99 latency"
 
 
 class LoadFailed(Exception):
@@ -31,13 +32,16 @@ class LoadFailed(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """What perf_analyzer sends: to which model, how many in flight, its flags for the tensors, and
-    at which listener ("http" or "grpc")."""
+    """What perf_analyzer sends: to which model, how many in flight, its flags for the tensors, at
+    which listener ("http" or "grpc"), and how many rows a request has. `steps` are the models that
+    this one needs."""
 
     model: str
     in_flight: int
     flags: tuple[str, ...] = ()
     listener: str = "http"
+    batch: int = 1
+    steps: tuple[str, ...] = ()
 
 
 def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[str, float]:
@@ -57,7 +61,7 @@ def measure(analyzer: Analyzer, load: Load, url: str, seconds: float) -> dict[st
             "-i",
             load.listener,
             "-b",
-            "1",
+            str(load.batch),
         ]
         command += ["--concurrency-range", str(load.in_flight), *load.flags]
         command += ["--measurement-mode", "time_windows", "-p", str(window_ms)]

@@ -77,6 +77,10 @@ class FreeList:
             if offset + size == after:
                 self._holes[index : index + 2] = [(offset, size + more)]
 
+    def offsets(self) -> set[int]:
+        """Where the blocks are that are allocated."""
+        return set(self._used)
+
     def check_integrity(self) -> None:
         """Assert that holes and blocks tile the arena exactly; for tests."""
         spans = sorted([*self._holes, *self._used.items()])

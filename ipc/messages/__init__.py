@@ -99,6 +99,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceLoaded,
     KeepStatistics,
     KillInstance,
+    LeaseWorkspace,
     LoadFailed,
     LoadInstance,
     LoadModel,
@@ -109,6 +110,7 @@ from shmserve.ipc.messages.supervision import (
     ReadyChecked,
     Refused,
     ResizeCache,
+    ReturnWorkspace,
     SchedulerLost,
     SchedulerReady,
     SetLogging,
@@ -161,6 +163,7 @@ __all__ = [
     "InstanceReady",
     "KeepStatistics",
     "KillInstance",
+    "LeaseWorkspace",
     "LoadFailed",
     "LoadInstance",
     "LoadModel",
@@ -197,6 +200,7 @@ __all__ = [
     "ReportTimes",
     "ResizeCache",
     "Responded",
+    "ReturnWorkspace",
     "SchedulerLost",
     "SchedulerReady",
     "SchedulerToClient",
@@ -306,6 +310,8 @@ WorkerToSupervisor = (
     | FindModel
     | LoadModel
     | UnloadModel
+    | LeaseWorkspace
+    | ReturnWorkspace
 )
 SupervisorToLocalClient = (
     Welcome

@@ -316,6 +316,24 @@ class FindModel:
 
 
 @message
+class LeaseWorkspace:
+    """An execution needs so much of its device's workspace: respond with {"memory": what it lies in
+    (id, pid, fd, inode, byte_size), "offset"} once that is there. `ReturnWorkspace` ends it."""
+
+    id: int
+    device: str
+    byte_size: int
+
+
+@message
+class ReturnWorkspace:
+    """The execution has ended that leased the workspace at `offset`."""
+
+    device: str
+    offset: int
+
+
+@message
 class AskReady:
     """Respond with {"ready": whether a model that says so itself is ready}; version "" means the
     latest."""

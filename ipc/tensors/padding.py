@@ -17,6 +17,9 @@ from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.transport.records import record
 
 PARAMETER = "padding"
+# Of one input in a batch, unless its requests are as large apart: two that are long in different
+# dimensions are small, and huge together.
+_MOST_ELEMENTS = 1 << 28
 Shape = tuple[int, ...]
 
 
@@ -110,7 +113,8 @@ class PaddedBatch:
         """Whether a request of `units` rows joins; if it does, it is one of the batch.
 
         The first one does. Another one does where what must be equal is, there is a shape for all,
-        and of no input's elements more than its `max_waste` are padding, unless joining adds none.
+        and of no input's elements more than its `max_waste` are padding, unless joining adds none;
+        nor are they more than a worker has memory for.
         """
         rest, shapes = self._padding.read(key)
         if self._rest is None:
@@ -131,7 +135,8 @@ class PaddedBatch:
             if padded is None:
                 return False
             total = rows * element_count(padded)
-            if total - true[at] > pad.max_waste * total and total > apart[at]:
+            wasteful = total - true[at] > pad.max_waste * total
+            if total > apart[at] and (wasteful or total > _MOST_ELEMENTS):
                 return False
         self._rest, self._largest, self._rows = rest, largest, rows
         self._true, self._apart = true, apart

@@ -291,6 +291,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             repeat=True,
         ),
         Flag(
+            "workspace-byte-size",
+            help="DEVICE=BYTES: a pool of memory, shared by the device's models, each of which has "
+            "of it what it needs for the time of an execution (cpu=BYTES)",
+            repeat=True,
+        ),
+        Flag(
             "exit-timeout-secs",
             kind=int,
             default=30,

@@ -25,6 +25,7 @@ from shmserve.config.command_line import Parsed
 from shmserve.config.grpc import GrpcConfig
 from shmserve.config.metrics import MetricsConfig, parse_metrics_config
 from shmserve.config.rate_limit import Resources, parse_resources
+from shmserve.config.workspace import workspace_byte_sizes
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
@@ -74,6 +75,7 @@ class ServerConfig:
     cache_byte_size: int
     rate_limit: str
     rate_limit_resources: Resources
+    workspace_byte_sizes: dict[str, int]
     exit_timeout_s: int
     exit_on_error: bool
     strict_readiness: bool
@@ -158,6 +160,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         ),
         rate_limit=value["rate-limit"],
         rate_limit_resources=parse_resources(parsed.repeated["rate-limit-resource"]),
+        workspace_byte_sizes=workspace_byte_sizes(parsed.repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         exit_on_error=value["exit-on-error"],
         strict_readiness=value["strict-readiness"],

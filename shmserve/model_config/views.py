@@ -24,7 +24,7 @@ _OPTIMIZATION_FIELDS = (
     "eager_batching",
 )
 # Of these, what has an effect on the models of a backend.
-_EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators")}
+_EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("cuda",)}
 _BATCH_FIELDS = ("batch_input", "batch_output")
 _BATCH_BACKENDS = (
     "pytorch",

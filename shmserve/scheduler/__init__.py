@@ -11,7 +11,7 @@ requests/               request.py      the state machine of a request, as a tab
                         responses.py    what clients are told; ordering
 batchers/               base.py, default.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
-                        batch_time.py, arrivals.py
+                        batch_time.py, arrivals.py, trial.py
                                         what the adaptive one learns
                         dispatcher.py, dispatch.py
                                         from the queue to the instances

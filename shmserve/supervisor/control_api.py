@@ -32,6 +32,7 @@ _Requests = (
     | m.FindModel
     | m.AskReady
 )
+_Workspace = m.LeaseWorkspace | m.ReturnWorkspace
 _Notifications = m.RegionReleased | m.RegionAbandoned | m.MemoryChecked | m.ReadyChecked
 
 
@@ -54,6 +55,7 @@ class ControlApi:
         self._registry = registry
         self._readiness = readiness
         context.control.serve(typing.get_args(_Notifications), self._notified)
+        context.control.serve(typing.get_args(_Workspace), context.workspaces.handle)
         context.control.serve(typing.get_args(_Requests), self._requested)
 
     def _notified(self, pid: int, message: Any) -> None:

@@ -49,6 +49,7 @@ from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.grants import Grants
+from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import ENDING, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -193,6 +194,7 @@ def compose(
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
         grants=_grants(config, control),
+        workspaces=Workspaces(config.workspace_byte_sizes, control.send),
     )
     feed = EventFeed(
         events,

@@ -150,6 +150,7 @@ class Supervisor:
         self.gateways.process_exited(child)
         self.registry.process_exited(child)
         self.readiness.exited(child.pid)
+        context.workspaces.process_exited(child.pid)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
         everybody = ("gateway", "scheduler", "ensemble", "worker", LOCAL_CLIENT)
@@ -174,6 +175,7 @@ class Supervisor:
         context.local_clients.close()
         self.regions.close()
         self.lent.close()
+        context.workspaces.close()
         context.events.close()
         context.control.close()
         self.processes.close()

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,7 @@ def about(ms: float, seed: int = 2) -> Callable[[], float]:
     return lambda: ms * MS * (0.5 + chance.random())
 
 
-def ticks() -> Iterator[int]:
-    """A clock that goes on by a millisecond."""
-    return itertools.count(MS, MS)
+def scattered(ms: float, seed: int = 3) -> Callable[[], float]:
+    """Pauses of this on average, many short and some long."""
+    chance = random.Random(seed)
+    return lambda: chance.expovariate(1 / ms) * MS

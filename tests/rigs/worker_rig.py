@@ -30,6 +30,7 @@ from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.arrivals import arrived
 
@@ -129,7 +130,7 @@ class Rig:
         self._dealers: list[Dealer] = []
         self.supervisor = Router(f"ipc://{folder}/control")
         control = Control(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
-        arena = Arena(64 * MIB)
+        arena, mappings = Arena(64 * MIB), Mappings()
         self.context = ModelContext(
             model_name="m",
             version="1",
@@ -146,7 +147,8 @@ class Rig:
             control=control,
             arena=arena,
             output_memory=OutputMemory(arena),
-            mappings=Mappings(),
+            mappings=mappings,
+            workspace=Workspace(control, mappings, "cpu"),
         )
         self.context.version_dir.mkdir(parents=True, exist_ok=True)
         self._batches = self._served = 0

@@ -43,6 +43,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.backends.python": ("ipc.*", "workers.*"),
     "workers.backends.native": ("ipc.*", "workers.*"),
     "workers.backends.onnx": ("ipc.*", "workers.*"),
+    "workers.backends.ascend": ("ipc.*", "workers.*"),
     "workers": ("ipc.*", "workers.*"),
     # what the control plane's processes share
     "common.access": ("common",),

@@ -15,6 +15,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
 GROUP = "shmserve.backends"
 # Known without a look at what is installed, which takes longer than the import.
 _BUILT_IN = {
+    "ascend": "shmserve.workers.backends.ascend:AscendBackend",
     "native": "shmserve.workers.backends.native:NativeBackend",
     "onnxruntime": "shmserve.workers.backends.onnx:OnnxBackend",
     "python": "shmserve.workers.backends.python:PythonBackend",
@@ -67,7 +69,8 @@ class ModelContext:
     "npu:1"), `device_id` its number (0 on a CPU). `backend_config` is what --backend-config said
     for this backend. `control` asks the supervisor. `arena` and `mappings` are this process's
     memory for tensors it makes and its views of others', `output_memory` has the arena's blocks for
-    outputs. `copied` counts the bytes of tensors that are copied on the way.
+    outputs. `workspace` leases the device's shared
+    workspace. `copied` counts the bytes of tensors that are copied on the way.
     """
 
     model_name: str
@@ -86,6 +89,7 @@ class ModelContext:
     arena: Arena
     output_memory: OutputMemory
     mappings: Mappings
+    workspace: Workspace
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
     copied: Copied = field(default_factory=Copied)

@@ -44,6 +44,10 @@ class Gatherer:
         self._buffers: dict[str, memoryview] = {}
         self._on_device: Any = None  # DeviceBuffers, once there are any
 
+    def reserve(self, name: str, byte_size: int) -> None:
+        """Make the buffer of an input now, for batches of this size at most."""
+        self._buffer(name, byte_size, byte_size)
+
     def gather(
         self, name: str, requests: Sequence[Request], own: bool = False
     ) -> tuple[Any, tuple[int, ...], bool]:

@@ -3,10 +3,11 @@
 It learns how long batches take (batch_time.py) and when requests come (arrivals.py):
 
 1. What is there runs as soon as an instance is free, unless
-2. a burst of requests is coming that will be over in less time than a batch of its own would take
-   on top (the setup of one more execution). Then it waits for the next request of the burst, and
-   in all for no longer than that setup: so waiting never costs more than twice what is best, as
-   with the ski-rental problem (Karlin et al., 1988).
+2. a burst of requests is coming that should be over in half the time that a batch of its own would
+   take on top (the setup of one more execution). Then it waits for the next request of the burst,
+   and in all for no longer than that setup: so waiting never costs more than twice what is best,
+   as with the ski-rental problem (Karlin et al., 1988). Whether it pays at all it tries (trial.py):
+   where a machine is too busy to wake in time, it does not.
 3. It never waits so long that the oldest request would miss the target if the batch took as long as
    it does but for one in a hundred; nor longer than the configured delay, if there is one.
 4. Where all that waits would be late in one batch, and would not be in two, it runs as two.
@@ -24,6 +25,7 @@ from shmserve.scheduler.batchers.arrivals import Arrivals
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
 from shmserve.scheduler.batchers.batch_time import BatchTime
 from shmserve.scheduler.batchers.dynamic import Front, gather
+from shmserve.scheduler.batchers.trial import Trial
 from shmserve.scheduler.settings import Batching
 
 _STEP = 0.02  # by how much a miss lowers the aim, in parts of it
@@ -41,6 +43,7 @@ class AdaptiveBatcher(Batcher):
         self._rules = rules
         self._time = BatchTime()
         self._arrivals = Arrivals()
+        self._waiting = Trial()
         self._aim_ns = float(rules.target_ns)
         self._began_ns = 0  # when the wait for the batch that is being formed began; 0: it has not
         self._draining = False
@@ -57,6 +60,7 @@ class AdaptiveBatcher(Batcher):
         """As `Batcher` says."""
         self._arrivals.returned(now_ns, here, self._time.setup_ns)
         self._time.observe(units, took_ns)
+        self._waiting.returned(latencies_ns)
         target = self._rules.target_ns
         for latency_ns in latencies_ns:
             missed = latency_ns > target
@@ -89,7 +93,7 @@ class AdaptiveBatcher(Batcher):
             return Batch(count, Closed.FULL)
         if front.other_shape:
             return Batch(count, Closed.SHAPE)
-        if self._draining or not self._time.known:
+        if self._draining or not self._time.known or not self._waiting.on:
             return Batch(count, Closed.IDLE)
         ends_ns = self._start_by(front.oldest_ns, front.units)
         if ends_ns <= now_ns:

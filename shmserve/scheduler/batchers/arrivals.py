@@ -11,6 +11,7 @@ from __future__ import annotations
 _MOST_LEVELS = 512
 _LIKELY = 0.6
 _FIRST_SEEN = 8  # observations that say something about the next one
+_CAUTION = 0.5  # of what a burst is worth, what it may be expected to cost: estimates are wrong
 _MARGIN_NS = 50_000  # of turns of the loop
 
 
@@ -82,22 +83,24 @@ class Arrivals:
             level = self._levels[number] = _Level()
         return level
 
-    def burst_until(self, within_ns: float, room: int) -> int:
-        """Until when the next request is to be expected of a burst that is over within `within_ns`,
-        or has come to `room` more requests by then; 0: there is none."""
-        first = self._likely(self._here)
-        if first is None:
-            return 0
-        left_ns, level = within_ns, first
+    def burst_until(self, worth_ns: float, room: int) -> int:
+        """Until when the next request is to be expected of a burst that is worth waiting for; 0:
+        there is none.
+
+        A burst is over where no more are likely to come, or at `room` more requests. It is worth
+        `worth_ns` where all of it comes; if the wait for one request is in vain, nothing.
+        """
+        first = level = self._likely(self._here)
+        chance, cost_ns = 1.0, 0.0
         for more in range(1, room + 1):
-            left_ns -= level.gap_ns
-            if left_ns < 0:
-                return 0
-            following = self._likely(self._here + more)
-            if following is None:
+            if level is None:
                 break
-            level = following
-        return self._since_ns + first.patience_ns
+            chance *= level.chance
+            cost_ns += level.chance * level.gap_ns + (1 - level.chance) * level.patience_ns
+            if cost_ns > chance * worth_ns * _CAUTION:
+                return 0
+            level = self._likely(self._here + more)
+        return 0 if first is None else self._since_ns + first.patience_ns
 
     def _likely(self, here: int) -> _Level | None:
         level = self._levels.get(min(here, _MOST_LEVELS))

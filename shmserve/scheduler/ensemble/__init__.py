@@ -6,6 +6,7 @@ core.py            what each message changes, and which steps run next (no clock
 graph.py           steps and the tensors between them, from the configuration
 flow.py            the data flow of one request: tensors in, steps to run and responses out
 values.py          a tensor on its way, counted by who uses it
+steps.py           steps are run, and what comes of them
 requests.py        a request of the ensemble, and those of its steps
 submission.py      a step that is to run -> the message to its model's scheduler
 responses.py       what clients are told, and are reading

@@ -12,7 +12,7 @@ Inputs that are optional are left out either way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step, origin_of
 from shmserve.scheduler.ensemble.values import ABSENT, SKIPPED, Value
@@ -51,6 +51,9 @@ class Plan:
         }
         self.responses_follow = max(origins[output] for output in self.outputs)
         self.uses = {tensor: self._uses(tensor) for tensor in origins}
+        # How the requests of steps are prepared, for whoever does that: while a plan holds, so do
+        # the models that it was made for.
+        self.forms: dict[Any, Any] = {}
 
     def _uses(self, tensor: str) -> int:
         """How often each tensor of this name is used: 0 for never, -1 for any number of times."""

@@ -7,7 +7,7 @@ tensors of one origin are numbered by that step's responses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,17 +27,11 @@ class Step:
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     condition: str = ""
+    reads: frozenset[str] = field(init=False)  # the tensors it waits for
 
-    @property
-    def reads(self) -> frozenset[str]:
-        """The tensors it waits for."""
-        read = frozenset(self.inputs.values())
-        return read | {self.condition} if self.condition else read
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The model and the version that it runs."""
-        return self.model, self.version
+    def __post_init__(self) -> None:
+        read = {*self.inputs.values(), *([self.condition] if self.condition else [])}
+        object.__setattr__(self, "reads", frozenset(read))
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,9 @@ put it: that arena's descriptor is passed on, and held open here, so that it out
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shmserve.errors import InvalidArgument, Unavailable
@@ -16,6 +17,8 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.scheduler.ensemble.values import Value
+
+logger = logging.getLogger(__name__)
 
 
 class EnsembleMemory:
@@ -44,6 +47,16 @@ class EnsembleMemory:
         if self._arena is None:
             self._arena = Arena(self._byte_size)
         return self._arena.allocate(byte_size)
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Have room for blocks of these sizes, at once if the machine has it."""
+        places: list[Place] = []
+        try:
+            places.extend(map(self.allocate, sizes))
+        except Unavailable as error:
+            logger.warning("the memory between steps cannot be planned: %s", error)
+        for place in places:
+            self.free(place)
 
     def owns(self, place: Place) -> bool:
         """Whether a place is in the arena."""

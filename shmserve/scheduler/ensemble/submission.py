@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmserve.errors import Unsupported
 from shmserve.ipc.inflight import make_submit
@@ -17,13 +17,15 @@ from shmserve.ipc.tensors.inference import (
     RequestedOutput,
     pack_inference,
 )
-from shmserve.ipc.tensors.signature import Signature, agree
+from shmserve.ipc.tensors.signature import Admission, Signature, agree
 from shmserve.scheduler.ensemble.flow import Firing
-from shmserve.scheduler.ensemble.graph import ONCE, Graph
+from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.targets import Target
 from shmserve.scheduler.ensemble.values import Value
+
+_MOST_FORMS = 256
 
 
 class Prepared(NamedTuple):
@@ -46,11 +48,12 @@ def prepare(
 ) -> Prepared:
     """What a step's scheduler is told. Raises InvalidArgument when the inputs do not fit its model,
     Unavailable when the arena is full."""
-    inference, signature = request.inference, target.signature
-    inputs = tuple(_input(name, value, signature, memory) for name, value in firing.inputs.items())
-    wanted = _wanted(request, firing)
-    admission = signature.admit(inference.request_id, inputs, wanted)
-    known = _known_sizes(firing, target, graph, wanted, admission.batch_size)
+    inference = request.inference
+    inputs = tuple(
+        _input(name, value, target.signature, memory) for name, value in firing.inputs.items()
+    )
+    form = _form(request, firing, target, graph, inputs)
+    admission, wanted, known = form.admission, form.wanted, form.known
     placed: dict[str, Place] = {}
     try:
         for name, byte_size in known.items():
@@ -59,10 +62,11 @@ def prepare(
         for place in placed.values():
             memory.free(place)
         raise
-    outputs = tuple(
-        RequestedOutput(output.name, placed[output.name]) if output.name in placed else output
-        for output in wanted
-    )
+    outputs = wanted
+    if placed:
+        outputs = tuple(
+            RequestedOutput(output.name, placed.get(output.name, output.place)) for output in wanted
+        )
     correlation_id, flags = sequence_of(inference, firing.inputs.values())
 
     def pack(deadline_ns: int) -> bytes:
@@ -97,7 +101,51 @@ def prepare(
         for place in placed.values():
             memory.free(place)
         raise
-    return Prepared(submit, placed, frozenset(o.name for o in wanted if o.place is not None))
+    return Prepared(submit, placed, form.given)
+
+
+class _Form(NamedTuple):
+    """What requests of a step have in common that are described alike: what is asked for, and the
+    sizes of what is to be placed."""
+
+    admission: Admission
+    wanted: tuple[RequestedOutput, ...]
+    known: dict[str, int]
+    given: frozenset[str]
+
+
+def _form(
+    request: EnsembleRequest,
+    firing: Firing,
+    target: Target,
+    graph: Graph,
+    inputs: tuple[TensorRef, ...],
+) -> _Form:
+    """Raises InvalidArgument when the inputs do not fit the step's model."""
+    # What a client places, it places anew each time.
+    lasts = all(output.place is None for output in request.inference.outputs)
+    described = tuple(
+        (tensor.name, tensor.datatype, tensor.shape, _byte_size(tensor)) for tensor in inputs
+    )
+    key = (firing.step.index, target.signature, described)
+    forms: dict[Any, _Form] = request.plan.forms
+    form = forms.get(key) if lasts else None
+    if form is None:
+        wanted = _wanted(request, firing)
+        admission = target.signature.admit(request.inference.request_id, inputs, wanted)
+        sizes = placed_sizes(firing.step, target, graph, admission.batch_size, wanted)
+        given = frozenset(output.name for output in wanted if output.place is not None)
+        form = _Form(admission, wanted, sizes, given)
+        if lasts:
+            if len(forms) >= _MOST_FORMS:
+                forms.clear()
+            forms[key] = form
+    return form
+
+
+def _byte_size(tensor: TensorRef) -> int:
+    data = tensor.data
+    return len(data) if isinstance(data, bytes) else data.byte_size
 
 
 def fitted(
@@ -142,23 +190,24 @@ def _wanted(request: EnsembleRequest, firing: Firing) -> tuple[RequestedOutput, 
     return tuple(wanted)
 
 
-def _known_sizes(
-    firing: Firing,
+def placed_sizes(
+    step: Step,
     target: Target,
     graph: Graph,
-    wanted: Sequence[RequestedOutput],
     batch_size: int,
+    wanted: Sequence[RequestedOutput] | None = None,
 ) -> dict[str, int]:
-    """The sizes of the outputs that can be written to the ensemble's arena: not those that travel
-    inside the message, and of a model that gives any number of responses none, because each would
-    go over the one before it."""
+    """The sizes of a step's outputs, of those `wanted`, that are written to the ensemble's arena:
+    not those that travel inside the message, and of a model that gives any number of responses
+    none, because each would go over the one before it."""
     if target.decoupled:
         return {}
-    signature, outputs = target.signature, firing.step.outputs
+    if wanted is None:
+        wanted = tuple(map(RequestedOutput, step.outputs))
     sizes = {
-        output.name: signature.output_size(output.name, batch_size)
+        output.name: target.signature.output_size(output.name, batch_size)
         for output in wanted
-        if output.place is None and outputs[output.name] not in graph.conditions
+        if output.place is None and step.outputs[output.name] not in graph.conditions
     }
     known = {name: size for name, size in sizes.items() if size is not None}
     return known if sum(known.values()) > INLINE_LIMIT else {}

@@ -88,6 +88,15 @@ def test_no_bucket_for_both_parts_them() -> None:
     assert batch.admits(pad.key(b"", {"IMAGE": (3, 9, 9)}), 1)
 
 
+def test_two_small_requests_do_not_become_a_huge_batch() -> None:
+    """A row that is long in one dimension and one that is long in the other."""
+    pad = padding({}, (-1, -1))
+    batch = pad.batch()
+    assert batch.admits(pad.key(b"", {"IMAGE": (1, 100_000)}), 1)
+    assert not batch.admits(pad.key(b"", {"IMAGE": (100_000, 1)}), 1)
+    assert batch.admits(pad.key(b"", {"IMAGE": (1, 90_000)}), 1)
+
+
 SIZES = st.tuples(st.integers(0, 40), st.integers(0, 40))
 
 

@@ -213,6 +213,16 @@ RULES = [
         "batch input kind 'BATCH_ELEMENT_COUNT' expects 1 source input, got 0 for m",
     ),
     (
+        IO + '@batch_input { data_type: TYPE_INT32 source_input: "I" }',
+        "batch_input[0].target_name",
+        "batch input must specify 'target_name' for m",
+    ),
+    (
+        IO + 'batch_input { target_name: [@"I"] data_type: TYPE_INT32 source_input: "I" }',
+        "batch_input[0].target_name[0]",
+        "batch input 'I' is made by the server and cannot be an input of clients for m",
+    ),
+    (
         IO + 'batch_output { target_name: "O" @source_input: "X" }',
         "batch_output[0].source_input[0]",
         "unknown source input name 'X' for m",

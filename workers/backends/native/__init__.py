@@ -16,8 +16,10 @@ otherwise, and arrays of its own. `max_streams` (64) of them run at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Coroutine
+import logging
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_BATCH_SIZE = 32
 _DEFAULT_MAX_STREAMS = 64
@@ -112,8 +116,18 @@ class NativeBackend(Backend):
             folder = context.version_dir.resolve()
             own = parameters(config)
             self._model.load(
-                Context(context.model_name, context.version, context.device, folder, own)
+                Context(
+                    context.model_name,
+                    context.version,
+                    context.device,
+                    folder,
+                    own,
+                    self._workspace,
+                )
             )
+        plan = None if predict.streams else self._runner.plan(config, self._model)
+        if plan is not None:
+            logger.info("model '%s' is planned at %s", signature.name, plan.text())
         if predict.streams:
             most = max(1, _whole(kind, "max_streams", _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, most)
@@ -134,6 +148,11 @@ class NativeBackend(Backend):
         assert self._streams is not None
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
+
+    @contextlib.contextmanager
+    def _workspace(self, byte_size: int) -> Iterator[torch.Tensor]:
+        with self.context.workspace.lease(byte_size) as view:
+            yield torch.frombuffer(view, dtype=torch.uint8)
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._take(yielded))

@@ -28,7 +28,7 @@ from shmserve.workers.backends.onnx.session import open_session
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import Device, open_device
-from shmserve.workers.sequences.config import as_model_sees, of_sequences
+from shmserve.workers.model_view import as_model_sees, made_here
 
 _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
@@ -49,7 +49,7 @@ class OnnxBackend(Backend):
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Inputs, outputs and batch size, as the file has them."""
         _, description = self._open(config)
-        ours = of_sequences(config)
+        ours = made_here(config)
         clients = Description(
             tuple(tensor for tensor in description.inputs if tensor.name not in ours),
             tuple(tensor for tensor in description.outputs if tensor.name not in ours),

@@ -7,6 +7,9 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from typing import Any
+
+import numpy as np
 
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.ipc.messages import AskReady, FindModel, LoadModel, UnloadModel
@@ -199,6 +202,23 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 def get_model_dir() -> str:
     """The folder of the model's version, where its files are."""
     return str(current().context.version_dir)
+
+
+@contextlib.contextmanager
+def workspace(byte_size: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """So many bytes of the device's shared workspace, as an array of uint8, in the with block; it
+    waits until the pool has them. What is in them at first is anybody's.
+
+    Ours, not Triton's. Ask for all that an execution needs at once, and call no other model in the
+    block. Raises TritonModelException without a pool (--workspace-byte-size), for more than all of
+    it, and for a second workspace of the same execution.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            view = stack.enter_context(current().context.workspace.lease(byte_size))
+        except ShmserveError as error:
+            raise TritonModelException(error.message) from None
+        yield np.frombuffer(view, np.uint8)
 
 
 class Logger:

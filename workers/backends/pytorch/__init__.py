@@ -9,12 +9,15 @@ The first of these in the version folder is taken unless `default_model_filename
 Parameters: INFERENCE_MODE "false" runs under no_grad, DISABLE_OPTIMIZED_EXECUTION "true" turns
 TorchScript's optimiser off, TORCH_COMPILE_OPTIONAL_PARAMETERS (JSON, "{}" for torch's defaults)
 compiles a class with torch.compile, INTRA_OP_THREAD_COUNT or NUM_THREADS sets the threads of one
-operation. Other parameters of Triton's backend have no effect.
+operation. `optimization.cuda.graphs` records a CUDA graph of each batch bucket where all shapes are
+fixed. Other parameters of Triton's backend have no effect.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, parameters
 from shmserve.workers.backends.described import Description, complete
 from shmserve.workers.backends.pytorch import export
+from shmserve.workers.backends.pytorch.graphs import CudaRecorder, Graphs, Recorder
 from shmserve.workers.backends.pytorch.names import CallPlan, ResultPlan
 from shmserve.workers.backends.pytorch.programs import (
     Program,
@@ -35,7 +39,11 @@ from shmserve.workers.backends.pytorch.programs import (
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
+from shmserve.workers.memory.static_plan import wants_graphs
 from shmserve.workers.model_view import as_model_sees
+from shmserve.workers.user_code import in_words
+
+logger = logging.getLogger(__name__)
 
 _FILES = ("model.pt", "model.pt2", "model.py")
 # As Triton reads them.
@@ -88,16 +96,48 @@ class PytorchBackend(Backend):
         inference_mode = _boolean(parameters(config), "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
         self._runner = Runner(self.context, signature, self._device, ragged=Ragged(config))
+        self._graphs = self._plan(config, signature)
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One call of the model for the whole batch."""
         inputs = self._runner.inputs(requests)
+        graphs = self._graphs
+        placed = graphs is None and self._serving.eager
+        with self._grad_free():
+            with self._runner.calling(requests, placed):
+                outputs = self._call(inputs) if graphs is None else graphs.run(inputs)
+            return self._runner.responses(requests, outputs)
+
+    def _call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         program = self._serving
         args, kwargs = ([inputs], {}) if program.single_dict else self._call_plan.bind(inputs)
-        with self._grad_free():
-            with self._runner.calling(requests, placed=program.eager):
-                result = program.call(*args, **kwargs)
-            return self._runner.responses(requests, self._result_plan.name(result))
+        return self._result_plan.name(program.call(*args, **kwargs))
+
+    def _plan(self, config: dict[str, Any], signature: Signature) -> Graphs | None:
+        """What a model with fixed shapes has made at load, and its graphs if it is to have any."""
+        plan = self._runner.plan(config, self._serving.module)
+        graphs, recorder, wanted = None, self._recorder(), wants_graphs(config)
+        if wanted and (plan is None or recorder is None):
+            why = "its shapes are not fixed" if plan is None else "its device has none"
+            logger.warning("model '%s' runs without CUDA graphs: %s", signature.name, why)
+        if plan is None:
+            return None
+        if wanted and recorder is not None:
+            try:
+                with self._grad_free():
+                    graphs = Graphs(plan, signature, self._device.torch, self._call, recorder)
+            except Exception as error:  # not every model can be recorded
+                logger.warning(
+                    "model '%s' runs without CUDA graphs: %s", signature.name, in_words(error)
+                )
+            else:
+                plan = plan.measured(graphs.workspace)
+        logger.info("model '%s' is planned at %s", signature.name, plan.text())
+        return graphs
+
+    def _recorder(self) -> Recorder | None:
+        """What records graphs on this device, if anything does."""
+        return CudaRecorder(self._device.torch) if self._device.torch.type == "cuda" else None
 
     def _program(self, config: dict[str, Any]) -> tuple[Program, Description | None]:
         if self._loaded is None:

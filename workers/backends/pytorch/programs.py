@@ -35,7 +35,7 @@ COMPILE_KEY = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 class Program:
     """A model to call. `arguments` None: unknown. `single_dict`: it takes all as one dict.
 
-    `eager`: it runs operation by operation, not compiled.
+    `eager`: it runs operation by operation, not compiled. `module` has the weights.
     """
 
     call: Callable[..., Any]
@@ -43,6 +43,7 @@ class Program:
     result_count: int | None
     single_dict: bool = False
     eager: bool = True
+    module: torch.nn.Module | None = None
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ def load_script(path: Path, device: Device) -> Program:
             count = len(kind.elements())
         elif isinstance(kind, torch._C.TensorType):
             count = 1
-    return Program(module, None if single_dict else arguments, count, single_dict)
+    return Program(module, None if single_dict else arguments, count, single_dict, module=module)
 
 
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
@@ -115,7 +116,7 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
     flat = all(leaf.is_leaf() for leaf in in_spec.children()[0].children())
     plain = flat and len(tensors) == len(leaves) and not in_spec.children()[1].children()
     arguments = [Argument(str(leaves[at])) for at in tensors]
-    return Program(module if plain else call, arguments, None), exported
+    return Program(module if plain else call, arguments, None, module=module), exported
 
 
 @contextlib.contextmanager
@@ -159,12 +160,12 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
     arguments = _arguments(module.forward)
     options = _compile_options(parameters)
     if options is None:
-        return Program(module, arguments, None)
+        return Program(module, arguments, None, module=module)
     try:
         compiled = torch.compile(module, **options)
     except Exception as error:
         raise InvalidArgument(f"parameter '{COMPILE_KEY}': {in_words(error)}") from error
-    return Program(compiled, arguments, None, eager=False)
+    return Program(compiled, arguments, None, eager=False, module=module)
 
 
 def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:

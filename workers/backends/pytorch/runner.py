@@ -15,13 +15,14 @@ import torch
 from shmserve.errors import Internal
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.signature import Signature, shape_text
-from shmserve.workers.backends import ModelContext, Output, Request, Response
+from shmserve.workers.backends import ModelContext, Output, Request, Response, has_scheduler
 from shmserve.workers.backends.pytorch.batch_output import BatchOutput, to_device
 from shmserve.workers.backends.pytorch.in_place import InPlace
 from shmserve.workers.batch.gather import Gatherer
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device import to_host
+from shmserve.workers.memory.static_plan import StaticPlan
 from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,16 @@ class Runner:
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._first: list[tuple[memoryview, bytes]] = []  # what is learnt from, and as it was
         self._in_place = InPlace(signature.name, context.mappings, device.torch)
+
+    def plan(self, config: dict[str, Any], model: object) -> StaticPlan | None:
+        """The memory plan of `model` where its shapes are fixed, whose buffers are made here; None
+        for another one."""
+        weights = model if isinstance(model, torch.nn.Module) else None
+        plan = StaticPlan.of(config, self._signature, _byte_size(weights))
+        if plan is not None and plan.rows > 1 and has_scheduler(config):
+            for name, row in plan.inputs.items():
+                self._gatherer.reserve(name, row * plan.rows)
+        return plan
 
     @contextlib.contextmanager
     def calling(self, requests: Sequence[Request], placed: bool = True) -> Iterator[None]:
@@ -261,6 +272,13 @@ class Runner:
                 f"'{self._signature.name}'. Expected {ends[-1]} rows, got {shape_text(shape)}."
             )
         return [slice(*pair) for pair in pairwise(ends)]
+
+
+def _byte_size(model: torch.nn.Module | None) -> int:
+    if model is None:
+        return 0
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:

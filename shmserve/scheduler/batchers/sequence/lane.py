@@ -47,7 +47,6 @@ class Lane(ABC):
         self.number = number
         self.slots: list[Sequence | None] = [None] * slots
         self.runs: list[Sequence] = []
-        self.gone = False
 
     @abstractmethod
     def offer(self, sequence: Sequence) -> None:

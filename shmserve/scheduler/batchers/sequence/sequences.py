@@ -68,7 +68,8 @@ class Sequences:
     def leave(self, lane: Lane) -> list[Sequence]:
         """An instance is gone, and with it the state of these, which are over. Those that it has
         not begun wait for another slot, before all others."""
-        lane.gone = True
+        self._free = [entry for entry in self._free if entry[2] is not lane]
+        heapq.heapify(self._free)
         lost: list[Sequence] = []
         kept: list[Sequence] = []
         for sequence in lane.slots:
@@ -176,11 +177,7 @@ class Sequences:
 
     def _fill(self) -> None:
         """Give free slots to those that wait."""
-        while self._backlog:
-            while self._free and self._free[0][2].gone:
-                heapq.heappop(self._free)
-            if not self._free:
-                return
+        while self._backlog and self._free:
             slot, _, lane = heapq.heappop(self._free)
             sequence = self._backlog.pop()
             sequence.lane, sequence.slot = lane, slot

@@ -1,0 +1,119 @@
+"""What a request costs in a model's scheduler with many others queued: without processes."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections import deque
+from typing import Any
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.scheduler.core import Scheduler
+from shmserve.scheduler.settings import Settings
+
+_LEVELS = 8
+_BATCH = 8
+_GATEWAY = b"7000.ab"
+_LONG_US = 3_600_000_000
+_STEP_NS = 50_000
+CONFIG: dict[str, Any] = {
+    "name": "m",
+    "max_batch_size": _BATCH,
+    "dynamic_batching": {
+        "priority_levels": _LEVELS,
+        "default_priority_level": _LEVELS // 2,
+        "default_queue_policy": {
+            "default_timeout_microseconds": _LONG_US,
+            "allow_timeout_override": True,
+        },
+        # The lowest level delays what is late, and is late at once.
+        "priority_queue_policy": {
+            str(_LEVELS): {"default_timeout_microseconds": 1, "timeout_action": "DELAY"}
+        },
+    },
+}
+
+
+class _Outbox:
+    """Takes messages, and keeps the batches."""
+
+    malformed = 0
+
+    def __init__(self) -> None:
+        self.batches: deque[m.Execute] = deque()
+
+    def post(self, *message: Any) -> None:
+        """Queue a message."""
+        if type(message[-1]) is m.Execute:
+            self.batches.append(message[-1])
+
+
+class BusyQueue:
+    """A scheduler with so many requests queued, of all its priorities, whose only instance is busy.
+
+    `turn` keeps it so: requests come, one of those in the middle is cancelled, some are delayed,
+    one in the middle expires, and the batch that runs ends.
+    """
+
+    def __init__(self, queued: int, config: dict[str, Any] | None = None) -> None:
+        self._worker = _Outbox()
+        settings = Settings.read(config or CONFIG, "1", SchedulingLimits())
+        outboxes = (_Outbox(), self._worker, _Outbox())
+        self.scheduler = Scheduler(settings, *outboxes, time.time_ns)
+        self._choice = random.Random(queued)
+        self._now = 1_000_000_000
+        self._last = 0
+        self._live = queued + 2 * _BATCH
+        self._waiting: list[int] = []
+        self.scheduler.from_control(m.InstanceExpected(0, 100), self._now)
+        self._peer = b"0.100"
+        self.scheduler.from_worker(self._peer, m.InstanceReady(0, 100), self._now)
+        for _ in range(self._live):
+            self._submit()
+        self.scheduler.plan(self._now)
+
+    def turn(self) -> int:
+        """One turn of the loop; how many requests came, and as many left."""
+        self._now += _STEP_NS
+        self._submit(timeout_us=20)
+        came = 1
+        while self.scheduler.live < self._live:
+            self._submit()
+            came += 1
+        self.scheduler.from_client(_GATEWAY, m.Cancel(self._drawn()), self._now)
+        batch = self._worker.batches.popleft()
+        times = (self._now - 4, self._now - 3, self._now - 1, self._now)
+        replies = [m.Reply(work.key, "", "", b"") for work in batch.requests]
+        done = m.BatchFinished(batch.batch, *times, replies)
+        self.scheduler.from_worker(self._peer, done, self._now)
+        self.scheduler.plan(self._now)
+        return came
+
+    def _submit(self, timeout_us: int = 0) -> None:
+        self._last += 1
+        priority = self._choice.randint(1, _LEVELS)
+        message = m.Submit(
+            self._last, 1, b"", self._now, 0, timeout_us, priority, b"", f"r{self._last}"
+        )
+        self.scheduler.from_client(_GATEWAY, message, self._now)
+        self._waiting.append(self._last)
+
+    def _drawn(self) -> int:
+        """A request that perhaps still waits, drawn without a search."""
+        at = self._choice.randrange(len(self._waiting))
+        self._waiting[at], self._waiting[-1] = self._waiting[-1], self._waiting[at]
+        return self._waiting.pop()
+
+
+def sample(queued: int, turns: int = 3000) -> float:
+    """Microseconds a request with `queued` others in the queue: all that the scheduler does for it
+    between its messages."""
+    busy = BusyQueue(queued)
+    for _ in range(turns // 10):
+        busy.turn()
+    gc.collect()
+    began = time.process_time_ns()
+    requests = sum(busy.turn() for _ in range(turns))
+    return (time.process_time_ns() - began) / 1000 / requests

@@ -1,0 +1,15 @@
+"""Returns its 1 MiB: the middle step of the benchmark's ensemble."""
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """OUTPUT0 = INPUT0, request by request."""
+
+    def execute(self, requests):
+        """One response a request, in order."""
+        out = []
+        for r in requests:
+            x = pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy()
+            out.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)]))
+        return out

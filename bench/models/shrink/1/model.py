@@ -1,0 +1,15 @@
+"""Makes a number of 1 MiB: the last step of the benchmark's ensemble."""
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """OUTPUT0 is the last element of INPUT0."""
+
+    def execute(self, requests):
+        """One response a request, in order."""
+        out = []
+        for r in requests:
+            x = pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy()
+            out.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x[-1:])]))
+        return out

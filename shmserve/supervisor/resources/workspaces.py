@@ -1,0 +1,90 @@
+"""The workspaces: one pool of memory a device, which the models on it lease execution by execution.
+
+    worker ── LeaseWorkspace ──> its device's pool grants it ── Answered(where) ──> worker
+           ── ReturnWorkspace ─> who waits is granted next
+
+A pool is a nameless, sealed memory file of its whole size; workers map it, and the supervisor never
+does. What a process had that is gone is free again once its death is known.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shmserve.errors import ShmserveError, Unavailable
+from shmserve.ipc.memory.workspace_pool import Grant, WorkspacePool
+from shmserve.ipc.messages import Answered, LeaseWorkspace, Refused, ReturnWorkspace
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class _Pool:
+    """One device's: the memory, and who has what of it."""
+
+    def __init__(self, capacity: int) -> None:
+        size = -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = os.memfd_create("shmserve-workspace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(self.fd)
+            text = f"no memory for a workspace of {size} bytes: {error.strerror}"
+            raise Unavailable(text) from None
+        self.leases = WorkspacePool(size)
+        inode = os.fstat(self.fd).st_ino
+        self.memory = [secrets.randbits(62), os.getpid(), self.fd, inode, size]
+
+
+class Workspaces:
+    """The pools of the server; `send(pid, message)` is the way to a process.
+
+    Raises Unavailable where the host has not as much memory as `byte_sizes` (by device) says.
+    """
+
+    def __init__(self, byte_sizes: Mapping[str, int], send: Callable[[int, Any], None]) -> None:
+        self._pools = {device: _Pool(size) for device, size in byte_sizes.items()}
+        self._send = send
+
+    def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:
+        """What a worker asks for, or gives back.
+
+        Not in the background: what a process has sent is handled before its death is.
+        """
+        pool = self._pools.get(message.device)
+        match message:
+            case ReturnWorkspace(offset=offset):
+                if pool is not None:
+                    self._tell(pool, pool.leases.release(pid, offset))
+            case LeaseWorkspace(id=number, byte_size=size):
+                try:
+                    if pool is None:
+                        raise Unavailable(
+                            f"there is no workspace for device '{message.device}': the server was "
+                            f"started without --workspace-byte-size={message.device}=BYTES"
+                        )
+                    granted = pool.leases.ask(pid, number, size)
+                except ShmserveError as error:
+                    self._send(pid, Refused(number, error.code, error.message))
+                else:
+                    self._tell(pool, granted)
+
+    def process_exited(self, pid: int) -> None:
+        """Take back all that a process had."""
+        for pool in self._pools.values():
+            self._tell(pool, pool.leases.drop(pid))
+
+    def close(self) -> None:
+        """Give the memory back; what is mapped of it lives on until its process ends."""
+        for pool in self._pools.values():
+            os.close(pool.fd)
+        self._pools.clear()
+
+    def _tell(self, pool: _Pool, granted: list[Grant]) -> None:
+        for owner, ticket, offset in granted:
+            self._send(owner, Answered(ticket, {"memory": pool.memory, "offset": offset}))

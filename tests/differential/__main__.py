@@ -1,0 +1,54 @@
+"""`python -m tests.differential [NAME...]`: play the scripts (of these groups or names, or all)
+against shmserve and a real Triton, and say where they differ.
+
+Exit status 0: nowhere, but where it is known. Without a Triton it is skipped, with status 0, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from tests.differential.compare import differences, judge
+from tests.differential.script import Group
+from tests.differential.scripts import GROUPS
+from tests.differential.servers import Missing, play, products
+
+
+def chosen(names: list[str]) -> list[Group]:
+    """The groups with just the scripts that are named, themselves or by their group."""
+    groups = []
+    for group in GROUPS:
+        kept = [each for each in group.scripts if not names or {each.name, group.name} & {*names}]
+        if kept:
+            groups.append(replace(group, scripts=kept))
+    return groups
+
+
+def main(names: list[str]) -> int:
+    """Play them, and print what came out; the number of scripts that differ."""
+    try:
+        ours, theirs = products()
+    except Missing as missing:
+        print(f"skipped: {missing}")
+        return 0
+    wrong = total = 0
+    for group in chosen(names):
+        records = [play(product, group) for product in (ours, theirs)]
+        for script in group.scripts:
+            total += 1
+            mine, other = (found[script.name] for found in records)
+            if isinstance(mine, str) or isinstance(other, str):
+                told = [each for each in (mine, other) if isinstance(each, str)]
+            else:
+                told = judge(differences(mine, other), script.known)
+            wrong += bool(told)
+            print(f"{'differs' if told else 'agrees '}  {group.name}/{script.name}", flush=True)
+            for each in told:
+                print("  " + each[:2000].replace("\n", "\n  "))
+    print(f"{total - wrong} of {total} scripts agree")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))

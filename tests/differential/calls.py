@@ -1,0 +1,128 @@
+"""Requests over gRPC, and what came back, as values that can be compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException, triton_to_np_dtype
+
+from tests.differential.script import Ask
+
+_TIMES = {"ns", "last_inference", "memory_usage"}
+
+
+class Call:
+    """A request under way."""
+
+    def __init__(self, address: str, ask: Ask) -> None:
+        self._client = grpc.InferenceServerClient(address)
+        self._messages: list[Any] = []
+        self._ask = ask
+        self.done = False
+        outputs = [grpc.InferRequestedOutput(name) for name in ask.outputs] or None
+        options: dict[str, Any] = {
+            "request_id": ask.label,
+            "outputs": outputs,
+            "sequence_id": ask.sequence,
+            "sequence_start": ask.start,
+            "sequence_end": ask.end,
+            "priority": ask.priority,
+            "timeout": ask.timeout_us or None,
+        }
+        if ask.stream:
+            self._client.start_stream(self._came)
+            options["enable_empty_final_response"] = True
+            self._client.async_stream_infer(ask.model, _inputs(ask), **options)
+        else:
+            self._context = self._client.async_infer(ask.model, _inputs(ask), self._came, **options)
+
+    def _came(
+        self, result: grpc.InferResult | None, error: InferenceServerException | None
+    ) -> None:
+        if result is None:
+            self._messages.append({"error": _error(error)})
+            self.done = True
+            return
+        response = result.get_response()
+        final = response.parameters["triton_final_response"].bool_param
+        told: dict[str, Any] = {"id": response.id, "version": response.model_version}
+        told["outputs"] = {each.name: _told(result, each) for each in response.outputs}
+        told["parameters"] = sorted(set(response.parameters) - {"triton_final_response"})
+        self._messages.append(told | ({"final": final} if self._ask.stream else {}))
+        self.done = final or not self._ask.stream
+
+    def cancel(self) -> None:
+        """Give it up."""
+        if self._ask.stream:
+            self._client.stop_stream(cancel_requests=True)
+            self.done = True
+        else:
+            self._context.cancel()
+
+    def told(self) -> Any:
+        """What came: one response or error, or a list of a stream's."""
+        return self._messages if self._ask.stream else self._messages[0]
+
+    def close(self) -> None:
+        """Close its connection."""
+        self._client.close()
+
+
+class Caller:
+    """Whom the requests of a script are sent to."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def ask(self, ask: Ask) -> Call:
+        """Send it, over a connection of its own."""
+        return Call(self._address, ask)
+
+    def statistics(self, model: str) -> Any:
+        """Its statistics without times, once they change no more: they come after responses."""
+        with grpc.InferenceServerClient(self._address) as client:
+            last: Any = None
+            while True:
+                found = client.get_inference_statistics(model, as_json=True)
+                if found == last:
+                    return _counts(found["model_stats"][0])
+                last = found
+                time.sleep(0.15)
+
+
+def _inputs(ask: Ask) -> list[grpc.InferInput]:
+    given: dict[str, tuple[str, Sequence[int], Sequence[Any]]] = dict(ask.inputs)
+    if ask.value is not None:
+        full = [ask.value] * (ask.rows * ask.columns)
+        given["INPUT0"] = ("INT32", (ask.rows, ask.columns), full)
+    made = []
+    for name, (datatype, shape, values) in given.items():
+        one = grpc.InferInput(name, list(shape), datatype)
+        kind = np.object_ if datatype == "BYTES" else triton_to_np_dtype(datatype)
+        one.set_data_from_numpy(np.array(values, kind).reshape(list(shape)))
+        made.append(one)
+    return made
+
+
+def _error(error: InferenceServerException | None) -> list[str]:
+    return [str(error.status()), str(error.message())] if error else []
+
+
+def _told(result: grpc.InferResult, output: Any) -> list[Any]:
+    values = result.as_numpy(output.name).reshape(-1).tolist()
+    values = [each.decode() if isinstance(each, bytes) else each for each in values]
+    return [output.datatype, list(output.shape), values]
+
+
+def _counts(found: Any) -> Any:
+    """Without times, and without what is empty or 0, which protobuf leaves out at its will."""
+    if isinstance(found, dict):
+        kept = {key: _counts(value) for key, value in found.items() if key not in _TIMES}
+        return {key: value for key, value in kept.items() if value not in ({}, [], "0", 0)}
+    if isinstance(found, list):
+        return [_counts(each) for each in found]
+    return found

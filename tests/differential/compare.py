@@ -1,0 +1,62 @@
+"""What two records of a script differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from tests.differential.player import Record
+from tests.differential.script import Known
+
+_NOTHING = "(nothing)"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value; `where` is its path in the record, as in `responses.a.error`."""
+
+    where: str
+    ours: Any
+    theirs: Any
+
+    def __str__(self) -> str:
+        ours, theirs = (_shown(self.where, each) for each in (self.ours, self.theirs))
+        return f"{self.where}:\n    shmserve {ours}\n    Triton   {theirs}"
+
+
+def _shown(where: str, value: Any) -> str:
+    """Of batches of another number, only whose they are."""
+    if where == "batches" and isinstance(value, list):
+        value = [[told["id"] or "-" for told in each["batch"]] for each in value]
+    return str(value)
+
+
+def differences(ours: Record, theirs: Record) -> list[Difference]:
+    """All of them, each as deep as it goes."""
+    return list(_walk("", asdict(ours), asdict(theirs)))
+
+
+def judge(found: Sequence[Difference], known: Sequence[Known]) -> list[str]:
+    """What is not as it should be: differences that nobody knows, and known ones that have gone."""
+    wrong = [
+        str(each) for each in found if not any(fnmatchcase(each.where, one.where) for one in known)
+    ]
+    return wrong + [
+        f"{one.where}: no difference any more, although: {one.reason}"
+        for one in known
+        if not any(fnmatchcase(each.where, one.where) for each in found)
+    ]
+
+
+def _walk(where: str, ours: Any, theirs: Any) -> Iterator[Difference]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted(ours.keys() | theirs.keys()):
+            below = f"{where}.{key}".lstrip(".")
+            yield from _walk(below, ours.get(key, _NOTHING), theirs.get(key, _NOTHING))
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            yield from _walk(f"{where}.{index}", *pair)
+    elif ours != theirs:
+        yield Difference(where, ours, theirs)

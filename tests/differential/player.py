@@ -1,0 +1,149 @@
+"""Plays a script against one server, and writes down what happened."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.differential.calls import Call, Caller
+from tests.differential.script import (
+    Ask,
+    Cancel,
+    Drain,
+    Elapse,
+    Release,
+    Responded,
+    Script,
+    Step,
+)
+from tests.support.gates import Gate, Visit
+
+_PATIENCE_S = 20.0
+# How long a state must last to be taken for settled, in looks that wait so long for an execution.
+_LOOKS, _LOOK_S = 4, 0.02
+_SETTLED_S = 5.0
+_PENDING = re.compile(
+    r'^nv_inference_pending_request_count\{[^}]*model="([^"]+)"[^}]*\} ([0-9.]+)', re.MULTILINE
+)
+
+
+@dataclass
+class Record:
+    """What a script came to: executions in the order they began, responses by the request's label,
+    counts by model; `unsettled` steps are those after which a request was nowhere to be seen.
+    """
+
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    responses: dict[str, Any] = field(default_factory=dict)
+    statistics: dict[str, Any] = field(default_factory=dict)
+    unsettled: list[str] = field(default_factory=list)
+
+
+class Player:
+    """Plays one script."""
+
+    def __init__(self, caller: Caller, metrics_port: int, gate: Gate, script: Script) -> None:
+        self._caller = caller
+        self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+        self._gate = gate
+        self._script = script
+        self._names = {model.name for model in script.models}
+        self._calls: dict[str, Call] = {}
+        self._held: list[Visit] = []
+        self._record = Record()
+
+    def play(self) -> Record:
+        """All steps; raises TimeoutError if one does not come to its end."""
+        try:
+            for step in self._script.steps:
+                self._take(step)
+        finally:
+            for visit in self._held:
+                visit.release()
+            for call in self._calls.values():
+                call.close()
+        self._record.responses = {label: call.told() for label, call in self._calls.items()}
+        self._record.statistics = {
+            name: self._caller.statistics(name) for name in sorted(self._names)
+        }
+        if self._script.unordered:
+            self._record.batches.sort(key=str)
+        return self._record
+
+    def _take(self, step: Step) -> None:
+        match step:
+            case Ask():
+                self._calls[step.label] = self._caller.ask(step)
+                self._settle(str(step))
+            case Release():
+                held = [visit for visit in self._held if step.label in _labels(visit)]
+                assert held, f"{step} of {list(map(_labels, self._held))}"
+                self._let_go(held[0])
+                self._settle(str(step))
+            case Drain():
+                self._until(self._all_done, str(step))
+            case Cancel():
+                self._calls[step.label].cancel()
+                self._settle("")  # Triton counts it until it next looks at its queue
+            case Responded():
+                self._until(lambda: self._calls[step.label].done, str(step), hold=True)
+            case Elapse():
+                time.sleep(step.seconds)
+                self._settle(str(step))
+
+    def _all_done(self) -> bool:
+        return all(call.done for call in self._calls.values())
+
+    def _until(self, over: Callable[[], bool], what: str, hold: bool = False) -> None:
+        end = time.monotonic() + _PATIENCE_S
+        while not over():
+            if time.monotonic() > end:
+                left = [label for label, call in self._calls.items() if not call.done]
+                raise TimeoutError(f"{what}: no response to {left}")
+            if not hold:
+                while self._held:
+                    self._let_go(self._held[0])
+            self._look()
+
+    def _let_go(self, visit: Visit) -> None:
+        self._held.remove(visit)
+        visit.release()
+
+    def _look(self) -> None:
+        """Take in an execution, if one has come or comes soon."""
+        try:
+            visit = self._gate.next(_LOOK_S)
+        except TimeoutError:
+            return
+        self._held.append(visit)
+        told = dict(visit.told)
+        del told["pid"], told["rows"]
+        self._record.batches.append(told)
+
+    def _settle(self, step: str) -> None:
+        """Wait until each request waits, executes or is done, and that lasts."""
+        end = time.monotonic() + (_SETTLED_S if step else 3 * _LOOKS * _LOOK_S)
+        last, lasted = (-1, -1, -1), 0
+        while lasted < _LOOKS:
+            self._look()
+            done = sum(call.done for call in self._calls.values())
+            state = (self._pending(), sum(len(_labels(visit)) for visit in self._held), done)
+            lasted = lasted + 1 if state == last and sum(state) == len(self._calls) else 0
+            last = state
+            if time.monotonic() > end:
+                self._record.unsettled += [step] * bool(step)
+                return
+
+    def _pending(self) -> int:
+        with urllib.request.urlopen(self._metrics, timeout=10) as page:
+            found = _PENDING.findall(page.read().decode())
+        return sum(int(float(count)) for name, count in found if name in self._names)
+
+
+def _labels(visit: Visit) -> list[str]:
+    """The requests in an execution; a row of none has no id."""
+    return [told["id"] for told in visit.batch if told["id"]]

@@ -1,0 +1,79 @@
+"""The text of every script's Python model."""
+
+from __future__ import annotations
+
+import textwrap
+
+from tests.differential.script import Model
+
+_TEXT = '''\
+import json
+import os
+import socket
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """Tells the gate what it was given, waits there, and answers."""
+
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        self.name = args["model_name"]
+        self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+        self.outputs = [each["name"] for each in config["output"]]
+        batching = config.get("sequence_batching", {})
+        self.inputs = [each["name"] for each in config["input"]]
+        self.inputs += [each["name"] for each in batching.get("control_input", [])]
+
+    def execute(self, requests):
+        told = [self.told(request) for request in requests]
+        self.wait(
+            {"model": self.name, "batch": told, "rows": [], "pid": os.getpid()}
+        )
+        responses = [self.one(request) for request in requests]
+        return None if self.decoupled else responses
+
+    def told(self, request):
+        found = {"id": request.request_id(), "tensors": {}}
+        for name in self.inputs:
+            tensor = self.input(request, name)
+            if tensor is not None:
+                values = [each.decode() if isinstance(each, bytes) else each
+                          for each in tensor.reshape(-1).tolist()]
+                found["tensors"][name] = [str(tensor.dtype), list(tensor.shape), values]
+        found["correlation_id"] = request.correlation_id()
+        found["flags"] = request.flags()
+        return found
+
+    def input(self, request, name):
+        tensor = pb_utils.get_input_tensor_by_name(request, name)
+        return None if tensor is None else tensor.as_numpy()
+
+    def response(self, **outputs):
+        return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in outputs.items()])
+
+    def failure(self, text):
+        return pb_utils.InferenceResponse([], pb_utils.TritonError(text))
+
+    @staticmethod
+    def wait(told):
+        with socket.socket(socket.AF_UNIX) as gate:
+            try:
+                gate.connect(os.environ["GATE"])
+            except OSError:
+                return
+            gate.sendall(json.dumps(told).encode() + b"\\n")
+            gate.recv(1)
+
+    def one(self, request):
+{one}
+'''
+_COPY = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
+
+
+def text(model: Model) -> str:
+    """Its model.py."""
+    body = textwrap.dedent(model.one or _COPY).strip("\n")
+    return _TEXT.replace("{one}", textwrap.indent(body, " " * 8))

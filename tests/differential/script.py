@@ -1,0 +1,144 @@
+"""Scripts: models, and what happens to them, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.repositories import DATATYPES
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a script. `one` is the body of `one(self, request)` (recorder.py), none for what
+    copies inputs to outputs; `config` is its config.pbtxt behind the name; `files` are more of
+    its folder.
+    """
+
+    name: str
+    config: str
+    one: str = ""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """An arrival; the next step comes when it waits, executes or has been responded to.
+
+    label: its request id. value: what its INT32 INPUT0, of shape [rows, columns], is full of; None
+    for no such input. inputs: more of them, by name: datatype, shape and values. timeout_us: its
+    timeout in the queue. outputs: those that it asks for, none for all. stream: over
+    ModelStreamInfer.
+    """
+
+    label: str
+    model: str
+    value: int | None = 0
+    rows: int = 1
+    columns: int = 1
+    inputs: Mapping[str, tuple[str, Sequence[int], Sequence[Any]]] = field(default_factory=dict)
+    sequence: int | str = 0
+    start: bool = False
+    end: bool = False
+    priority: int = 0
+    timeout_us: int = 0
+    outputs: Sequence[str] = ()
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let the execution go on that this request is in."""
+
+    label: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Let everything go on, until all have been responded to."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The client of this request gives it up."""
+
+    label: str
+
+
+@dataclass(frozen=True)
+class Responded:
+    """Wait until this request has been responded to."""
+
+    label: str
+
+
+@dataclass(frozen=True)
+class Elapse:
+    """Let more time pass than the timeouts that are meant to be over."""
+
+    seconds: float
+
+
+Step = Ask | Release | Drain | Cancel | Responded | Elapse
+
+
+@dataclass(frozen=True)
+class Known:
+    """A difference that is meant: a pattern (fnmatch) of where, and why. differences.md has it."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Script:
+    """One scene. `known` differences must be there, too: one that has gone is to be struck out.
+    In `unordered` scenes several executions run at once, and which comes first is chance.
+    """
+
+    name: str
+    models: Sequence[Model]
+    steps: Sequence[Step]
+    known: Sequence[Known] = ()
+    unordered: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Scripts that one start of the server is for, with these variables and flags (both servers
+    know them). The names of all their models are different.
+    """
+
+    name: str
+    scripts: Sequence[Script]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    flags: Sequence[str] = ()
+
+
+def tensor(name: str, datatype: str = "INT32", dims: Sequence[int] = (-1,), more: str = "") -> str:
+    """A tensor as config.pbtxt has it."""
+    return f'{{ name: "{name}" data_type: {DATATYPES[datatype]} dims: {list(dims)} {more} }}'
+
+
+def recorder(
+    name: str,
+    more: str = "",
+    *,
+    inputs: Sequence[str] = (tensor("INPUT0"),),
+    outputs: Sequence[str] = (tensor("OUTPUT0"),),
+    max_batch_size: int = 8,
+    instances: int = 1,
+    one: str = "",
+    files: Mapping[str, bytes] | None = None,
+) -> Model:
+    """A Python model that stands at the gate."""
+    config = f"""
+        backend: "python"
+        max_batch_size: {max_batch_size}
+        input [ {", ".join(inputs)} ]
+        output [ {", ".join(outputs)} ]
+        instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
+        {more}
+    """
+    return Model(name, config, one, files or {})

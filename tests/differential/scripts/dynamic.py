@@ -1,0 +1,152 @@
+"""The dynamic batcher, with a queue policy, so that no batch is formed before it can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.differential.script import (
+    Ask,
+    Cancel,
+    Drain,
+    Group,
+    Known,
+    Model,
+    Script,
+    Step,
+    recorder,
+    tensor,
+)
+
+BOUND = "default_queue_policy { max_queue_size: 100 }"
+LATER = "max_queue_delay_microseconds: 1000"
+LONG = "max_queue_delay_microseconds: 60000000"
+
+
+def model(name: str, batching: str = "", **options: Any) -> Model:
+    """A model with a dynamic batcher."""
+    return recorder(name, f"dynamic_batching {{ {BOUND} {batching} }}", **options)
+
+
+def queued(name: str, *rows: int) -> list[Step]:
+    """A request that executes, and behind it requests of so many rows; then all go on."""
+    waiting = [Ask(f"r{n}", name, n, rows=count) for n, count in enumerate(rows, 1)]
+    return [Ask("first", name), *waiting, Drain()]
+
+
+def scene(name: str, batching: str, *rows: int, **options: Any) -> Script:
+    """Requests of so many rows, queued behind one that executes."""
+    return Script(name, [model(name, batching, **options)], queued(name, *rows))
+
+
+FAIL = """
+value = self.input(request, "INPUT0")
+if value.flat[0] == 2:
+    return self.failure("two is wrong")
+return self.response(OUTPUT0=value)
+"""
+EACH = [Ask("b", "mixed", 1, columns=2), Ask("c", "mixed", 2, columns=2), Ask("d", "mixed", 3)]
+OPTIONAL = [tensor("INPUT0"), tensor("MORE", "FP32", more="optional: true")]
+MORE = {"MORE": ("FP32", [1, 1], [0.5])}
+RAGGED = [tensor("INPUT0", more="allow_ragged_batch: true")]
+FIXED = [tensor("INPUT0", dims=[2])]
+
+NOT_FOUND = "a missing required input is found also beside an optional one"
+
+SCRIPTS = [
+    scene("fills_up", "", *[1] * 9),
+    scene("sizes_are_summed", "", 4, 4, 1, 5, 4),
+    scene("eight", "", 8, 8),
+    scene("preferred_largest", "preferred_batch_size: [ 4, 6 ]", *[1] * 7),
+    scene("preferred_passed_over", "preferred_batch_size: [ 6 ]", 3, 4),
+    scene("preferred_with_delay", f"preferred_batch_size: [ 4, 6 ] {LATER}", *[1] * 7),
+    scene("preferred_runs_at_once", f"preferred_batch_size: [ 2 ] {LONG}", *[1] * 5),
+    scene("preferred_past_the_largest", f"preferred_batch_size: [ 4 ] {LATER}", 3, 3, 2),
+    scene("delay_over", f"preferred_batch_size: [ 3 ] {LATER}", 1, 1),
+    scene("one_by_one", "", 1, 1, max_batch_size=1),
+    Script(
+        "other_shapes_end_a_batch",
+        [model("mixed")],
+        [Ask("a", "mixed"), *EACH, Ask("e", "mixed", 4), Drain()],
+    ),
+    Script(
+        "ragged_shapes_share_a_batch",
+        [model("ragged", inputs=RAGGED)],
+        [Ask("a", "ragged"), Ask("b", "ragged", 1, columns=3), Ask("c", "ragged", 2), Drain()],
+    ),
+    Script(
+        "optional_inputs_share_a_batch_if_both_have_them",
+        [model("optional", inputs=OPTIONAL)],
+        [
+            Ask("a", "optional"),
+            Ask("b", "optional", 1),
+            Ask("c", "optional", 2),
+            Ask("d", "optional", 3, inputs=MORE),
+            Ask("e", "optional", 4, inputs=MORE),
+            Ask("f", "optional", 5),
+            Drain(),
+        ],
+    ),
+    Script(
+        "a_missing_input_beside_an_optional_one",
+        [model("missing", inputs=OPTIONAL)],
+        [Ask("a", "missing"), Ask("none", "missing", None, inputs=MORE), Drain()],
+        known=[
+            Known("batches", NOT_FOUND),
+            Known("responses.none.error.*", NOT_FOUND),
+            Known("statistics.*", NOT_FOUND),
+        ],
+    ),
+    Script(
+        "one_of_a_batch_fails",
+        [model("failing", one=FAIL)],
+        queued("failing", 1, 1, 1),
+        known=[Known("statistics.*", "a request that fails counts in fail")],
+    ),
+    Script(
+        "execute_raises",
+        [model("raising", one='raise ValueError("all wrong")')],
+        queued("raising", 1, 1),
+        known=[
+            Known("batches", "a batch that raises is executed again, each request alone"),
+            Known("responses.*.error.1", "the text is without file and line"),
+        ],
+    ),
+    Script(
+        "cancelled_in_the_queue",
+        [model("cancelled")],
+        [
+            *queued("cancelled", 1, 1, 1)[:-1],
+            Cancel("r2"),
+            Drain(),
+        ],
+    ),
+    Script(
+        "wrong_requests_are_not_counted",
+        [model("wrong", inputs=FIXED)],
+        [
+            Ask("columns", "wrong", 1, columns=3),
+            Ask("rows", "wrong", 1, columns=2, rows=9),
+            Ask("datatype", "wrong", None, inputs={"INPUT0": ("FP32", [1, 2], [0, 0])}),
+            Ask("name", "wrong", None, inputs={"NOPE": ("INT32", [1, 2], [0, 0])}),
+            Ask("output", "wrong", 1, columns=2, outputs=["NOPE"]),
+            Ask("right", "wrong", 1, columns=2),
+            Drain(),
+        ],
+    ),
+    Script(
+        "preserve_ordering",
+        [model("ordered", "preserve_ordering: true", max_batch_size=1, instances=1)],
+        queued("ordered", 1, 1, 1),
+    ),
+    Script(
+        "no_batcher",
+        [recorder("default")],
+        queued("default", 2, 1, 1),
+    ),
+    Script(
+        "no_batch_dimension",
+        [recorder("plain", max_batch_size=0, inputs=[tensor("INPUT0", dims=[1, 1])])],
+        queued("plain", 1, 1),
+    ),
+]
+GROUP = Group("dynamic", SCRIPTS)

@@ -1,0 +1,213 @@
+"""Sequences: both strategies, backlog, restart, controls, state in the model, iterations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.differential.script import (
+    Ask,
+    Cancel,
+    Drain,
+    Elapse,
+    Group,
+    Model,
+    Release,
+    Responded,
+    Script,
+    Step,
+    recorder,
+)
+from tests.support.sequence_models import IDLE, controls
+
+DIRECT = "direct { }"
+OLDEST = "oldest { max_candidate_sequences: 4 }"
+
+
+def model(
+    name: str, strategy: str = DIRECT, *, control: str = "", idle: str = IDLE, **options: Any
+) -> Model:
+    """A model of sequences with batches of at most 2."""
+    config = f"sequence_batching {{ {strategy} {idle} {control or controls()} }}"
+    given: dict[str, Any] = {"max_batch_size": 2, **options}
+    return recorder(name, config, **given)
+
+
+def scene(name: str, steps: list[Step], strategy: str = DIRECT, **options: Any) -> Script:
+    """Steps of one model, the name of which they have as `name`."""
+    return Script(name, [model(name, strategy, **options)], steps)
+
+
+class Asking:
+    """Makes requests of sequences of a model; the label is the sequence and a letter."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._count: dict[int | str, int] = {}
+
+    def __call__(
+        self, sequence: int | str, start: bool = False, end: bool = False, timeout_us: int = 0
+    ) -> Ask:
+        """The next request of this sequence."""
+        count = self._count[sequence] = self._count.get(sequence, 0) + 1
+        label = f"{sequence}{'abcdefgh'[count - 1]}"
+        return Ask(
+            label,
+            self._name,
+            count,
+            sequence=sequence,
+            start=start,
+            end=end,
+            timeout_us=timeout_us,
+        )
+
+
+def direct_two_instances() -> Script:
+    """Sequences 1 to 6 on 2 instances of 2 slots; 4 ends and 5 takes its slot, then 2 and 6."""
+    name = "direct_two_instances"
+    ask = Asking(name)
+    steps: list[Step] = [ask(number, start=True) for number in range(1, 7)]
+    steps += [Release("1a"), Release("2a"), ask(4, end=True), Release("4a"), Release("4b")]
+    steps += [ask(2, end=True), Release("5a"), Release("2b"), Release("6a"), Release("3a")]
+    return scene(name, [*steps, Drain()], instances=2)
+
+
+def direct_one_instance() -> Script:
+    """A lone first request, and then two slots in one batch."""
+    name = "direct_one_instance"
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), Release("1a"), ask(1), ask(1), ask(2, start=True)]
+    return scene(name, [*steps, Release("1b"), Drain()])
+
+
+def oldest() -> Script:
+    """Sequences A to D as 1 to 4; 5 waits for one of them to end."""
+    name = "oldest"
+    ask = Asking(name)
+    steps: list[Step] = [ask(number, start=True) for number in (1, 2, 3, 4)]
+    steps += [ask(1), ask(4), ask(4, end=True), ask(5, start=True), Drain()]
+    return scene(name, steps, OLDEST)
+
+
+def whole_and_restarted(name: str, strategy: str) -> Script:
+    """START of a live id ends the sequence before; the new one has the same slot."""
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), ask(1), ask(1, start=True), ask(1, end=True)]
+    return scene(name, [*steps, Drain()], strategy)
+
+
+def restarted_after_its_end(name: str, strategy: str) -> Script:
+    """START of an id whose END still waits."""
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), ask(1, end=True), ask(1, start=True), ask(1, end=True)]
+    return scene(name, [*steps, Drain()], strategy)
+
+
+def backlog() -> Script:
+    """Two slots, four sequences: a whole one in the backlog, in the order of arrival."""
+    name = "backlog"
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), ask(2, start=True)]
+    steps += [ask(3, start=True), ask(4, start=True, end=True), ask(3), ask(3, end=True)]
+    steps += [ask(1, end=True), ask(2, end=True), Drain()]
+    return scene(name, steps)
+
+
+def backlog_oldest() -> Script:
+    """The same where one candidate is allowed."""
+    name = "backlog_oldest"
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(3, start=True)]
+    steps += [ask(2, end=True), ask(3, end=True), ask(1, end=True), Drain()]
+    return scene(name, steps, "oldest { max_candidate_sequences: 1 }")
+
+
+def backlog_timeout() -> Script:
+    """A timeout counts in the backlog, and for the whole sequence."""
+    name = "backlog_timeout"
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True, timeout_us=20_000), ask(1, timeout_us=60_000_000)]
+    steps += [ask(2, start=True), ask(3, start=True, timeout_us=50_000), ask(3)]
+    steps += [Responded("3a"), Responded("3b"), ask(3), Drain()]
+    return scene(name, steps, max_batch_size=2)
+
+
+def refused() -> Script:
+    """Requests that are no sequence's."""
+    name = "refused"
+    ask = Asking(name)
+    steps: list[Step] = [
+        Ask("no_id", name),
+        Ask("no_start", name, sequence=7),
+        Ask("no_start_text", name, sequence="seven"),
+        Ask("rows", name, rows=2, sequence=8, start=True),
+        Ask("text", name, sequence="eight", start=True),
+        ask(1, start=True, end=True),
+        Drain(),
+        ask(1),
+        Drain(),
+    ]
+    return scene(name, steps)
+
+
+def typed(name: str, id_type: str, pair: str, *sequences: int | str) -> Script:
+    """Control inputs of another datatype."""
+    ask = Asking(name)
+    steps: list[Step] = []
+    for number in sequences:
+        steps += [ask(number, start=True), Release(f"{number}a"), ask(number, end=True)]
+        steps.append(Release(f"{number}b"))
+    return scene(name, steps, control=controls(id_type, pair))
+
+
+def shapes_apart() -> Script:
+    """Requests of two slots with other shapes do not run in one batch."""
+    name = "shapes_apart"
+    steps: list[Step] = [
+        Ask("a", name, 1, sequence=1, start=True),
+        Ask("b", name, 2, sequence=1, columns=3),
+        Ask("c", name, 3, sequence=2, columns=2, start=True),
+        Drain(),
+    ]
+    return scene(name, steps)
+
+
+def cancelled(name: str, strategy: str) -> Script:
+    """A request that waits is cancelled."""
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), ask(1), ask(2, start=True), Cancel("1b"), Elapse(0.3)]
+    return scene(name, [*steps, Drain()], strategy)
+
+
+def unbatched(name: str, strategy: str) -> Script:
+    """No batch dimension: a slot an instance."""
+    ask = Asking(name)
+    steps: list[Step] = [ask(1, start=True), ask(2, start=True), ask(1, end=True), Drain()]
+    made = model(name, strategy, max_batch_size=0, inputs=(UNBATCHED,))
+    return Script(name, [made], steps)
+
+
+UNBATCHED = '{ name: "INPUT0" data_type: TYPE_INT32 dims: [ -1, -1 ] }'
+
+SCRIPTS = [
+    direct_two_instances(),
+    direct_one_instance(),
+    oldest(),
+    whole_and_restarted("restarted_direct", DIRECT),
+    whole_and_restarted("restarted_oldest", OLDEST),
+    restarted_after_its_end("begun_again_direct", DIRECT),
+    restarted_after_its_end("begun_again_oldest", OLDEST),
+    backlog(),
+    backlog_oldest(),
+    backlog_timeout(),
+    refused(),
+    typed("typed_int32", "TYPE_INT32", "bool", 5, 2**32 + 7),
+    typed("typed_int64", "TYPE_INT64", "fp32", 5, 2**62 + 7),
+    typed("typed_uint32", "TYPE_UINT32", "int32", 2**32 + 9),
+    typed("typed_string", "TYPE_STRING", "int32", "first", "second"),
+    shapes_apart(),
+    cancelled("cancelled_direct", DIRECT),
+    cancelled("cancelled_oldest", OLDEST),
+    unbatched("unbatched_direct", DIRECT),
+    unbatched("unbatched_oldest", "oldest { max_candidate_sequences: 2 }"),
+]
+GROUP = Group("sequences", SCRIPTS)

@@ -1,0 +1,37 @@
+"""The holder of a workspace lease dies, in the middle of a load: who waits for it is served."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.support.servers import running
+from tests.support.waiting import until
+from tests.support.workspace_models import add, asked
+
+MB = 1 << 20
+DEATHS = 3
+
+
+def test_the_holder_of_a_workspace_dies(tmp_path: Path) -> None:
+    add(tmp_path, "others", 8 * MB)
+    add(tmp_path, "holder", 12 * MB)
+    with running(tmp_path, f"--workspace-byte-size=cpu={12 * MB}") as server:
+
+        def ask(count: int) -> list[int]:
+            with server.http() as http:
+                replies = [http.infer("others", asked(n)).ok() for n in range(count)]
+            return [int(reply.tensors()["WRONG"][0]) for reply in replies]
+
+        def is_ready() -> bool:
+            return server.answers("/v2/models/holder/ready")
+
+        with ThreadPoolExecutor(4) as pool:
+            right = [pool.submit(ask, 40) for _ in range(4)]
+            for _ in range(DEATHS):
+                with server.http() as http:
+                    assert http.infer("holder", asked(-9)).status in (500, 503)
+                until("it is ready again", is_ready, within_s=20)
+            assert [each.result() for each in right] == [[0] * 40] * 4
+        with server.http() as http:  # all of the pool is there again
+            http.infer("holder", asked(1)).ok()

@@ -1,0 +1,102 @@
+"""The shared workspace: models whose needs add up to more than there is, both serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support import repositories
+from tests.support.servers import Server, run_command, running
+from tests.support.workspace_models import add, asked
+
+MB = 1 << 20
+POOL = 12 * MB
+
+NATIVE = '''
+"""The same as a class."""
+import time
+
+from torch import Tensor
+
+from shmserve.model import INT64
+
+
+class Model:
+    max_batch_size = 0
+
+    def load(self, context):
+        self.context = context
+
+    def predict(self, X: INT64[Tensor, 1]) -> INT64[Tensor, 1]:
+        with self.context.workspace(6 << 20) as buffer:
+            buffer.fill_(7)
+            time.sleep(0.002)
+            return (buffer != 7).sum().reshape(1)
+'''
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """14 MB of plans, twice over, on 12 MB."""
+    repository = tmp_path_factory.mktemp("workspace")
+    add(repository, "large", 8 * MB)
+    add(repository, "whole", POOL)
+    repositories.write(repository, "small", 'backend: "native"\n', NATIVE)
+    with running(repository, f"--workspace-byte-size=cpu={POOL}") as started:
+        yield started
+
+
+def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
+    models = ["large", "small", "whole"] * 4
+
+    def ask(index: int) -> list[int]:
+        with server.http() as http:
+            replies = [http.infer(models[index], asked(index + n)).ok() for n in range(6)]
+        return [int(next(iter(reply.tensors().values()))[0]) for reply in replies]
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        assert list(pool.map(ask, range(len(models)))) == [[0] * 6] * len(models)
+
+
+def test_more_than_the_whole_pool_names_both_figures(server: Server) -> None:
+    with server.http() as http:
+        reply = http.infer("large", asked(13 * MB))
+        assert reply.status == 500
+        text = reply.json()["error"]
+        assert f"{13 * MB} bytes" in text and f"pool has {POOL}" in text
+        http.infer("whole", asked(1)).ok()
+
+
+def test_a_second_workspace_of_one_execution_is_refused(server: Server) -> None:
+    with server.http() as http:
+        reply = http.infer("large", asked(-2))
+        assert "this execution has a workspace already" in reply.json()["error"]
+        http.infer("whole", asked(1)).ok()  # the first one was given back
+
+
+def test_without_a_pool_the_error_names_the_flag(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    add(repository, "large", MB)
+    with serve(repository).http() as http:
+        reply = http.infer("large", asked(1))
+    assert "without --workspace-byte-size=cpu=BYTES" in reply.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("cpu", "'cpu' is not DEVICE=BYTES"),
+        ("cpu=1", "1 is out of range"),
+        ("disk=4096", "'disk' is no device with a pool"),
+    ],
+)
+def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None:
+    done = run_command(
+        "serve", f"--model-repository={repository}", f"--workspace-byte-size={value}"
+    )
+    assert done.returncode != 0
+    assert f"--workspace-byte-size: {text}" in done.stderr

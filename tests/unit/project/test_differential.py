@@ -1,0 +1,33 @@
+"""The differential test's own rules: what counts as a difference, and its scripts' names."""
+
+from __future__ import annotations
+
+from tests.differential.compare import differences, judge
+from tests.differential.player import Record
+from tests.differential.script import Known
+from tests.differential.scripts import GROUPS
+
+OURS = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "text"]}}, {"m": {"count": 1}})
+THEIRS = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "other"]}}, {"m": {}})
+
+
+def test_each_value_that_differs_is_found_where_it_is() -> None:
+    found = differences(OURS, THEIRS)
+    assert [each.where for each in found] == ["responses.a.error.1", "statistics.m.count"]
+    assert differences(OURS, OURS) == []
+
+
+def test_a_known_difference_is_passed_over_and_must_be_there() -> None:
+    found = differences(OURS, THEIRS)
+    known = [Known("responses.*", "texts"), Known("statistics.*", "counts")]
+    assert judge(found, known) == []
+    assert len(judge(found, known[:1])) == 1
+    assert judge([], known[:1]) == ["responses.*: no difference any more, although: texts"]
+
+
+def test_models_and_scripts_have_names_of_their_own() -> None:
+    for group in GROUPS:
+        models = [model.name for script in group.scripts for model in script.models]
+        assert len(models) == len(set(models))
+    names = [script.name for group in GROUPS for script in group.scripts]
+    assert len(names) == len(set(names))

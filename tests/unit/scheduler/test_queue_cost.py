@@ -1,0 +1,43 @@
+"""A decision of the scheduler does not take longer the more requests are queued."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from bench.load.queue_cost import CONFIG, BusyQueue
+
+_TURNS = 200
+_PARAMETERS = {
+    "batching_strategy": {"string_value": "adaptive"},
+    "target_p99_ms": {"string_value": "50"},
+}
+
+
+def calls_a_request(queued: int, config: dict[str, Any]) -> float:
+    """How many functions are called for a request, in Python and in C."""
+    busy, calls = BusyQueue(queued, config), 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    for _ in range(_TURNS):
+        busy.turn()
+    sys.setprofile(count)
+    try:
+        requests = sum(busy.turn() for _ in range(_TURNS))
+    finally:
+        sys.setprofile(None)
+    return calls / requests
+
+
+@pytest.mark.parametrize("parameters", [{}, _PARAMETERS], ids=["prefer_batch", "adaptive"])
+def test_a_request_costs_no_more_with_many_queued(parameters: dict[str, Any]) -> None:
+    """With priorities, timeouts that reject and delay, and cancellations from the middle."""
+    config = {**CONFIG, "parameters": parameters}
+    few, many = (calls_a_request(queued, config) for queued in (100, 20_000))
+    assert many < few * 1.15

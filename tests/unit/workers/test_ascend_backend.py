@@ -1,0 +1,129 @@
+"""Offline models of Ascend devices, up to the library's edge: the calls that it would get."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.workers import backends
+from shmserve.workers.backends.ascend import AscendBackend
+from shmserve.workers.backends.ascend.offline_model import AclError, OfflineModel
+from shmserve.workers.backends.ascend.static_plan import layout
+from tests.rigs.fake_acl import FakeAcl, write
+from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
+
+F32 = np.float32
+OPENING = [
+    *("init", "rt.set_device", "rt.create_context", "mdl.query_size", "rt.malloc"),
+    *("mdl.load_from_file_with_mem", "mdl.create_desc", "mdl.get_desc", "rt.malloc"),
+    *("mdl.create_dataset", "create_data_buffer", "mdl.add_dataset_buffer"),
+    *("mdl.create_dataset", "create_data_buffer", "mdl.add_dataset_buffer"),
+]
+CLOSING = [
+    *("destroy_data_buffer", "mdl.destroy_dataset", "destroy_data_buffer", "mdl.destroy_dataset"),
+    *("rt.free", "mdl.destroy_desc", "mdl.unload", "rt.free"),
+    *("rt.destroy_context", "rt.reset_device", "finalize"),
+]
+SILENT = {"create_data_buffer", "mdl.create_desc", "mdl.create_dataset"}  # return no error
+BARE: dict[str, Any] = {"name": "m", "max_batch_size": 4, "backend": "ascend"}
+
+
+@pytest.fixture
+def acl(monkeypatch: pytest.MonkeyPatch) -> FakeAcl:
+    fake = FakeAcl()
+    monkeypatch.setitem(sys.modules, "acl", fake)
+    return fake
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        one = {"type": 0, "dims": [4, 3]}
+        path = made.context.version_dir / "model.om"
+        write(path, [{"name": "x", **one}], [{"name": "y", **one}])
+        yield made
+
+
+def config(most: int = 4, dims: tuple[int, ...] = (3,), datatype: str = "FP32") -> dict[str, Any]:
+    inputs = [tensor_config("x", datatype, dims)]
+    return model_config(inputs, [tensor_config("y", datatype, dims)], most)
+
+
+def test_the_calls_from_load_to_unload(acl: FakeAcl, worker: Rig) -> None:
+    backend = AscendBackend(worker.context)
+    worker.serve(backend, backend.complete_config(BARE))
+    assert acl.calls == OPENING
+    acl.calls.clear()
+    rows = np.arange(9, dtype=F32).reshape(3, 3)
+    replies = worker.batch(inference(tensor("x", rows[:1])), inference(tensor("x", rows[1:])))
+    np.testing.assert_array_equal(replies[0].array("y"), rows[:1] * 2)
+    np.testing.assert_array_equal(replies[1].array("y"), rows[1:] * 2)
+    assert acl.calls == ["rt.memcpy", "rt.memcpy", "mdl.execute", "rt.memcpy"]
+    acl.calls.clear()
+    backend.unload()
+    assert acl.calls == CLOSING
+    assert not acl.alive
+
+
+def test_the_file_completes_inputs_and_outputs(acl: FakeAcl, worker: Rig) -> None:
+    backend = AscendBackend(worker.context)
+    assert backend.complete_config(BARE)["input"] == [tensor_config("x", "FP32", [3])]
+    unbatched = backend.complete_config(BARE | {"max_batch_size": 0})
+    assert unbatched["output"] == [tensor_config("y", "FP32", [4, 3])]
+    backend.unload()
+
+
+@pytest.mark.parametrize("call", sorted(set(OPENING) - SILENT))
+def test_whatever_fails_at_load_leaves_nothing_behind(acl: FakeAcl, worker: Rig, call: str) -> None:
+    acl.failing = call
+    with pytest.raises(AclError, match=f"^acl.{call}.* failed with error 507$"):
+        OfflineModel(worker.context.version_dir / "model.om", 0)
+    assert not acl.alive
+    assert acl.calls[-1] == ("finalize" if call != "init" else "init")
+
+
+def test_without_cann_the_error_says_what_is_missing(
+    worker: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "acl", None)
+    with pytest.raises(Unavailable, match=r"needs pyACL.* install CANN .* set_env.sh"):
+        AscendBackend(worker.context).load(config())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (config(most=8), "max_batch_size 8, but the file was made for batches of 4"),
+        (config(dims=(5,)), r"has the shape \[5\], but the file's has \[3\]"),
+        (config(datatype="INT32"), "has data_type TYPE_INT32, but the file's has TYPE_FP32"),
+    ],
+)
+def test_a_configuration_that_promises_too_much(
+    acl: FakeAcl, worker: Rig, given: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        AscendBackend(worker.context).load(given)
+
+
+def test_dynamic_shapes_are_refused(acl: FakeAcl, worker: Rig) -> None:
+    one = {"type": 0, "dims": [-1, 3]}
+    path = worker.context.version_dir / "model.om"
+    write(path, [{"name": "x", **one}], [{"name": "y", **one}])
+    with pytest.raises(InvalidArgument, match="only static shapes are served"):
+        OfflineModel(path, 0)
+    assert not acl.alive
+
+
+def test_the_plan_is_aligned() -> None:
+    offsets, size = layout([1, 512, 513, 7])
+    assert (offsets, size) == ([0, 512, 1024, 2048], 2560)
+
+
+def test_it_is_found_by_name() -> None:
+    assert backends.find({"backend": "ascend"}) is AscendBackend

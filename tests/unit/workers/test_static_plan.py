@@ -1,0 +1,269 @@
+"""Models with fixed shapes: allocated at load; then a steady stream allocates nothing."""
+
+from __future__ import annotations
+
+import logging
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.signature import Signature
+from shmserve.workers.backends.native import NativeBackend
+from shmserve.workers.backends.pytorch import PytorchBackend
+from shmserve.workers.backends.pytorch.graphs import Recorder, Tensors
+from shmserve.workers.device import Device
+from shmserve.workers.memory.static_plan import StaticPlan, buckets
+from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
+
+F32 = np.float32
+ROW = 256 * 1024  # floats
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path) as made:
+        yield made
+
+
+def config(dims: tuple[int, ...] = (3,), most: int = 8, **more: Any) -> dict[str, Any]:
+    return model_config(
+        [tensor_config("X", "FP32", dims)],
+        [tensor_config("Y", "FP32", dims)],
+        most,
+        dynamic_batching={},
+        **more,
+    )
+
+
+def plan(made: dict[str, Any], weights: int = 0) -> StaticPlan | None:
+    return StaticPlan.of(made, Signature(made, "1"), weights)
+
+
+def test_the_plan_in_mb() -> None:
+    found = plan(config((1000, 250), 4), 3_000_000)
+    assert found is not None
+    assert found.buckets == (1, 2, 4)
+    assert found.byte_size(2) == (2_000_000, 2_000_000)
+    assert found.measured(500_000).text() == (
+        "11.50 MB: weights 3.00, inputs + outputs by batch "
+        "(1: 1.00 + 1.00, 2: 2.00 + 2.00, 4: 4.00 + 4.00), workspace 0.50"
+    )
+    assert found.text().endswith("workspace not known")
+
+
+@pytest.mark.parametrize(
+    "free",
+    [
+        {"dims": [-1]},
+        {"data_type": "TYPE_STRING"},
+        {"optional": True},
+        {"allow_ragged_batch": True},
+    ],
+)
+def test_what_is_not_fixed_is_not_planned(free: dict[str, Any]) -> None:
+    made = config()
+    made["input"] = [made["input"][0] | free]
+    assert plan(made) is None
+
+
+@given(st.integers(0, 100), st.sets(st.integers(1, 120), max_size=4), st.booleans())
+def test_every_batch_has_the_smallest_bucket_that_holds_it(
+    most: int, named: set[int], by_graph: bool
+) -> None:
+    made = config(most=most) | {"dynamic_batching": {"preferred_batch_size": sorted(named)}}
+    if by_graph:
+        specs = [{"batch_size": size} for size in named]
+        made["optimization"] = {"cuda": {"graph_spec": specs}}
+    sizes = buckets(made)
+    found = plan(made)
+    assert found is not None and found.buckets == sizes
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max(1, most)
+    for rows in range(1, sizes[-1] + 1):
+        assert found.bucket(rows) == min(size for size in sizes if size >= rows)
+    with pytest.raises(ValueError, match="more than the"):
+        found.bucket(sizes[-1] + 1)
+
+
+# --- a steady stream ---------------------------------------------------------------------------
+
+NUMPY = """
+import numpy as np
+from numpy import ndarray
+from shmserve.model import FP32
+
+class Model:
+    max_batch_size = 4
+    def load(self, context):
+        self.out = np.empty((4, 262144), np.float32)
+    def predict(self, X: FP32[ndarray, 262144]) -> FP32[ndarray, 262144]:
+        return np.add(X, 1, out=self.out[: len(X)])
+"""
+TORCH = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(1000))
+    def forward(self, X):
+        return X + self.w[0]
+"""
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the host buffers that are made from now on."""
+    made: list[int] = []
+    original = Device.host_buffer
+
+    def host_buffer(self: Device, byte_size: int) -> memoryview:
+        made.append(byte_size)
+        return original(self, byte_size)
+
+    monkeypatch.setattr(Device, "host_buffer", host_buffer)
+    return made
+
+
+@pytest.mark.parametrize("form", ["native", "pytorch"])
+def test_a_steady_stream_allocates_nothing(
+    worker: Rig, form: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches of every size, gathered and written to a client's region: after the load no buffer is
+    made, the arena does not grow, and of a tensor's size Python allocates nothing."""
+    made = counted(monkeypatch)
+    caplog.set_level(logging.INFO)
+    path = worker.context.version_dir / "model.py"
+    y = "output" if form == "native" else "Y"
+    if form == "native":
+        path.write_text(NUMPY)
+        backend = NativeBackend(worker.context)
+        worker.serve(backend, backend.complete_config(model_config([], [])))
+    else:
+        path.write_text(TORCH)
+        worker.serve(PytorchBackend(worker.context), config((ROW,), 4))
+        assert "weights 0.00, inputs" in caplog.text
+    assert "is planned at 8.39 MB" in caplog.text
+    assert made == [4 * ROW * 4], "the input of the largest batch, at load"
+    region = Region(8 * ROW * 4)
+    try:
+        requests = []
+        for at in range(4):
+            # In the wrong order: nothing lies next to what follows it in a batch.
+            place = region.write((3 - at) * ROW * 4, np.full(ROW, at, F32))
+            out = RequestedOutput(y, region.place((4 + at) * ROW * 4, ROW * 4))
+            requests.append(inference(TensorRef("X", "FP32", (1, ROW), place), outputs=[out]))
+
+        def stream(times: int) -> None:
+            for _ in range(times):
+                for rows in (4, 1, 3, 2):
+                    for reply in worker.batch(*requests[:rows]):
+                        assert not reply.code, reply
+
+        stream(3)
+        used = worker.context.arena.used
+        tracemalloc.start()
+        stream(20)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(made) == 1 and worker.context.arena.used == used
+        assert peak < ROW * 4 // 2, "less than half of a tensor: messages"
+        got = np.frombuffer(region.read(4 * ROW * 4, 4 * ROW * 4), F32).reshape(4, ROW)
+        assert (got == np.arange(1, 5, dtype=F32)[:, None]).all()
+    finally:
+        region.close()
+
+
+# --- graphs ------------------------------------------------------------------------------------
+
+
+class FakeRecorder:
+    """Records as CUDA does, up to the driver's edge: the same call on the same memory."""
+
+    def __init__(self) -> None:
+        self.replayed: list[int] = []
+        self.addresses: set[int] = set()
+        self._reserved = 0
+
+    def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
+        results = {name: value.clone() for name, value in call().items()}
+        self._reserved += 1_000_000
+
+        def replay() -> None:
+            (rows,) = {len(value) for value in results.values()}
+            self.replayed.append(rows)
+            for name, value in call().items():
+                results[name].copy_(value)
+
+        return replay, results
+
+    def reserved(self) -> int:
+        return self._reserved
+
+
+class Recorded(PytorchBackend):
+    """A backend whose device can record, by a fake."""
+
+    def __init__(self, context: Any, recorder: Any) -> None:
+        super().__init__(context)
+        self.fake = recorder
+
+    def _recorder(self) -> Recorder | None:
+        made: Recorder = self.fake
+        return made
+
+
+GRAPHS: dict[str, Any] = {"optimization": {"cuda": {"graphs": True}}}
+
+
+def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
+    worker: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a stand-in for the recorder: on a GPU it is untested."""
+    caplog.set_level(logging.INFO)
+    (worker.context.version_dir / "model.py").write_text(TORCH)
+    fake = FakeRecorder()
+    worker.serve(Recorded(worker.context, fake), config((3,), 5, **GRAPHS))
+    assert not fake.replayed and "workspace 4.00" in caplog.text  # buckets of 1, 2, 4 and 5
+    rows = [np.full((n, 3), n, F32) for n in (1, 2)]
+    for sizes, bucket in (((0, 1), 4), ((1, 1), 4), ((0,), 1), ((0, 1, 1), 5), ((1,), 2)):
+        replies = worker.batch(*(inference(tensor("X", rows[at])) for at in sizes))
+        assert [r.array("Y").tolist() for r in replies] == [(rows[at] + 1).tolist() for at in sizes]
+        assert fake.replayed.pop() == bucket and not fake.replayed
+
+
+def test_a_model_that_cannot_be_recorded_runs_without(
+    worker: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(FakeRecorder):
+        def record(self, call: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    (worker.context.version_dir / "model.py").write_text(TORCH)
+    worker.serve(Recorded(worker.context, Failing()), config((3,), 5, **GRAPHS))
+    assert "runs without CUDA graphs: " in caplog.text and "capturing" in caplog.text
+    (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
+    assert reply.array("Y").tolist() == [[1, 1, 1]]
+
+
+def test_where_there_can_be_none_it_is_said(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    (worker.context.version_dir / "model.py").write_text(TORCH)
+    PytorchBackend(worker.context).load(config((3,), 5, **GRAPHS))
+    assert "runs without CUDA graphs: its device has none" in caplog.text
+    Recorded(worker.context, FakeRecorder()).load(config((-1,), 5, **GRAPHS))
+    assert "runs without CUDA graphs: its shapes are not fixed" in caplog.text
+
+
+def test_without_asking_none_is_recorded(worker: Rig) -> None:
+    (worker.context.version_dir / "model.py").write_text(TORCH)
+    fake = FakeRecorder()
+    worker.serve(Recorded(worker.context, fake), config((3,), 5))
+    (reply,) = worker.batch(inference(tensor("X", np.zeros((1, 3), F32))))
+    assert reply.array("Y").tolist() == [[1, 1, 1]] and fake.reserved() == 0
+    assert torch.cuda.CUDAGraph is not None  # which torch has under this name
