@@ -97,6 +97,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceExited,
     InstanceExpected,
     InstanceLoaded,
+    InstanceRetired,
     KeepStatistics,
     KillInstance,
     LeaseWorkspace,
@@ -110,6 +111,7 @@ from shmserve.ipc.messages.supervision import (
     ReadyChecked,
     Refused,
     ResizeCache,
+    RetireInstance,
     ReturnWorkspace,
     SchedulerLost,
     SchedulerReady,
@@ -161,6 +163,7 @@ __all__ = [
     "InstanceExpected",
     "InstanceLoaded",
     "InstanceReady",
+    "InstanceRetired",
     "KeepStatistics",
     "KillInstance",
     "LeaseWorkspace",
@@ -200,6 +203,7 @@ __all__ = [
     "ReportTimes",
     "ResizeCache",
     "Responded",
+    "RetireInstance",
     "ReturnWorkspace",
     "SchedulerLost",
     "SchedulerReady",
@@ -269,6 +273,7 @@ GatewayToSupervisor = (
 SupervisorToScheduler = (
     InstanceExpected
     | InstanceExited
+    | RetireInstance
     | PoolFailed
     | ProcessExited
     | CountsInherited
@@ -280,7 +285,13 @@ SupervisorToScheduler = (
     | Stop
 )
 SchedulerToSupervisor = (
-    SchedulerReady | KillInstance | Drained | StatisticsKept | AskGrant | GrantReturned
+    SchedulerReady
+    | KillInstance
+    | InstanceRetired
+    | Drained
+    | StatisticsKept
+    | AskGrant
+    | GrantReturned
 )
 SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped

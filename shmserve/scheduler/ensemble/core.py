@@ -36,6 +36,7 @@ from shmserve.ipc.messages import (
     ReportStatistics,
     ReportTimes,
     ResizeCache,
+    RetireInstance,
     SchedulerLost,
     SchedulerToClient,
     SetLogging,
@@ -255,7 +256,9 @@ class Ensemble:
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
-            case Granted() | InstanceExpected() | InstanceExited() | PoolFailed():
+            case (
+                Granted() | InstanceExpected() | InstanceExited() | RetireInstance() | PoolFailed()
+            ):
                 self.misplaced()  # there are no instances
             case _:
                 assert_never(message)

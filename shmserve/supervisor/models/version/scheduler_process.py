@@ -190,13 +190,16 @@ class SchedulerProcess:
         self.tell(m.Drain())
         await self._context.either(self._drained, self._child.exited)
 
+    def is_limited(self, config: dict[str, Any]) -> bool:
+        """Whether the rate limiter has a say in it: what that knows of instances stays as it is."""
+        return self._context.grants.on and limits(config)
+
     def reserve(self, config: dict[str, Any]) -> None:
         """Enter what its instances need with the rate limiter, if that is on. Raises
         InvalidArgument for what there will never be."""
-        grants = self._context.grants
-        if grants.on and limits(config):
+        if self.is_limited(config):
             devices = [(each.group, each.device_id) for each in expand_instances(config)]
-            grants.join(id(self), instance_needs(config, devices))
+            self._context.grants.join(id(self), instance_needs(config, devices))
             self._rate_limited = True
 
     def leave(self) -> None:
