@@ -94,6 +94,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceExited,
     InstanceExpected,
     InstanceLoaded,
+    InstanceRetired,
     KeepStatistics,
     KillInstance,
     LeaseWorkspace,
@@ -107,6 +108,7 @@ from shmserve.ipc.messages.supervision import (
     ReadyChecked,
     Refused,
     ResizeCache,
+    RetireInstance,
     ReturnWorkspace,
     SchedulerLost,
     SchedulerReady,
@@ -155,6 +157,7 @@ __all__ = [
     "InstanceExpected",
     "InstanceLoaded",
     "InstanceReady",
+    "InstanceRetired",
     "KeepStatistics",
     "KillInstance",
     "LeaseWorkspace",
@@ -194,6 +197,7 @@ __all__ = [
     "ReportTimes",
     "ResizeCache",
     "Responded",
+    "RetireInstance",
     "ReturnWorkspace",
     "SchedulerLost",
     "SchedulerReady",
@@ -263,6 +267,7 @@ GatewayToSupervisor = (
 SupervisorToScheduler = (
     InstanceExpected
     | InstanceExited
+    | RetireInstance
     | PoolFailed
     | ProcessExited
     | CountsInherited
@@ -272,7 +277,7 @@ SupervisorToScheduler = (
     | Drain
     | Stop
 )
-SchedulerToSupervisor = SchedulerReady | KillInstance | Drained | StatisticsKept
+SchedulerToSupervisor = SchedulerReady | KillInstance | InstanceRetired | Drained | StatisticsKept
 SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (

@@ -189,6 +189,22 @@ class InstanceExited:
 
 
 @message
+class RetireInstance:
+    """An instance leaves the pool: it gets no new batch or sequence, and finishes what it has."""
+
+    index: int
+
+
+@message
+class InstanceRetired:
+    """An instance that was to retire has nothing left to do, and gets nothing more. `pid`: the
+    process it was, 0: none is known."""
+
+    index: int
+    pid: int
+
+
+@message
 class PoolFailed:
     """No instance will come back: refuse what waits. `reason` is for the client."""
 

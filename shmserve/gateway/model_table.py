@@ -8,6 +8,7 @@ from typing import Any, Never
 
 import orjson
 
+from shmserve.common.deployment import deployed_part
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links.dispatcher import Dispatcher
 from shmserve.gateway.links.scheduler import Scheduler
@@ -34,6 +35,7 @@ class Model:
         "checks_ready",
         "config",
         "decoupled",
+        "deployed",
         "labels",
         "load_seconds",
         "metadata",
@@ -51,6 +53,7 @@ class Model:
         self.name = published.name
         self.version = published.version
         self.config: bytes = orjson.dumps(published.config)
+        self.deployed = orjson.dumps(deployed_part(published.config))
         self.metadata = published.metadata
         self.labels: dict[str, list[str]] = published.metadata.get("labels", {})
         self.ready = published.ready
@@ -127,7 +130,7 @@ class ModelTable:
         now = self._models.get(model.name, {}).get(model.version)
         if now is None:
             self._absent(model.name, model.version)
-        if now is not model and now.config != model.config:
+        if now is not model and now.deployed != model.deployed:
             raise Unavailable(
                 f"model '{model.name}' was loaded with another configuration while the request "
                 "arrived"

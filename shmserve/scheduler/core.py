@@ -21,11 +21,13 @@ from shmserve.ipc.messages import (
     ExecutionResponded,
     InstanceExited,
     InstanceExpected,
+    InstanceRetired,
     KeepStatistics,
     MetricsReported,
     PoolFailed,
     ProcessExited,
     ResizeCache,
+    RetireInstance,
     SetLogging,
     Stop,
     SupervisorToScheduler,
@@ -132,6 +134,8 @@ class Scheduler:
             case InstanceExited():
                 lost = self._pool.exit(message.index)
                 self._losses.exited(lost, message.reason, now_ns)
+            case RetireInstance():
+                self._pool.retire(message.index)
             case ProcessExited():
                 self._process_exited(message.pid, now_ns)
             case PoolFailed():
@@ -187,6 +191,9 @@ class Scheduler:
         if self._pool.failure:
             self._refuse_waiting(self._pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
+        if self._pool.retiring:
+            for index, pid in self._pool.take_retired(self._dispatch.needs):
+                self._to_control.post(InstanceRetired(index, pid))
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from shmserve.ipc.messages import Submit
+from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import Client, Request
 
@@ -47,6 +48,10 @@ class Dispatcher(ABC):
     def expired_text(self, request: Request) -> str:
         """What a request is told whose time is over while it waits."""
         return EXPIRED
+
+    def needs(self, slot: Slot) -> bool:
+        """Whether an instance that is to retire has more to do than it was given."""
+        return False
 
     def goes_on(self, message: Submit) -> bool:
         """Whether a request may come while the model is being stopped."""

@@ -35,6 +35,7 @@ from shmserve.ipc.messages import (
     ReportStatistics,
     ReportTimes,
     ResizeCache,
+    RetireInstance,
     SchedulerLost,
     SchedulerToClient,
     SetLogging,
@@ -254,7 +255,7 @@ class Ensemble:
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
-            case InstanceExpected() | InstanceExited() | PoolFailed():
+            case InstanceExpected() | InstanceExited() | RetireInstance() | PoolFailed():
                 self.misplaced()  # there are no instances
             case _:
                 assert_never(message)

@@ -11,6 +11,9 @@ An idle instance gets a batch at once. One that is busy may get more ahead, as m
 for: that hides the messages' way between two batches, but what is sent ahead cannot grow any more
 and waits behind one worker while another may become free.
 
+One that is to retire gets nothing more, but for the sequences that it has, and leaves the pool once
+it has nothing to do.
+
 A slot and a request end apart: an instance of a decoupled model is free again when `execute` has
 returned, and goes on with the requests that are open there until their last response.
 """
@@ -18,7 +21,7 @@ returned, and goes on with the requests that are open there until their last res
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -97,6 +100,7 @@ class Slot:
     pid: int = 0
     awaited: int = 0  # the process that was announced
     offer: Worker | None = None  # the last one, as long as it is not taken
+    retiring: bool = False
     executions: deque[Execution] = field(default_factory=deque)
     requests: dict[int, Request] = field(default_factory=dict)
 
@@ -132,7 +136,8 @@ class Pool:
         self._by_peer: dict[bytes, Slot] = {}
         self._free: deque[Slot] = deque()
         self._failure = ""
-        self.members = 0  # counts who came and who went
+        self.retiring: list[Slot] = []
+        self.members = 0  # counts who came, who went, and who is to
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -165,6 +170,27 @@ class Pool:
                 return self._leave(slot)
         return Lost([], [])
 
+    def retire(self, index: int) -> None:
+        """The instance is to leave once it has nothing to do."""
+        slot = self._slot(index)
+        if not slot.retiring:
+            slot.retiring = True
+            self.retiring.append(slot)
+            self.members += 1
+            if slot in self._free:
+                self._free.remove(slot)
+
+    def take_retired(self, needed: Callable[[Slot], bool]) -> list[tuple[int, int]]:
+        """Take out who was to leave and has nothing to do, unless it is `needed`: the index and the
+        process of each."""
+        over: list[tuple[int, int]] = []
+        for slot in self.retiring[:]:
+            works = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
+            if not works and not needed(slot):
+                over.append((slot.index, slot.pid or slot.awaited))
+                self._leave(slot)
+        return over
+
     def fail(self, reason: str) -> None:
         """No instance will come back, until one does."""
         self._failure = reason
@@ -188,7 +214,8 @@ class Pool:
         slot.peer, slot.pid = offer
         slot.offer = None
         self._by_peer[slot.peer] = slot
-        self._free.append(slot)
+        if not slot.retiring:
+            self._free.append(slot)
         self._failure = ""
         self.members += 1
 
@@ -206,6 +233,9 @@ class Pool:
         if slot.awaited == slot.pid:
             slot.awaited = 0
         slot.peer, slot.pid = b"", 0
+        if slot.retiring:
+            self.retiring.remove(slot)
+            del self._slots[slot.index]
         return lost
 
     # --- work -------------------------------------------------------------------------------------
@@ -219,7 +249,7 @@ class Pool:
         """Whether a busy instance has less than `credit` batches."""
         if credit > 1:
             for slot in self._by_peer.values():
-                if slot.state is SlotState.BUSY and len(slot.executions) < credit:
+                if _grows(slot) and len(slot.executions) < credit:
                     return True
         return False
 
@@ -227,14 +257,15 @@ class Pool:
         """Give a batch to the instance that is `wanted`, which is idle, or else to the one that has
         been free for longest, or is the least busy."""
         if wanted is not None:
-            self._free.remove(wanted)
+            if not wanted.retiring:
+                self._free.remove(wanted)
             slot = wanted
             slot.meet("assign")
         elif self._free:
             slot = self._free.popleft()
             slot.meet("assign")
         else:
-            busy = (slot for slot in self._by_peer.values() if slot.state is SlotState.BUSY)
+            busy = filter(_grows, self._by_peer.values())
             slot = min(busy, key=lambda slot: len(slot.executions))
         slot.executions.append(execution)
         worker = Worker(slot.peer, slot.pid)
@@ -252,7 +283,7 @@ class Pool:
             slot.executions[0].started_ns = now_ns
             return
         slot.meet("finish")
-        if slot.state is SlotState.IDLE:
+        if slot.state is SlotState.IDLE and not slot.retiring:
             self._free.append(slot)
 
     def doom(self, slot: Slot) -> None:
@@ -315,3 +346,8 @@ class Pool:
         for slot in self._slots.values():
             counted[slot.state] += 1
         return counted
+
+
+def _grows(slot: Slot) -> bool:
+    """Whether a busy instance may get more ahead."""
+    return slot.state is SlotState.BUSY and not slot.retiring

@@ -117,6 +117,7 @@ class LoadPlanner:
                 config=as_dict,
                 complete=complete,
                 labels=labels,
+                files=repository.version_fingerprint(folder, version),
             )
             for version in versions
         ]

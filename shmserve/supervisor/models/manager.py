@@ -1,6 +1,7 @@
 """The model manager: start-up, load, reload without downtime, unload; serialised for each name.
 
-load:    plan every version -> start all (or none) -> switch to them (rollout)
+load:    plan every version -> start all (or none) -> switch to them (rollout); or, where nothing
+         but instances differs, update what serves (in_place)
 unload:  give up what is loading -> withdraw from the gateways -> drain -> stop
 """
 
@@ -19,6 +20,7 @@ from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
+from shmserve.supervisor.models.in_place import update, updates_for
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import CONFIG_FILE, IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
@@ -155,6 +157,10 @@ class Models:
                     self._planner.discard(spec)
                 reason = f"{Unavailable.title}: {_UNLOADED_MEANWHILE}"
                 raise load_failed(model, {spec.version: reason for spec in specs})
+            updates = updates_for(model, specs)
+            if updates is not None:
+                await update(model, specs, updates, self._rollout)
+                return
             model.status.pop("", None)
             changed = partial(self._rollout.changed, model)
             new = model.coming = [
@@ -236,6 +242,8 @@ class Models:
             return
         # A model that hangs while it loads would keep its turn for ever, or take it next.
         known.unloads += 1
+        for update_in_place in known.updates:
+            update_in_place.give_up()
         await asyncio.gather(*(v.kill() for v in known.coming if not v.ready))
         async with self._registry.turn(name) as model:
             old, model.serving = model.serving, {}

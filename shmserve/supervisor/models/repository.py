@@ -137,8 +137,26 @@ def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]
 def fingerprint(folder: ModelFolder) -> str:
     """A text that changes with any file of the model: name, size, time of change or identity; and
     with what keeps the folder from being loaded."""
-    digest = hashlib.sha256(folder.problem.encode())
-    lines = [_line("", folder.file)] if folder.file is not None else _lines(folder.path)
+    return _digest(folder.problem.encode(), _all_lines(folder))
+
+
+def version_fingerprint(folder: ModelFolder, version: int) -> str:
+    """A text that changes with any file that a version of the model may use, but for the model's
+    configuration."""
+    others = {str(other) for other in folder.versions if other != version}
+    apart = others | {CONFIG_FILE, _NAMED_CONFIGS}
+    lines = _all_lines(folder)
+    return _digest(
+        b"", [line for line in lines if os.fsdecode(re.split(rb"[/\0]", line)[0]) not in apart]
+    )
+
+
+def _all_lines(folder: ModelFolder) -> list[bytes]:
+    return [_line("", folder.file)] if folder.file is not None else list(_lines(folder.path))
+
+
+def _digest(first: bytes, lines: list[bytes]) -> str:
+    digest = hashlib.sha256(first)
     for line in sorted(lines):
         digest.update(line)
     return digest.hexdigest()

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from shmserve.common.deployment import deployed_part
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
@@ -84,6 +85,12 @@ class Rollout:
         self._steps_changed(model)
         await self.dismiss(model, old)
 
+    async def published_again(self, model: Model) -> None:
+        """What serves is another in what is told of it: returns once every gateway knows."""
+        for version in model.serving.values():
+            await self._context.publish(partial(self._registry.publication, model, version))
+        self._on_change()
+
     async def _announce(self, model: Model, version: ModelVersion) -> None:
         """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
         be, or is never so for long enough to be told."""
@@ -152,5 +159,5 @@ class Rollout:
 
 def _lost(model: Model, version: ModelVersion) -> m.SchedulerLost:
     now = model.serving.get(version.spec.version)
-    same = now is not None and now.config == version.config
+    same = now is not None and deployed_part(now.config) == deployed_part(version.config)
     return m.SchedulerLost(version.endpoint, now.endpoint if now and same else "")

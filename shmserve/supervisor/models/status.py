@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shmserve.common.deployment import deployed_part
 from shmserve.errors import NotFound
 from shmserve.ipc import messages as m
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.version.in_place_update import InPlaceUpdate
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.models.version.states import ModelState
@@ -47,6 +49,7 @@ class Model:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     changes: int = 0  # that have their turn, or wait for it
     coming: list[ModelVersion] = field(default_factory=list)  # of the load that has its turn
+    updates: list[InPlaceUpdate] = field(default_factory=list)  # as `coming`, of what serves
     unloads: int = 0  # that were asked for: each gives up the loads before it
 
     @property
@@ -162,9 +165,10 @@ class ModelRegistry:
         return None if model is None or found is None else self.publication(model, found, 0)
 
     def configurations(self, name: str) -> dict[str, dict[str, Any]]:
-        """Of the versions that serve."""
+        """Of the versions that serve, apart from what may change while they do."""
         model = self._models.get(name)
-        return {} if model is None else {v: each.config for v, each in model.serving.items()}
+        serving = {} if model is None else model.serving
+        return {v: deployed_part(each.config) for v, each in serving.items()}
 
     def ensembles_of(self, name: str) -> list[ModelVersion]:
         """The ensembles with a process, serving or not, that have this model as a step."""

@@ -229,3 +229,48 @@ def test_an_exit_returns_what_was_open_apart() -> None:
     assert pool.executing == 2
     assert pool.exit_process(100) == Lost([second], first.requests)
     assert pool.executing == 0
+
+
+# --- instances that retire ------------------------------------------------------------------------
+
+
+def retired(pool: Pool) -> list[tuple[int, int]]:
+    return pool.take_retired(lambda slot: False)
+
+
+def test_one_that_retires_finishes_what_it_has_and_gets_nothing_more() -> None:
+    pool = Pool(0)
+    peer = ready(pool)
+    slot = pool.assign(execution())
+    pool.retire(0)
+    assert not pool.free and not pool.room(2)
+    assert retired(pool) == []
+    pool.finish(slot, NOW)
+    assert not pool.free
+    assert retired(pool) == []  # of a decoupled model, its request is open
+    slot.requests.clear()
+    assert pool.take_retired(lambda slot: True) == []  # it has sequences
+    assert retired(pool) == [(0, 100)]
+    assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring
+
+
+def test_one_that_retires_before_it_has_come_is_gone_at_once() -> None:
+    pool = Pool(0)
+    pool.expect(0, 100)
+    pool.retire(0)
+    pool.retire(1)
+    assert retired(pool) == [(0, 100), (1, 0)]
+    assert counts(pool) == {}
+
+
+def test_one_that_dies_while_it_retires_is_gone() -> None:
+    pool = Pool(0)
+    ready(pool)
+    batch = execution()
+    pool.assign(batch)
+    pool.retire(0)
+    assert pool.exit_process(100) == Lost([batch], [])
+    assert not pool.retiring and counts(pool) == {}
+    pool.expect(0, 101)
+    pool.offer(0, b"0.101", 101)
+    assert pool.free

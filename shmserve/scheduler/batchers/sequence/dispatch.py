@@ -169,6 +169,13 @@ class SequenceDispatch(Dispatcher):
             if slot.peer not in self._lanes:
                 lane = self._lanes[slot.peer] = self._lane(slot)
                 self._sequences.join(lane)
+            if slot.retiring:
+                self._sequences.close(self._lanes[slot.peer])
+
+    def needs(self, slot: Slot) -> bool:
+        """As `Dispatcher` says: for the sequences that it has begun."""
+        lane = self._lanes.get(slot.peer)
+        return lane is not None and not lane.empty
 
     def _lane(self, slot: Slot) -> Lane:
         rules = self._rules

@@ -47,6 +47,12 @@ class Lane(ABC):
         self.number = number
         self.slots: list[Sequence | None] = [None] * slots
         self.runs: list[Sequence] = []
+        self.closed = False  # to sequences that come
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no sequence, and runs none."""
+        return not self.runs and not any(self.slots)
 
     @abstractmethod
     def offer(self, sequence: Sequence) -> None:

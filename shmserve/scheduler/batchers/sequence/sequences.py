@@ -67,26 +67,29 @@ class Sequences:
 
     def leave(self, lane: Lane) -> list[Sequence]:
         """An instance is gone, and with it the state of these, which are over. Those that it has
-        not begun wait for another slot, before all others."""
-        self._free = [entry for entry in self._free if entry[2] is not lane]
-        heapq.heapify(self._free)
-        lost: list[Sequence] = []
-        kept: list[Sequence] = []
-        for sequence in lane.slots:
-            if sequence is None:
-                continue
+        not begun wait for another slot, as `close` says."""
+        self.close(lane)
+        lost = [sequence for sequence in lane.slots if sequence is not None]
+        for sequence in lost:
             sequence.lane = None
             self._idle.pop(sequence, None)
-            if sequence.begun:
-                lost.append(sequence)
-                self._close(sequence)
-                self._remember(sequence.id)
-            else:
-                kept.append(sequence)
-        for sequence in sorted(kept, key=lambda each: each.waiting[0].key, reverse=True):
+            self._close(sequence)
+            self._remember(sequence.id)
+        return lost
+
+    def close(self, lane: Lane) -> None:
+        """An instance takes no more sequences. Those that it has begun go on there, and the others
+        wait for another slot, before all that do."""
+        lane.closed = True
+        self._free = [entry for entry in self._free if entry[2] is not lane]
+        heapq.heapify(self._free)
+        moved = [each for each in lane.slots if each is not None and not each.begun]
+        for sequence in sorted(moved, key=lambda each: each.waiting[0].key, reverse=True):
+            lane.withdraw(sequence)
+            lane.slots[sequence.slot] = None
+            sequence.lane = None
             self._backlog.put_back(sequence)
         self._fill()
-        return lost
 
     def _remember(self, correlation_id: int | str) -> None:
         self._lost[correlation_id] = None
@@ -191,8 +194,9 @@ class Sequences:
         lane.slots[sequence.slot] = None
         sequence.lane = None
         self._idle.pop(sequence, None)
-        heapq.heappush(self._free, (sequence.slot, lane.number, lane))
-        self._fill()
+        if not lane.closed:
+            heapq.heappush(self._free, (sequence.slot, lane.number, lane))
+            self._fill()
 
     # --- executions -------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The worker processes of a model version: loaded together, restarted one by one with backoff,
-given up after too many failures, stopped.
+given up after too many failures, stopped. For another `instance_group` some are added and others
+retire, while the version serves.
 """
 
 from __future__ import annotations
@@ -8,11 +9,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.version.instances import Instance, expand_instances
+from shmserve.supervisor.models.version.instances import (
+    Instance,
+    InstanceChange,
+    change_between,
+    expand_instances,
+)
 from shmserve.supervisor.models.version.load_protocol import LoadProtocol
 from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
 from shmserve.supervisor.models.version.spec import VersionSpec
@@ -23,6 +30,13 @@ logger = logging.getLogger(__name__)
 
 _MOST_FAILED_LOADS = 5
 _STOP_PATIENCE_S = 5.0
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The error, or the first of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 class InstanceProcesses:
@@ -49,6 +63,7 @@ class InstanceProcesses:
         self._on_change = on_change
         self._all = expand_instances(spec.config)
         self.config = spec.config
+        self.completed: dict[str, Any] = {}  # what the model has said of its configuration
         self.failure = ""
 
     @property
@@ -74,7 +89,7 @@ class InstanceProcesses:
             i.child.pid
             for i in self._all
             if i.child is not None
-            and i.state is InstanceState.READY
+            and i.state in (InstanceState.READY, InstanceState.RETIRING)
             and (i.kind, i.device_id) == ("GPU", device_id)
         ]
 
@@ -95,19 +110,74 @@ class InstanceProcesses:
 
     async def complete_config(self) -> None:
         """Have the first instance's model complete the configuration; raises ShmserveError."""
-        completed = await self._protocol.complete_config(self._all[0], len(self._all))
-        self.config = self._spec.complete(completed)
-        self._all[1:] = expand_instances(self.config)[1:]
+        first = self._all[0]
+        self.completed = await self._protocol.complete_config(first, len(self._all))
+        self.config = self._spec.complete(self.completed)
+        known, *others = expand_instances(self.config)
+        first.settings = known.settings
+        self._all[1:] = others
 
     async def load(self) -> None:
         """Load the model in every instance; raises an ExceptionGroup when one fails."""
-        async with asyncio.TaskGroup() as group:
-            for instance in self._all:
-                group.create_task(self._load(instance))
+        await self._load_all(self._all, self.config, len(self._all))
 
-    async def _load(self, instance: Instance) -> None:
-        await self._protocol.load(instance, self.config, len(self._all))
+    async def _load_all(self, instances: list[Instance], config: dict[str, Any], of: int) -> None:
+        async with asyncio.TaskGroup() as group:
+            for instance in instances:
+                group.create_task(self._load(instance, config, of))
+
+    async def _load(self, instance: Instance, config: dict[str, Any], of: int) -> None:
+        await self._protocol.load(instance, config, of)
         self._on_change()
+
+    # --- another instance_group
+
+    def change_to(self, config: dict[str, Any]) -> InstanceChange:
+        """What leads to the instances that `config` asks for."""
+        return change_between(self._all, config)
+
+    async def add(self, change: InstanceChange, config: dict[str, Any]) -> None:
+        """Load the model in what a change adds; it serves at once. Raises ShmserveError when one
+        fails."""
+        self._all += change.added
+        of = len(self._all) - len(change.leaving)
+        try:
+            await self._load_all(change.added, config, of)
+        except ExceptionGroup as failures:
+            raise first_of(failures) from None
+
+    def retire(self, instances: list[Instance]) -> None:
+        """Have these finish what they have, and end."""
+        for instance in instances:
+            if instance not in self._all:
+                continue  # it has ended
+            if instance.state is InstanceState.READY:
+                instance.event("retire")
+            else:
+                self._all.remove(instance)
+                if instance.child is not None:
+                    instance.child.kill()
+            self._scheduler.tell(m.RetireInstance(instance.index))
+
+    def kill_loading(self, instances: list[Instance]) -> None:
+        """Give up those of these that are not there yet."""
+        for instance in instances:
+            if instance.child is not None and instance.state is not InstanceState.READY:
+                instance.child.kill()
+
+    def retired(self, index: int, pid: int) -> None:
+        """The scheduler says that an instance has finished what it had, and it gives it nothing
+        more."""
+        for instance in self._all:
+            child = instance.child
+            retires = instance.index == index and instance.state is InstanceState.RETIRING
+            if retires and child is not None and child.pid == pid:
+                self._context.background(self._end(instance))
+
+    async def _end(self, instance: Instance) -> None:
+        self._protocol.send(instance, m.Stop())
+        instance.event("stop")
+        await self._context.end(instance.child, _STOP_PATIENCE_S)
 
     # --- schedulers
 
@@ -117,7 +187,10 @@ class InstanceProcesses:
         for pid in set(known) - set(self.pids()):
             self._scheduler.tell(m.ProcessExited(pid))
         for instance in self._all:
-            if instance.state is not InstanceState.FAILED:
+            if instance.state is InstanceState.RETIRING:
+                # What it runs, nobody waits for: it runs elsewhere.
+                self._context.background(self._end(instance))
+            elif instance.state not in (InstanceState.FAILED, InstanceState.STOPPED):
                 self._protocol.announce(instance)
         if self.failure:
             self._tell_pool_failed()
@@ -138,7 +211,7 @@ class InstanceProcesses:
     def kill_overrunning(self, index: int, reason: str, pid: int) -> None:
         """The scheduler says that an instance overran its limit: it is killed, if it is process
         `pid` still."""
-        instance = self._all[index] if 0 <= index < len(self._all) else None
+        instance = next((each for each in self._all if each.index == index), None)
         child = instance.child if instance is not None else None
         # It may have ended by itself meanwhile, and another process be on its way to its place.
         if instance is not None and child is not None and child.pid == pid:
@@ -150,37 +223,45 @@ class InstanceProcesses:
 
     def process_exited(self, child: Child) -> None:
         """A process of these (or not: then nothing happens) has ended."""
-        for instance in self._all:
+        for instance in self._all[:]:
             if instance.child is child:
                 self._exited(instance, child)
 
     def _exited(self, instance: Instance, child: Child) -> None:
         reason = child.exited.result()
-        served = instance.state is InstanceState.READY
+        before = instance.state
         instance.event("exited")
-        if self._lifetime.stopping or not served:
+        if self._lifetime.stopping:
+            return  # whoever stops it sees it end
+        if instance.state is InstanceState.STOPPED:
+            self._all.remove(instance)
+        if before not in (InstanceState.READY, InstanceState.RETIRING):
             return  # whoever stops or starts it sees it end
         instance.child = None
         logger.error("%s ended (%s)", child.title, reason)
         self._scheduler.tell(m.InstanceExited(instance.index, reason))
-        self._on_change()
-        self._context.background(self._restart(instance))
+        if instance.state is not InstanceState.STOPPED:
+            self._on_change()
+            self._context.background(self._restart(instance))
+
+    def _wanted(self, instance: Instance) -> bool:
+        return not self._lifetime.stopping and instance in self._all
 
     async def _restart(self, instance: Instance) -> None:
-        while not self._lifetime.stopping:
+        while self._wanted(instance):
             pause = instance.backoff.pause_s(time.monotonic() - instance.ready_at)
             self._protocol.announce(instance)
             if pause:
                 await asyncio.sleep(pause)
-            if self._lifetime.stopping:
+            if not self._wanted(instance):
                 return
             instance.event("restart")
             instance.child = None
             try:
-                await self._load(instance)
+                await self._load(instance, self.config, len(self._all))
             except ShmserveError as error:
                 await self._discard(instance)
-                if self._lifetime.stopping:
+                if not self._wanted(instance):
                     return
                 instance.failed_loads += 1
                 logger.error("instance '%s' did not start again: %s", instance.name, error.message)
@@ -203,7 +284,8 @@ class InstanceProcesses:
             "instance '%s' stays down after %d failed starts", instance.name, _MOST_FAILED_LOADS
         )
         self._scheduler.tell(m.InstanceExited(instance.index, reason))
-        if all(other.state is InstanceState.FAILED for other in self._all):
+        gone = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
+        if all(other.state in gone for other in self._all):
             self.failure = reason
             self._tell_pool_failed()
         self._on_change()

@@ -1,17 +1,26 @@
-"""The instances of a model version: what `instance_group` asks for, and the process of each."""
+"""The instances of a model version: what `instance_group` asks for, and the process of each.
+
+Another `instance_group` for a version that serves keeps the instances that it asks for, too: as
+many of each kind, device and settings of its group, by whatever name. One that stays down is none
+of them. Index and name of an instance stay its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.supervisor.models.version.states import InstanceState, instance_after
 from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 from shmserve.supervisor.processes.table import Child
 
 _MOST_UNREAD = 16  # of a worker that says more than it is asked for
+_OF_EACH = ("name", "kind", "count", "gpus")  # what of a group every instance has for itself
 
 
 def inbox() -> asyncio.Queue[Any]:
@@ -28,6 +37,7 @@ class Instance:
     device: str
     kind: str
     device_id: int
+    settings: str = ""  # what else its group says
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
     inbox: asyncio.Queue[Any] = field(default_factory=inbox)
@@ -58,6 +68,7 @@ def expand_instances(config: dict[str, Any]) -> list[Instance]:
     made: list[Instance] = []
     for group in config["instance_group"]:
         gpu = group["kind"] == "KIND_GPU"
+        others = {key: value for key, value in group.items() if key not in _OF_EACH}
         for device_id in group["gpus"] if gpu else [0]:
             for number in range(group["count"]):
                 made.append(
@@ -69,6 +80,46 @@ def expand_instances(config: dict[str, Any]) -> list[Instance]:
                         device=f"gpu:{device_id}" if gpu else "cpu",
                         kind=group["kind"].removeprefix("KIND_"),
                         device_id=device_id,
+                        settings=json.dumps(others, sort_keys=True),
                     )
                 )
     return made
+
+
+class InstanceChange(NamedTuple):
+    """What leads from the instances of one configuration to those of another."""
+
+    added: list[Instance]
+    leaving: list[Instance]
+
+
+def change_between(present: Sequence[Instance], config: dict[str, Any]) -> InstanceChange:
+    """What leads from the instances that are `present` to those that a normalised configuration
+    asks for; none of them is changed."""
+    left = [i for i in present if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
+    usable = [i for i in left if i.state is not InstanceState.FAILED]
+    wanted = expand_instances(config)
+    for same_name in (True, False):
+        for instance in wanted[:]:
+            match = next(
+                (
+                    other
+                    for other in usable
+                    if _what(other) == _what(instance)
+                    and (other.name == instance.name or not same_name)
+                ),
+                None,
+            )
+            if match is not None:
+                usable.remove(match)
+                left.remove(match)
+                wanted.remove(instance)
+    taken = {instance.index for instance in present}
+    indexes = (index for index in itertools.count() if index not in taken)
+    for instance in wanted:
+        instance.index = next(indexes)
+    return InstanceChange(wanted, left)
+
+
+def _what(instance: Instance) -> tuple[str, int, str]:
+    return instance.kind, instance.device_id, instance.settings

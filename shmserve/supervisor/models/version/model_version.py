@@ -4,6 +4,7 @@ stopped.
 
 start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
 worker dies:     its scheduler is told at once, it starts again with backoff (instance_processes)
+reload:          where only its instances differ, some are added and others retire (in_place_update)
 scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
                  had (fail_over)
 stop:            scheduler drains (workers that die meanwhile still start again) -> workers finalize
@@ -18,11 +19,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shmserve.common.deployment import deployed_part
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
-from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.in_place_update import InPlaceUpdate, fits_in_place
+from shmserve.supervisor.models.version.instance_processes import InstanceProcesses, first_of
 from shmserve.supervisor.models.version.load_protocol import LoadProtocol
 from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
 from shmserve.supervisor.models.version.spec import VersionSpec
@@ -129,11 +132,23 @@ class ModelVersion:
         except (ShmserveError, ExceptionGroup) as error:
             # Not `except*`: what is raised there becomes a group itself, whose text nobody knows.
             await self.kill()
-            first: BaseException = error
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            raise first from None
+            raise first_of(error) from None
         self.load_seconds = time.monotonic() - began
+
+    def update_to(self, spec: VersionSpec) -> InPlaceUpdate | None:
+        """What this version, which serves, is to be done to become `spec`; None where it differs in
+        more than its instances, or in nothing, or is broken."""
+        instances = self.instances
+        if not isinstance(instances, InstanceProcesses) or self.failure:
+            return None
+        if not fits_in_place(self.spec, spec):
+            return None
+        try:
+            config = spec.complete(instances.completed)
+        except ShmserveError:
+            return None  # loading it says what is wrong
+        same_rest = deployed_part(config) == deployed_part(self.config)
+        return InPlaceUpdate(instances, config) if same_rest and config != self.config else None
 
     def hand_counts_to(self, successor: ModelVersion | None) -> None:
         """What this version has counted, and will while it finishes what it has, is
@@ -150,6 +165,8 @@ class ModelVersion:
         match message:
             case m.KillInstance(index, reason, pid):
                 self.instances.kill_overrunning(index, reason, pid)
+            case m.InstanceRetired(index, pid):
+                self.instances.retired(index, pid)
             case m.MemoryDropped():  # which an ensemble has kept for workers
                 self._context.broadcast(message, "worker")
             case _:

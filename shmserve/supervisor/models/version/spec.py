@@ -15,7 +15,8 @@ class VersionSpec:
     `complete(completed)` merges what the model says of itself, validates, and returns the final
     configuration; of an ensemble it takes {"steps": the configurations of its steps' models, None
     where one does not serve, "elsewhere": whether any version of each does}. `labels` are those of
-    each output that has any.
+    each output that has any. `files` changes with any file of the version that is not its
+    configuration.
     """
 
     name: str
@@ -25,6 +26,7 @@ class VersionSpec:
     config: dict[str, Any]
     complete: Callable[[dict[str, Any]], dict[str, Any]]
     labels: dict[str, list[str]] = field(default_factory=dict)
+    files: str = ""
 
     @property
     def steps(self) -> list[StepModel]:

@@ -25,6 +25,7 @@ class InstanceState(StrEnum):
     STARTING = "starting"
     LOADING = "loading"
     READY = "ready"
+    RETIRING = "retiring"  # finishes what it has, and ends
     WAITING = "waiting"  # died, starts again after a pause
     FAILED = "failed"  # died too often, stays down
     STOPPED = "stopped"
@@ -41,7 +42,12 @@ INSTANCE: Mapping[InstanceState, Mapping[str, InstanceState]] = {
         "exited": InstanceState.WAITING,
         "stop": InstanceState.STOPPED,
     },
-    InstanceState.READY: {"exited": InstanceState.WAITING, "stop": InstanceState.STOPPED},
+    InstanceState.READY: {
+        "exited": InstanceState.WAITING,
+        "retire": InstanceState.RETIRING,
+        "stop": InstanceState.STOPPED,
+    },
+    InstanceState.RETIRING: {"exited": InstanceState.STOPPED, "stop": InstanceState.STOPPED},
     InstanceState.WAITING: {
         "restart": InstanceState.STARTING,
         "give_up": InstanceState.FAILED,

@@ -82,6 +82,9 @@ class StepModels:
     def kill_overrunning(self, index: int, reason: str, pid: int) -> None:
         """None runs."""
 
+    def retired(self, index: int, pid: int) -> None:
+        """None was to."""
+
     def process_exited(self, child: Child) -> None:
         """None of them is ours."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shmserve.ipc import messages as m
@@ -399,3 +401,36 @@ def test_3_5_iterative_and_decoupled() -> None:
     assert number and rig.scheduler.live == 0
     rig.ask(0)
     assert rig.runs()
+
+
+# --- an instance that is to retire ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> None:
+    """They go on where their state is, who comes waits for another instance, and the one that
+    retires leaves with the last of them."""
+    given = {"max_candidate_sequences": 1} if strategy == "oldest" else {}
+    rig = SequenceRig(strategy, rows=1, instances=2, given=given)
+    rig.ask(1, START)
+    rig.ask(2, START)
+    rig.done(0)
+    rig.done(1)
+    rig.batches()
+    rig.supervisor(m.RetireInstance(0))
+    rig.ask(1)
+    rig.ask(3, START)
+    assert rig.batches() == {0: [1]}
+    rig.done(0)
+    rig.ask(1, END)
+    assert rig.batches() == {0: [1]}
+    assert retired(rig) == []
+    rig.done(0)
+    assert retired(rig) == [m.InstanceRetired(0, 100)]
+    rig.ask(2, END)
+    rig.done(1)
+    assert rig.batches() == {1: [3]}
+
+
+def retired(rig: Rig) -> list[Any]:
+    return [word for _, word in rig.control.take() if isinstance(word, m.InstanceRetired)]

@@ -1,0 +1,247 @@
+"""Reloads that change nothing but `instance_group`: instances come and go while requests run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.load import Load
+from tests.support.sequence_models import CONTROLS, IDLE, instances
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, Reply, json_input
+
+Explicit = tuple[Server, Path]
+
+# Adds up what a sequence sends, and says which process it is.
+SUMS = """\
+import os
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.sums = {}
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            value, start, who = (
+                pb_utils.get_input_tensor_by_name(request, name).as_numpy().flat[0]
+                for name in ("IN", "START", "CORRID")
+            )
+            self.sums[who] = value + (0 if start else self.sums.get(who, 0))
+            made = np.array([[self.sums[who], os.getpid()]], np.int32)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", made)]))
+        return responses
+"""
+SUMS_CONFIG = f"""\
+name: "sums" backend: "python" max_batch_size: 2
+input [ {{ name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }} ]
+output [ {{ name: "OUT" data_type: TYPE_INT32 dims: [ 2 ] }} ]
+sequence_batching {{ {CONTROLS} {IDLE} STRATEGY {{}} }}
+"""
+
+
+def load(http: Http, name: str, **parameters: Any) -> Reply:
+    return http.post(
+        f"/v2/repository/models/{name}/load", {"parameters": parameters} if parameters else None
+    )
+
+
+def workers(server: Server, name: str) -> set[int]:
+    """The processes of a model's instances."""
+    return {process.pid for process in server.find(f"worker {name}.")}
+
+
+def wait_workers(server: Server, name: str, count: int) -> None:
+    """Until a model has so many processes."""
+    until(f"{name} has {count} processes", lambda: len(workers(server, name)) == count)
+
+
+def count_of(http: Http, name: str) -> int:
+    """How many instances its configuration says that it has."""
+    groups = http.get(f"/v2/models/{name}/config").ok().json()["instance_group"]
+    return sum(group["count"] for group in groups)
+
+
+def successes(http: Http, name: str) -> int:
+    stats = http.get(f"/v2/models/{name}/stats").ok().json()["model_stats"]
+    return int(stats[0]["inference_stats"]["success"]["count"])
+
+
+def set_count(folder: Path, count: int) -> None:
+    """Have config.pbtxt ask for so many instances."""
+    path = folder / "config.pbtxt"
+    kept = [line for line in path.read_text().splitlines() if "instance_group" not in line]
+    fresh = path.with_suffix(".new")
+    fresh.write_text("\n".join([*kept, instances(count), ""]))
+    fresh.rename(path)
+
+
+def add_simple(repository: Path) -> Path:
+    """The model "simple", which batches, with one instance."""
+    folder = repositories.add_as(repository, "simple", "simple")
+    set_count(folder, 1)
+    return folder
+
+
+def test_none_of_a_stream_of_requests_notices(explicit: Explicit) -> None:
+    """More and fewer instances, from the repository and by an override: the scheduler and the
+    instance that stays are the same processes, the statistics go on, no request fails."""
+    server, repository = explicit
+    folder = add_simple(repository)
+    with server.http() as http:
+        load(http, "simple").ok()
+        scheduler = server.one("scheduler simple").pid
+        (first,) = workers(server, "simple")
+        with Load(server, simple=4, memory=0) as stream:
+            counted = 0
+            for count in (3, 1, 2):
+                set_count(folder, count)
+                load(http, "simple").ok()
+                assert http.get("/v2/models/simple/ready").status == 200
+                assert count_of(http, "simple") == count
+                wait_workers(server, "simple", count)
+                assert first in workers(server, "simple")
+                before, counted = counted, successes(http, "simple")
+                assert counted >= before
+            config = http.get("/v2/models/simple/config").ok().json()
+            (group,) = config["instance_group"]
+            two = [group | {"name": "a"}, group | {"name": "b", "count": 1}]
+            load(http, "simple", config=json.dumps(config | {"instance_group": two})).ok()
+            wait_workers(server, "simple", 3)
+            load(http, "simple").ok()
+            wait_workers(server, "simple", 2)
+            assert server.one("scheduler simple").pid == scheduler
+        assert not stream.troubles()
+        until("all are counted", lambda: successes(http, "simple") == len(stream.answers))
+
+
+@pytest.mark.parametrize("change", ["code", "config", "nothing"])
+def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: str) -> None:
+    """A file of the model, or another field of its configuration; and so does nothing."""
+    server, repository = explicit
+    folder = add_simple(repository)
+    with server.http() as http:
+        load(http, "simple").ok()
+        before = workers(server, "simple")
+        if change == "code":
+            repositories.insert(folder, "    # a comment\n    def execute(")
+        elif change == "config":
+            with (folder / "config.pbtxt").open("a") as config:
+                config.write('parameters { key: "k" value { string_value: "v" } }\n')
+        if change != "nothing":
+            set_count(folder, 2)
+        load(http, "simple").ok()
+        wait_workers(server, "simple", 1 if change == "nothing" else 2)
+        assert not before & workers(server, "simple")
+
+
+def test_an_instance_that_does_not_load_refuses_the_reload(explicit: Explicit) -> None:
+    """The others stay as they were, and so does what is told of them."""
+    server, repository = explicit
+    folder, gate = add_simple(repository), repository.parent / "broken"
+    repositories.insert(
+        folder,
+        "    def initialize(self, args):\n"
+        "        import os\n"
+        f"        if os.path.exists({str(gate)!r}):\n"
+        "            raise ValueError('broken on purpose')\n\n"
+        "    def execute(",
+    )
+    with server.http() as http:
+        load(http, "simple").ok()
+        before = workers(server, "simple")
+        gate.touch()
+        set_count(folder, 3)
+        with Load(server, simple=2, memory=0) as stream:
+            refused = load(http, "simple")
+            assert refused.status == 400
+            assert "broken on purpose" in refused.error
+            assert http.get("/v2/models/simple/ready").status == 200
+            assert count_of(http, "simple") == 1
+            until("none was added", lambda: workers(server, "simple") == before)
+            gate.unlink()
+            load(http, "simple").ok()
+            wait_workers(server, "simple", 3)
+        assert not stream.troubles()
+        assert before < workers(server, "simple")
+
+
+def test_polling_updates_in_place(repository: Path) -> None:
+    folder = add_simple(repository)
+    flags = ("--model-control-mode=poll", "--repository-poll-secs=1")
+    with running(repository, *flags) as server, server.http() as http:
+        before = workers(server, "simple")
+        with Load(server, simple=2, memory=0) as stream:
+            set_count(folder, 2)
+            wait_workers(server, "simple", 2)
+            until("it is told", lambda: count_of(http, "simple") == 2)
+        assert before < workers(server, "simple")
+        assert not stream.troubles()
+
+
+@contextlib.contextmanager
+def sums(explicit: Explicit, strategy: str, count: int) -> Iterator[tuple[Server, Http, Path]]:
+    """The model "sums" with so many instances."""
+    server, repository = explicit
+    config = SUMS_CONFIG.replace("STRATEGY", strategy)
+    folder = repositories.write(repository, "sums", config, SUMS)
+    set_count(folder, count)
+    with server.http() as http:
+        load(http, "sums").ok()
+        yield server, http, folder
+
+
+def step(http: Http, who: int, value: int, *, start: bool = False, end: bool = False) -> list[int]:
+    """The sum of a sequence, and the process that has made it."""
+    body = {
+        "inputs": [json_input("IN", np.array([[value]], np.int32))],
+        "parameters": {"sequence_id": who, "sequence_start": start, "sequence_end": end},
+    }
+    found = http.infer("sums", body)
+    return [int(each) for each in found.tensors()["OUT"].flat]
+
+
+@pytest.mark.parametrize("strategy", ["direct", "oldest"])
+def test_an_instance_ends_with_its_last_sequence(explicit: Explicit, strategy: str) -> None:
+    """Those that it has go on there, with their state; new ones begin where there is room."""
+    with sums(explicit, strategy, 2) as (server, http, folder):
+        runs = {who: step(http, who, who, start=True)[1] for who in (1, 2, 3, 4)}
+        both = workers(server, "sums")
+        assert set(runs.values()) == both
+        set_count(folder, 1)
+        load(http, "sums").ok()
+        assert count_of(http, "sums") == 1
+        assert workers(server, "sums") == both
+        for who, process in runs.items():
+            assert step(http, who, 10) == [who + 10, process]
+        (stays,) = both - {server.one("worker sums.1").pid}
+        for who, process in runs.items():
+            assert step(http, who, 10, end=True) == [who + 20, process]
+        until("one has ended", lambda: workers(server, "sums") == {stays})
+        assert [step(http, 9, 1, start=True), step(http, 9, 1, end=True)] == [
+            [1, stays],
+            [2, stays],
+        ]
+
+
+def test_a_sequence_that_waits_for_a_slot_gets_one_that_is_added(explicit: Explicit) -> None:
+    with sums(explicit, "direct", 1) as (server, http, folder):
+        for who in (1, 2):
+            step(http, who, 1, start=True)
+        (first,) = workers(server, "sums")
+        set_count(folder, 2)
+        load(http, "sums").ok()
+        total, process = step(http, 3, 5, start=True, end=True)
+        assert total == 5
+        assert process != first
+        assert [step(http, who, 1, end=True) for who in (1, 2)] == [[2, first]] * 2

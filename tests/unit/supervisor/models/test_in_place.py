@@ -1,0 +1,209 @@
+"""Reloads that change instances only: what is one, and what comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.errors import Unavailable
+from shmserve.ipc import messages as m
+from shmserve.supervisor.models.repository import find, version_fingerprint
+from shmserve.supervisor.models.version.in_place_update import InPlaceUpdate, fits_in_place
+from shmserve.supervisor.models.version.instances import (
+    Instance,
+    change_between,
+    expand_instances,
+)
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
+from shmserve.supervisor.models.version.states import InstanceState
+from tests.rigs.process_rig import CONFIG, Processes, plan, turns
+
+
+def group(name: str, count: int, *gpus: int, **more: Any) -> dict[str, Any]:
+    kind = "KIND_GPU" if gpus else "KIND_CPU"
+    return {"name": name, "kind": kind, "count": count, "gpus": list(gpus), **more}
+
+
+def config(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**CONFIG, "instance_group": list(groups), **more}
+
+
+def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
+    return replace(plan(), config=given, complete=lambda completed: given, files=files)
+
+
+# --- what is in place -------------------------------------------------------------------------
+
+
+def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
+    """Reference 2: nothing else avoids a full reload."""
+    old = spec(config(group("m_0", 1)))
+    assert fits_in_place(old, spec(config(group("m_0", 2), group("g", 1, 0))))
+    assert fits_in_place(old, spec(config(group("m_0", 1), version_policy={"all": {}})))
+    assert not fits_in_place(old, spec(config(group("m_0", 2), max_batch_size=4)))
+    assert not fits_in_place(old, spec(config(group("m_0", 2)), files="others"))
+    assert not fits_in_place(old, replace(spec(config(group("m_0", 2))), model_dir=Path("/other")))
+
+
+def test_what_counts_as_a_file_of_a_version(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    for version in "12":
+        (folder / version).mkdir(parents=True)
+        (folder / version / "model.py").write_text("x = 1\n")
+    (folder / "configs").mkdir()
+
+    def look() -> str:
+        found = find([tmp_path], "m")
+        assert found is not None
+        return version_fingerprint(found, 1)
+
+    before = look()
+    for unrelated in ("config.pbtxt", "configs/other.pbtxt", "2/model.py"):
+        (folder / unrelated).write_text("y = 2\n")
+        assert look() == before
+    for used in ("1/model.py", "labels.txt"):
+        (folder / used).write_text("y = 23\n")
+        assert look() != before
+        before = look()
+
+
+# --- which instances --------------------------------------------------------------------------
+
+
+def test_instances_that_both_ask_for_stay() -> None:
+    """By name, else by kind, device and settings; one that stays down is replaced."""
+    present = expand_instances(config(group("a", 2), group("g", 1, 0, 1)))
+    present[1].state = InstanceState.FAILED
+    change = change_between(present, config(group("b", 2), group("g", 1, 1)))
+    assert [(i.index, i.name) for i in change.added] == [(4, "b_1")]
+    assert [i.name for i in change.leaving] == ["a_1", "g_gpu0_0"]
+    limited = group("b", 1, rate_limiter={"priority": 2})
+    change = change_between(present[:1], config(limited))
+    assert [(i.index, i.name) for i in change.added] == [(1, "b_0")]
+    assert change.leaving == present[:1]
+
+
+groups = st.lists(
+    st.builds(
+        lambda name, count, gpus: group(name, count, *sorted(gpus)),
+        st.sampled_from("abc"),
+        st.integers(1, 3),
+        st.sets(st.integers(0, 2)),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(groups, groups)
+def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -> None:
+    """As many of each kind and device, none twice, and no more moves than are needed."""
+
+    def what(instances: list[Instance]) -> list[tuple[str, int]]:
+        return sorted((i.kind, i.device_id) for i in instances)
+
+    present = expand_instances(config(*old))
+    change = change_between(present, config(*new))
+    after = [i for i in present if i not in change.leaving] + change.added
+    assert what(after) == what(expand_instances(config(*new)))
+    assert len({i.index for i in present + change.added}) == len(present + change.added)
+    assert not set(what(change.added)) & set(what(change.leaving))
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+class NoModels:
+    """No other model serves."""
+
+    def published_now(self, step: StepModel) -> None:
+        """Not this one."""
+
+
+async def serving(processes: Processes, count: int) -> ModelVersion:
+    """A version with so many instances."""
+    made = ModelVersion(
+        processes.context, spec(config(group("m_0", count))), lambda changed: None, NoModels()
+    )
+    processes.on_end = made.process_exited
+    await made.start()
+    return made
+
+
+def update(version: ModelVersion, count: int) -> InPlaceUpdate:
+    found = version.update_to(spec(config(group("m_0", count))))
+    assert found is not None
+    return found
+
+
+def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> None:
+    async def live() -> list[list[InstanceState]]:
+        processes = Processes()
+        model = await serving(processes, 2)
+        seen = []
+        down = update(model, 1)
+        await down.add()
+        down.commit()
+        seen.append(model.instances.states())
+        worker = model.instances.children()[1]
+        model._scheduler_said(m.InstanceRetired(1, worker.pid + 1))
+        await turns()
+        assert worker.alive
+        model._scheduler_said(m.InstanceRetired(1, worker.pid))
+        await turns()
+        assert not worker.alive and model.ready
+        seen.append(model.instances.states())
+        assert model.update_to(spec(config(group("m_0", 1)))) is None
+        await processes.end()
+        return seen
+
+    ready, retiring = InstanceState.READY, InstanceState.RETIRING
+    assert asyncio.run(live()) == [[ready, retiring], [ready]]
+
+
+def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
+    async def live() -> tuple[int, list[InstanceState]]:
+        processes = Processes()
+        model = await serving(processes, 2)
+        down = update(model, 1)
+        await down.add()
+        down.commit()
+        model.instances.children()[1].kill()
+        await turns()
+        found = len(processes.started), model.instances.states()
+        await processes.end()
+        return found
+
+    assert asyncio.run(live()) == (3, [InstanceState.READY])
+
+
+def test_what_cannot_be_added_leaves_the_others_as_they_were() -> None:
+    """Given up while it loads, as an unload does: readiness and configuration stay."""
+
+    async def live() -> list[InstanceState]:
+        processes = Processes()
+        model = await serving(processes, 1)
+        before = model.config
+        processes.hanging = True
+        up = update(model, 3)
+        adding = asyncio.ensure_future(up.add())
+        await turns()
+        assert model.ready and len(model.instances.states()) == 3
+        up.give_up()
+        with pytest.raises(Unavailable, match="ended while loading"):
+            await adding
+        up.revert()
+        await turns()
+        assert model.ready and model.config is before
+        states = model.instances.states()
+        await processes.end()
+        return states
+
+    assert asyncio.run(live()) == [InstanceState.READY]
