@@ -168,8 +168,11 @@ class DeviceBinding:
     def _made(self, name: str, value: Any, binding: Any) -> torch.Tensor:
         """A tensor over memory of onnxruntime's, which it keeps."""
         shape, datatype = tuple(value.shape()), self._datatypes[name]
-        raw = _Tensor(value, binding, np.dtype(np.uint8), math.prod(shape) * ITEM_SIZE[datatype])
-        return as_torch(datatype, shape, torch.as_tensor(raw, device=self._device))
+        size = math.prod(shape) * ITEM_SIZE[datatype]
+        held: Any = _Tensor(value, binding, np.dtype(np.uint8), size)
+        if self._kind == "cpu":  # torch does not know numpy's protocol
+            held = np.asarray(held)
+        return as_torch(datatype, shape, torch.as_tensor(held, device=self._device))
 
 
 class _Tensor:
