@@ -32,6 +32,7 @@ def limiter(*members: list[Needs], **explicit: int) -> RateLimiter:
 
 
 def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
+    """Rule 3.9.1."""
     made = limiter([Needs({R: 2}, 1), Needs({R: 3}, 1)], [Needs({R: 1, S: 4}, 1)])
     assert made.capacity() == {R: 3, S: 4}
     made.leave(0)
@@ -46,6 +47,7 @@ def test_what_was_configured_is_the_capacity() -> None:
 
 
 def test_a_model_that_could_never_run_does_not_load() -> None:
+    """Rule 3.9.2."""
     with pytest.raises(InvalidArgument) as caught:
         limiter([Needs({R: 4}, 1)], R=3)
     assert caught.value.message == (
@@ -90,7 +92,7 @@ def test_the_one_that_has_executed_least_times_its_priority_goes_first() -> None
 
 
 def test_who_needs_much_holds_up_nobody() -> None:
-    """Triton tries only the first of those that wait."""
+    """Rule 3.9.3: Triton tries only the first of those that wait."""
     made = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
     (small,) = made.ask(1, 0, "small")
     assert made.ask(0, 0, "large") == []
