@@ -19,6 +19,10 @@ What the class may have besides `predict`:
     max_queue_delay_us = 0      how long a request may wait for others to share its batch
     max_streams = 64            requests that a `predict` which yields answers side by side
 
+    ragged = ("x",)             inputs that come flat, one request after the other
+    batch_input, batch_output   lists of mappings, as in a configuration, for these
+    padding = {"x": {...}}      inputs that are filled up to one shape (README.md)
+
     def load(self, context)     before the first batch, with a `Context`
     def is_ready(self)          whether it is, a bool: see below
     def unload(self)            after the last batch

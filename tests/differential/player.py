@@ -52,6 +52,8 @@ class Player:
         self._gate = gate
         self._script = script
         self._names = {model.name for model in script.models}
+        # Of an ensemble's requests, only its steps' wait.
+        self._queues = {model.name for model in script.models if "ensemble" not in model.config}
         self._calls: dict[str, Call] = {}
         self._held: list[Visit] = []
         self._record = Record()
@@ -66,13 +68,16 @@ class Player:
                 visit.release()
             for call in self._calls.values():
                 call.close()
-        self._record.responses = {label: call.told() for label, call in self._calls.items()}
+        self._record.responses = self._told()
         self._record.statistics = {
             name: self._caller.statistics(name) for name in sorted(self._names)
         }
         if self._script.unordered:
             self._record.batches.sort(key=str)
         return self._record
+
+    def _told(self) -> dict[str, Any]:
+        return {label: call.told() for label, call in self._calls.items() if call.done}
 
     def _take(self, step: Step) -> None:
         match step:
@@ -81,7 +86,7 @@ class Player:
                 self._settle(str(step))
             case Release():
                 held = [visit for visit in self._held if step.label in _labels(visit)]
-                assert held, f"{step} of {list(map(_labels, self._held))}"
+                assert held, f"{step} of {list(map(_labels, self._held))}, {self._told()}"
                 self._let_go(held[0])
                 self._settle(str(step))
             case Drain():
@@ -93,7 +98,7 @@ class Player:
                 self._until(lambda: self._calls[step.label].done, str(step), hold=True)
             case Elapse():
                 time.sleep(step.seconds)
-                self._settle(str(step))
+                self._settle("")
 
     def _all_done(self) -> bool:
         return all(call.done for call in self._calls.values())
@@ -120,9 +125,7 @@ class Player:
         except TimeoutError:
             return
         self._held.append(visit)
-        told = dict(visit.told)
-        del told["pid"], told["rows"]
-        self._record.batches.append(told)
+        self._record.batches.append(_comparable(visit))
 
     def _settle(self, step: str) -> None:
         """Wait until each request waits, executes or is done, and that lasts."""
@@ -131,7 +134,8 @@ class Player:
         while lasted < _LOOKS:
             self._look()
             done = sum(call.done for call in self._calls.values())
-            state = (self._pending(), sum(len(_labels(visit)) for visit in self._held), done)
+            held = {label for visit in self._held for label in _labels(visit)}
+            state = (self._pending(), len(held), done)
             lasted = lasted + 1 if state == last and sum(state) == len(self._calls) else 0
             last = state
             if time.monotonic() > end:
@@ -141,7 +145,16 @@ class Player:
     def _pending(self) -> int:
         with urllib.request.urlopen(self._metrics, timeout=10) as page:
             found = _PENDING.findall(page.read().decode())
-        return sum(int(float(count)) for name, count in found if name in self._names)
+        return sum(int(float(count)) for name, count in found if name in self._queues)
+
+
+def _comparable(visit: Visit) -> dict[str, Any]:
+    """What it told; of a row that is nobody's, its inputs have values by chance."""
+    told = {key: value for key, value in visit.told.items() if key not in ("pid", "rows")}
+    for row in told["batch"]:
+        if not row["id"] and "INPUT0" in row["tensors"]:
+            row["tensors"]["INPUT0"][2] = None
+    return told
 
 
 def _labels(visit: Visit) -> list[str]:

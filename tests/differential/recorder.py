@@ -21,6 +21,7 @@ class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
         self.name = args["model_name"]
+        self.warmed = []  # executions of requests without an id: nobody's
         self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
         self.outputs = [each["name"] for each in config["output"]]
         batching = config.get("sequence_batching", {})
@@ -29,9 +30,11 @@ class TritonPythonModel:
 
     def execute(self, requests):
         told = [self.told(request) for request in requests]
-        self.wait(
-            {"model": self.name, "batch": told, "rows": [], "pid": os.getpid()}
-        )
+        if any(each["id"] for each in told):
+            batch = {"model": self.name, "batch": told, "rows": [], "pid": os.getpid()}
+            self.wait(batch | ({"warmed": self.warmed} if self.warmed else {}))
+        else:
+            self.warmed.append(told)
         responses = [self.one(request) for request in requests]
         return None if self.decoupled else responses
 

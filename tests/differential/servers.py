@@ -60,7 +60,8 @@ def play(product: servers.Product, group: Group) -> dict[str, Record | str]:
         folders = [write(path / "models", model) for model in models]
         with _gate(path / "gate") as gate:
             watched = Watched(product, {**group.environment, "GATE": str(gate.path)})
-            with servers.running(watched, folders, group.flags, notes=[]) as server:
+            flags = [*group.flags, *_own_flags(product)]
+            with servers.running(watched, folders, flags, notes=[]) as server:
                 caller = Caller(server.address("grpc"))
                 records: dict[str, Record | str] = {}
                 for script in group.scripts:
@@ -70,6 +71,13 @@ def play(product: servers.Product, group: Group) -> dict[str, Record | str]:
                     except (TimeoutError, AssertionError) as error:
                         records[script.name] = f"{product.name}: {error}"
         return records
+
+
+def _own_flags(product: servers.Product) -> list[str]:
+    """Where Triton's caches are: it looks for them in /opt."""
+    if not isinstance(product, servers.Triton):
+        return []
+    return [f"--cache-directory={product.files.binary.parent.parent / 'caches'}"]
 
 
 def write(repository: Path, model: Model) -> Path:

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
-from tests.differential.scripts import dynamic, priority, sequences
+from tests.differential.scripts import (
+    cached,
+    delayed,
+    dynamic,
+    ensembles,
+    priority,
+    sequences,
+    streams,
+)
 
-GROUPS = [dynamic.GROUP, priority.GROUP, sequences.GROUP]
+GROUPS = [
+    dynamic.GROUP,
+    priority.GROUP,
+    sequences.GROUP,
+    ensembles.GROUP,
+    streams.GROUP,
+    cached.GROUP,
+    *delayed.GROUPS,
+]

@@ -1,4 +1,4 @@
-"""A decoupled model through every door for strangers, with the clients that they use."""
+"""A decoupled model through every door for strangers, with their own clients (section 3.10)."""
 
 from __future__ import annotations
 

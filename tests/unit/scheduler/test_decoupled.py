@@ -1,4 +1,6 @@
-"""Many responses to one request: the slot of a worker and the end of a request are apart."""
+"""Many responses to one request (section 3.10): the slot of a worker and the end of a request are
+apart.
+"""
 
 from __future__ import annotations
 

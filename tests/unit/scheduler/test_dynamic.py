@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.ipc.tensors.padding import Pad, Padding
 from shmserve.scheduler.batchers.base import Batch, Closed, WaitUntil
 from shmserve.scheduler.batchers.default import DefaultBatcher
 from shmserve.scheduler.batchers.dynamic import decide
@@ -98,6 +99,35 @@ def test_other_shapes_close_a_batch_and_only_the_first_request_is_compared() -> 
     assert decide(NOW, queue, how, 0) == Batch(2, Closed.SHAPE)
     assert decide(NOW, queue[2:], how, 0) == Batch(1, Closed.SHAPE)
     assert decide(NOW, queue[3:], how, 0) == WaitUntil(NOW + DELAY)
+
+
+SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12)
+
+
+@given(SHAPES, st.floats(0, 1), st.integers(1, 8))
+def test_padded_shapes_share_a_batch_up_to_their_bound(
+    asked: list[tuple[int, int]], most_waste: float, most: int
+) -> None:
+    """The first requests that fit and may be padded together, in order, and no other one: what
+    closes the batch is the request that would have made it wasteful."""
+    pads = Padding([Pad("X", (-1,), 0, (), "", "", most_waste)], {})
+    queued = [
+        Item(min(units, most), shape_key=pads.key(b"", {"X": (length,)})) for length, units in asked
+    ]
+    how = replace(rules(most), padding=pads)
+    decision = decide(NOW, queued, how, 0)
+    assert isinstance(decision, Batch)
+    taken = queued[: decision.count]
+    batch = pads.batch()
+    assert all(batch.admits(item.shape_key, item.units) for item in taken)
+    total = sum(item.units for item in taken)
+    if decision.count < len(queued):
+        after = queued[decision.count]
+        fits = total + after.units <= most
+        assert not fits or not batch.admits(after.shape_key, after.units) or total == most
+        assert (decision.reason is Closed.SHAPE) == (fits and total < most)
+    ((elements, waste),) = batch.elements().values()
+    assert waste <= most_waste * elements + 1e-9 or decision.count == 1
 
 
 def test_a_deadline_ends_the_wait_while_there_is_time_to_run() -> None:

@@ -1,0 +1,60 @@
+"""The response cache."""
+
+from __future__ import annotations
+
+from tests.differential.script import Ask, Drain, Group, Known, Model, Script, recorder
+from tests.differential.scripts.ensembles import ADD, FAIL, ensemble, one_by_one, through
+
+CACHE = "response_cache { enable: true }"
+
+
+def cached(name: str, more: str = "", one: str = "") -> Model:
+    """A model with a cache."""
+    return recorder(name, CACHE + more, one=one)
+
+
+def whole() -> Script:
+    """An ensemble that is cached skips its steps."""
+    name = "cached_ensemble"
+    made = ensemble(name, through(f"{name}_1", "INPUT0", "OUT"))
+    models = [recorder(f"{name}_1", one=ADD), Model(name, made.config + CACHE)]
+    known = [Known("responses.b.parameters", "a hit has its sequence, as the miss had")]
+    return Script(name, models, one_by_one(Ask("a", name, 1), Ask("b", name, 1)), known)
+
+
+SCRIPTS = [
+    Script(
+        "hits_and_misses",
+        [cached("hits_and_misses", one=ADD)],
+        one_by_one(
+            Ask("a", "hits_and_misses", 1),
+            Ask("b", "hits_and_misses", 1),
+            Ask("c", "hits_and_misses", 2),
+            Ask("d", "hits_and_misses", 1, rows=2),
+            Ask("e", "hits_and_misses", 1, rows=2),
+        ),
+    ),
+    Script(
+        "hits_of_a_batcher",
+        [cached("hits_of_a_batcher", "dynamic_batching { }")],
+        one_by_one(Ask("a", "hits_of_a_batcher", 1), Ask("b", "hits_of_a_batcher", 1)),
+    ),
+    Script(
+        "other_shapes_of_the_same_bytes",
+        [cached("other_shapes_of_the_same_bytes")],
+        one_by_one(
+            Ask("a", "other_shapes_of_the_same_bytes", 1, rows=2),
+            Ask("b", "other_shapes_of_the_same_bytes", 1, columns=2),
+        ),
+        known=[Known("*", "the key has the shapes, too")],
+    ),
+    Script(
+        "failures_are_not_kept",
+        [cached("failures_are_not_kept", one=FAIL)],
+        one_by_one(Ask("a", "failures_are_not_kept", 1), Ask("b", "failures_are_not_kept", 1)),
+        known=[Known("*", "Triton 2.51 keeps an error as a response without outputs")],
+    ),
+    Script("not_cached", [recorder("not_cached")], [Ask("a", "not_cached", 1), Drain()]),
+    whole(),
+]
+GROUP = Group("cached", SCRIPTS, flags=["--cache-config=local,size=1048576"])

@@ -1,0 +1,165 @@
+"""Ensembles: order, pruning, errors, optional tensors, decoupled steps, what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.differential.script import Ask, Drain, Group, Known, Model, Script, recorder, tensor
+from tests.rigs.pipelines import step
+
+IN, OUT = tensor("INPUT0"), tensor("OUT")
+ADD = 'return self.response(OUTPUT0=self.input(request, "INPUT0") + 1)'
+SUM = 'return self.response(OUTPUT0=self.input(request, "INPUT0") + self.input(request, "MORE"))'
+FAIL = 'return self.failure("it is wrong")'
+NOTHING = "return self.response()"
+FAILURES = [Known("statistics.*", "a request that fails counts in fail, and once in an ensemble's")]
+FLAGS = [Known("responses.e.parameters", "a response without outputs has its sequence, too")]
+END = [Known("responses.r1", "its end is told by itself; Triton's may come with a response")]
+LATER = [Known("statistics.*.response_stats", "as in later versions of Triton")]
+GIVEN = """
+more = self.input(request, "MORE")
+value = self.input(request, "INPUT0")
+return self.response(OUTPUT0=value if more is None else value + more)
+"""
+COUNT = """
+sender = request.get_response_sender()
+for i in range(int(self.input(request, "INPUT0").flat[0])):
+    sender.send(self.response(OUTPUT0=np.array([[i]], np.int32)))
+sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+MANY = "model_transaction_policy { decoupled: true }"
+MORE = tensor("MORE")
+OPTIONAL = tensor("MORE", more="optional: true")
+
+
+def ensemble(
+    name: str,
+    *steps: str,
+    inputs: Sequence[str] = (IN,),
+    outputs: Sequence[str] = (OUT,),
+    size: int = 8,
+) -> Model:
+    """An ensemble."""
+    config = f"""
+        platform: "ensemble"
+        max_batch_size: {size}
+        input [ {", ".join(inputs)} ]
+        output [ {", ".join(outputs)} ]
+        ensemble_scheduling {{ step [ {", ".join(steps)} ] }}
+    """
+    return Model(name, config)
+
+
+def through(model: str, given: str, made: str, more: str = "") -> str:
+    """A step from one tensor to another one."""
+    inputs = {"INPUT0": given} | ({"MORE": more} if more else {})
+    return step(model, inputs, {"OUTPUT0": made})
+
+
+def one_by_one(*asks: Ask) -> list[Ask | Drain]:
+    """Each request after the response to the one before."""
+    return [step for each in asks for step in (each, Drain())]
+
+
+def two(name: str, first: str, second: str, *asks: Ask, known: Sequence[Known] = ()) -> Script:
+    """Two models, one after the other, and the ensemble of them, by the name of the script."""
+    models = [recorder(f"{name}_1", one=first), recorder(f"{name}_2", one=second)]
+    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    return Script(name, [*models, ensemble(name, *steps)], one_by_one(*asks), known)
+
+
+def both_outputs() -> Script:
+    """Of two branches only those are run that somebody asks for."""
+    name = "pruned"
+    models = [recorder(f"{name}_{n}", one=ADD) for n in (1, 2)]
+    steps = through(f"{name}_1", "INPUT0", "OUT"), through(f"{name}_2", "INPUT0", "ALSO")
+    asks = Ask("one", name, 1, outputs=["OUT"]), Ask("other", name, 1, outputs=["ALSO"])
+    both = ensemble(name, *steps, outputs=[OUT, tensor("ALSO")])
+    steps_of_script = one_by_one(*asks, Ask("both", name, 1))
+    return Script(name, [*models, both], steps_of_script, unordered=True)
+
+
+def diamond() -> Script:
+    """Two branches that meet."""
+    name = "diamond"
+    models = [recorder(f"{name}_{n}", one=ADD) for n in (1, 2)]
+    models.append(recorder(f"{name}_sum", one=SUM, inputs=[IN, MORE]))
+    steps = [through(f"{name}_1", "INPUT0", "A"), through(f"{name}_2", "INPUT0", "B")]
+    steps.append(through(f"{name}_sum", "A", "OUT", "B"))
+    asks = one_by_one(Ask("a", name, 1), Ask("rows", name, 2, rows=2))
+    return Script(name, [*models, ensemble(name, *steps)], asks, unordered=True)
+
+
+def unbatched_step() -> Script:
+    """A step without a batch dimension gets what one with has made."""
+    name = "unbatched_step"
+    batched = recorder(f"{name}_1", one=ADD, max_batch_size=8, inputs=[tensor("INPUT0", dims=[2])])
+    dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
+    plain = recorder(f"{name}_2", one=ADD, max_batch_size=0, **dims)  # type: ignore[arg-type]
+    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    ends = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
+    whole = ensemble(name, *steps, size=0, **ends)
+    return Script(name, [batched, plain, whole], one_by_one(Ask("a", name, 1, columns=2)))
+
+
+def optional() -> Script:
+    """An input that a request may leave out."""
+    name = "optional_step"
+    made = recorder(f"{name}_1", one=GIVEN, inputs=[IN, OPTIONAL])
+    whole = ensemble(name, through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL])
+    more = {"MORE": ("INT32", [1, 1], [5])}
+    asks = Ask("with", name, 1, inputs=more), Ask("without", name, 1)
+    return Script(name, [made, whole], one_by_one(*asks))
+
+
+def decoupled() -> Script:
+    """A step of many responses, each of which goes on for itself."""
+    name = "decoupled_step"
+    models = [recorder(f"{name}_1", MANY, one=COUNT), recorder(f"{name}_2", one=ADD)]
+    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    asks = [Ask(f"r{count}", name, count, stream=True) for count in (1, 0)]
+    return Script(name, [*models, ensemble(name, *steps)], one_by_one(*asks), [*END, *LATER])
+
+
+def nested() -> Script:
+    """An ensemble in an ensemble, and the error of its step."""
+    name = "nested"
+    models = [recorder(f"{name}_1", one=ADD), recorder(f"{name}_2", one=FAIL)]
+    inner = ensemble(f"{name}_inner", through(f"{name}_1", "INPUT0", "OUT"))
+    wrong = ensemble(f"{name}_wrong", through(f"{name}_2", "INPUT0", "OUT"))
+    whole = {"INPUT0": "INPUT0"}, {"OUT": "OUT"}
+    outer = ensemble(f"{name}_outer", step(f"{name}_inner", *whole))
+    bad = ensemble(f"{name}_bad", step(f"{name}_wrong", *whole))
+    asks = Ask("good", f"{name}_outer", 1), Ask("bad", f"{name}_bad", 1)
+    return Script(name, [*models, inner, wrong, outer, bad], one_by_one(*asks), FAILURES)
+
+
+SCRIPTS = [
+    two("two_steps", ADD, ADD, Ask("a", "two_steps", 1), Ask("b", "two_steps", 5, rows=3)),
+    two("first_fails", FAIL, ADD, Ask("c", "first_fails", 1), known=FAILURES),
+    two("second_fails", ADD, FAIL, Ask("d", "second_fails", 1), known=FAILURES),
+    two("no_tensor_made", NOTHING, ADD, Ask("e", "no_tensor_made", 1), known=FAILURES),
+    two("no_output_made", ADD, NOTHING, Ask("e", "no_output_made", 1), known=FLAGS),
+    two(
+        "flags_are_forwarded",
+        ADD,
+        ADD,
+        Ask("s", "flags_are_forwarded", 1, sequence=7, start=True),
+        Ask("t", "flags_are_forwarded", 1, sequence=7, end=True),
+    ),
+    two(
+        "refused_by_an_ensemble",
+        ADD,
+        ADD,
+        Ask("rows", "refused_by_an_ensemble", 1, rows=9),
+        Ask("output", "refused_by_an_ensemble", 1, outputs=["MID"]),
+        Ask("datatype", "refused_by_an_ensemble", None, inputs={"INPUT0": ("FP32", [1, 1], [1])}),
+    ),
+    both_outputs(),
+    diamond(),
+    unbatched_step(),
+    optional(),
+    decoupled(),
+    nested(),
+]
+GROUP = Group("ensembles", SCRIPTS)

@@ -1,0 +1,86 @@
+"""Decoupled models, sequences that iterate, and warm-up."""
+
+from __future__ import annotations
+
+from tests.differential.script import Ask, Drain, Group, Known, Script, recorder, tensor
+from tests.differential.scripts.ensembles import COUNT, MANY
+
+ITERATE = """
+left = self.__dict__.setdefault("left", {})
+key = request.correlation_id()
+now = left[key] = left.get(key, int(self.input(request, "INPUT0").flat[0])) - 1
+sender = request.get_response_sender()
+sender.send(self.response(OUTPUT0=np.array([[now]], np.int32)))
+if now > 0:
+    request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+else:
+    sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+WRONG = """
+sender = request.get_response_sender()
+sender.send(self.response(OUTPUT0=np.array([[1]], np.int32)))
+sender.send(self.failure("wrong in the middle"))
+sender.send(self.response(OUTPUT0=np.array([[2]], np.int32)))
+sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+LAST = """
+sender = request.get_response_sender()
+sender.send(
+    self.response(OUTPUT0=np.array([[1]], np.int32)),
+    flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+)
+"""
+WARM = """
+    model_warmup [
+      { name: "zeros" batch_size: 1 count: 2
+        inputs { key: "INPUT0" value { data_type: TYPE_INT32 dims: [ 2 ] zero_data: true } } },
+      { name: "file" batch_size: 2
+        inputs { key: "INPUT0"
+          value { data_type: TYPE_INT32 dims: [ 2 ] input_data_file: "data" } } }
+    ]
+"""
+COUNTED = [Known("statistics.*", "responses are counted by their index, as later Tritons do")]
+
+
+TEXT = [Known("responses.*.error.1", "the text is without file and line")]
+
+
+def streamed(name: str, one: str, *values: int, known: list[Known] | None = None) -> Script:
+    """A decoupled model, asked one request at a time."""
+    steps = [each for value in values for each in (_ask(name, value), Drain())]
+    return Script(name, [recorder(name, MANY, one=one)], steps, known or COUNTED)
+
+
+def _ask(name: str, value: int) -> Ask:
+    return Ask(f"r{value}", name, value, stream=True)
+
+
+def iterative(name: str, strategy: str) -> Script:
+    """Requests without an id, each of which is executed as often as it says."""
+    config = f"{MANY} sequence_batching {{ iterative_sequence: true {strategy} }}"
+    made = recorder(name, config, one=ITERATE, max_batch_size=2)
+    return Script(name, [made], [_ask(name, 3), _ask(name, 2), Drain()], COUNTED)
+
+
+SCRIPTS = [
+    streamed("counts", COUNT, 3, 1, 0),
+    streamed("wrong_in_the_middle", WRONG, 1),
+    streamed("last_with_its_response", LAST, 1),
+    streamed("raises", 'raise ValueError("early")', 1, known=TEXT),
+    iterative("iterative_oldest", "oldest { max_candidate_sequences: 4 }"),
+    iterative("iterative_direct", "direct { }"),
+    Script(
+        "warmed_up",
+        [
+            recorder(
+                "warmed_up",
+                WARM,
+                inputs=[tensor("INPUT0", dims=[2])],
+                files={"warmup/data": bytes([7, 0, 0, 0, 9, 0, 0, 0])},
+            )
+        ],
+        [Ask("a", "warmed_up", 1, columns=2), Drain()],
+        known=[Known("statistics.*", "warm-up is nobody's requests, and is not counted")],
+    ),
+]
+GROUP = Group("streams", SCRIPTS)
