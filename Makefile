@@ -34,7 +34,8 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy -p shmserve
 	$(BIN)/mypy tests bench
-	$(BIN)/mypy examples .ci
+	$(BIN)/mypy examples/*.py examples/digits examples/table_backend .ci
+	$(BIN)/mypy examples/text_classifier
 
 wheel-check: $(STAMP)
 	$(BIN)/python .ci/wheel_check.py

@@ -77,6 +77,14 @@ LOADS = (
         0.25,
     ),
     _load(
+        "sequences",
+        "direct sequences of 20 requests, 8 at once",
+        Load("accumulate", 8, ("--sequence-length", "20")),
+        THROUGHPUT,
+        1.0,
+        1.5,
+    ),
+    _load(
         "ensemble",
         "ensemble of three steps with 1 MiB between them, 4 in flight",
         Load("pipeline", 4, steps=("grow", "pass", "shrink")),

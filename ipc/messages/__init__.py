@@ -78,6 +78,7 @@ from shmserve.ipc.messages.memory import (
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
     Answered,
+    AskGrant,
     AskReady,
     Attach,
     ChangeLogging,
@@ -89,6 +90,8 @@ from shmserve.ipc.messages.supervision import (
     Drained,
     FindModel,
     GatewayReady,
+    Granted,
+    GrantReturned,
     HealthChanged,
     IndexRepository,
     InstanceExited,
@@ -125,6 +128,7 @@ __all__ = [
     "RESCHEDULED",
     "Acknowledged",
     "Answered",
+    "AskGrant",
     "AskReady",
     "Attach",
     "BatchFinished",
@@ -150,6 +154,8 @@ __all__ = [
     "GatewayToSupervisor",
     "Grant",
     "GrantExecution",
+    "GrantReturned",
+    "Granted",
     "HealthChanged",
     "Hello",
     "IndexRepository",
@@ -273,11 +279,20 @@ SupervisorToScheduler = (
     | CountsInherited
     | KeepStatistics
     | ResizeCache
+    | Granted
     | SetLogging
     | Drain
     | Stop
 )
-SchedulerToSupervisor = SchedulerReady | KillInstance | InstanceRetired | Drained | StatisticsKept
+SchedulerToSupervisor = (
+    SchedulerReady
+    | KillInstance
+    | InstanceRetired
+    | Drained
+    | StatisticsKept
+    | AskGrant
+    | GrantReturned
+)
 SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (

@@ -30,6 +30,30 @@ class ProcessExited:
 
 
 @message
+class AskGrant:
+    """Instance `index` of the sender's model would execute: respond with `Granted` once its
+    resources are free."""
+
+    ticket: int
+    index: int
+
+
+@message
+class Granted:
+    """The resources that were asked for are the sender's, until `GrantReturned`."""
+
+    ticket: int
+
+
+@message
+class GrantReturned:
+    """What was granted, or only asked for, is not needed any more; `executed`: it was used."""
+
+    ticket: int
+    executed: bool
+
+
+@message
 class ResizeCache:
     """The response cache of this model version may have so many bytes."""
 

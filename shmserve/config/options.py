@@ -278,6 +278,19 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("response-cache-byte-size", kind=int, help="the same: Triton's older name of it"),
         Flag(
+            "rate-limit",
+            default="off",
+            choices=("off", "execution_count"),
+            help="execution_count: instances execute when the resources of their rate_limiter are "
+            "free, the one that has executed least first",
+        ),
+        Flag(
+            "rate-limit-resource",
+            help="NAME:COUNT or NAME:COUNT:DEVICE (a number, or global): how much there is of a "
+            "resource (default: the most that one instance needs)",
+            repeat=True,
+        ),
+        Flag(
             "workspace-byte-size",
             help="DEVICE=BYTES: a pool of memory, shared by the device's models, each of which has "
             "of it what it needs for the time of an execution (cpu=BYTES)",
@@ -340,7 +353,7 @@ grpc-max-response-pool-size grpc-infer-thread-count grpc-infer-max-completion-qu
 allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
 allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model
 allow-gpu-metrics:bool allow-cpu-metrics:bool metrics-interval-ms trace-config
-backend-directory repoagent-directory cache-directory rate-limit rate-limit-resource
+backend-directory repoagent-directory cache-directory
 pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size
 min-supported-compute-capability buffer-manager-thread-count host-policy model-load-gpu-limit
 strict-model-config:bool trace-file trace-level trace-rate trace-count

@@ -24,6 +24,7 @@ from shmserve.config.cache import cache_byte_size
 from shmserve.config.command_line import Parsed
 from shmserve.config.grpc import GrpcConfig
 from shmserve.config.metrics import MetricsConfig, parse_metrics_config
+from shmserve.config.rate_limit import Resources, parse_resources
 from shmserve.config.workspace import workspace_byte_sizes
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
@@ -72,6 +73,8 @@ class ServerConfig:
     run_dir: Path | None
     arena_byte_size: int
     cache_byte_size: int
+    rate_limit: str
+    rate_limit_resources: Resources
     workspace_byte_sizes: dict[str, int]
     exit_timeout_s: int
     exit_on_error: bool
@@ -155,6 +158,8 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         cache_byte_size=cache_byte_size(
             parsed.repeated["cache-config"], value["response-cache-byte-size"]
         ),
+        rate_limit=value["rate-limit"],
+        rate_limit_resources=parse_resources(parsed.repeated["rate-limit-resource"]),
         workspace_byte_sizes=workspace_byte_sizes(parsed.repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         exit_on_error=value["exit-on-error"],

@@ -15,7 +15,7 @@ from shmserve.proto.model_config_pb2 import (
     ModelOutput,
 )
 
-_GROUP_FIELDS = ("rate_limiter", "secondary_devices", "profile", "passive", "host_policy")
+_GROUP_FIELDS = ("secondary_devices", "profile", "passive", "host_policy")
 _OPTIMIZATION_FIELDS = (
     "graph",
     "cuda",

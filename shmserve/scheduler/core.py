@@ -19,6 +19,7 @@ from shmserve.ipc.messages import (
     Drain,
     Drained,
     ExecutionResponded,
+    Granted,
     InstanceExited,
     InstanceExpected,
     InstanceRetired,
@@ -39,6 +40,7 @@ from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.clients import Clients
 from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.grants import Grants
 from shmserve.scheduler.instances.losses import ControlLink, Losses
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.reports import Reports
@@ -83,6 +85,8 @@ class Scheduler:
         self._executions = Executions(
             settings, self._pool, workers, self._responses, self._statistics, self._losses
         )
+        self._grants = Grants(control) if settings.rate_limited else None
+        self._pool.grants = self._grants
         self._dispatch = self._dispatcher(settings)
         self._reports = Reports(self._statistics, clients, control, wall_clock, self._gauges)
         self.clients = Clients(
@@ -100,7 +104,9 @@ class Scheduler:
 
     def _dispatcher(self, settings: Settings) -> Dispatcher:
         kind = Dispatch if settings.sequences is None else SequenceDispatch
-        return kind(settings, self._queue, self._pool, self._executions, self._responses)
+        return kind(
+            settings, self._queue, self._pool, self._executions, self._responses, self._grants
+        )
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -144,6 +150,9 @@ class Scheduler:
                 self._reports.inherit(message, now_ns)
             case KeepStatistics():
                 self._reports.keep_brief(now_ns)
+            case Granted():
+                if self._grants is not None:
+                    self._grants.granted(message.ticket)
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)

@@ -130,6 +130,7 @@ class Settings:
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
     first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
     padding: Padding | None = None
+    rate_limited: bool = False  # instances execute only with a grant
     cached: bool = False  # its responses may be kept and given again
 
     @classmethod
@@ -157,6 +158,7 @@ class Settings:
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
             padding=Padding.of(config),
+            rate_limited=limits.rate_limited,
             cached=bool((config.get("response_cache") or {}).get("enable", False)),
         )
 

@@ -11,7 +11,7 @@ Its rooms:
     processes/          the process table, zygotes that fork, the control socket, backoff
     models/             what is loaded: planning, versions, rollout, the repository index
     regions/            the registry of shared memory, its quotas
-    resources/          what models share of the host: the response cache's bytes
+    resources/          what models share: cache bytes, the rate limiter's grants, workspaces
     local_clients/      programs on this host that use shmserve.client
     events/             the event stream: who subscribes, what is published
     host/               listeners, the run directory, the log file, the start-up report

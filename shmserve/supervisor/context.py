@@ -21,6 +21,7 @@ from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.resources.cache_shares import CacheShares
+from shmserve.supervisor.resources.grants import Grants
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 LOCAL_CLIENT = "local client"
@@ -47,6 +48,7 @@ class SupervisorContext:
     local_clients: LocalClientServer
     events: EventPublisher
     cache_shares: CacheShares
+    grants: Grants
     workspaces: Workspaces
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)

@@ -22,7 +22,7 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
 from shmserve.ipc.memory.large_copies import past_the_caches
-from shmserve.ipc.messages import ProcessExited, ProcessStarted
+from shmserve.ipc.messages import AskGrant, GrantReturned, ProcessExited, ProcessStarted
 from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
@@ -48,6 +48,7 @@ from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.resources.cache_shares import CacheShares
+from shmserve.supervisor.resources.grants import Grants
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import ENDING, Supervisor
 
@@ -192,6 +193,7 @@ def compose(
         local_clients=local_clients,
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
+        grants=_grants(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
     )
     feed = EventFeed(
@@ -240,3 +242,11 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
         if any(any(root.glob(pattern)) for root in config.model_repositories):
             preloads.append(module)
     return Zygote(processes, run_dir, "worker zygote", preloads, copying)
+
+
+def _grants(config: ServerConfig, control: Control) -> Grants:
+    resources = {(name, device): count for name, device, count in config.rate_limit_resources}
+    grants = Grants(config.rate_limit == "execution_count", resources)
+    grants.send = control.send
+    control.serve((AskGrant, GrantReturned), grants.handle)
+    return grants

@@ -144,6 +144,7 @@ class Supervisor:
         context = self.context
         context.control.dismiss(child.pid)
         context.events.publish(ProcessEnded(child.pid, child.title, child.reason))
+        context.grants.exited(child.pid)
         self.regions.draining.gateway_exited(child.pid)
         context.background(self.regions.abandoned(child.pid))
         self.gateways.process_exited(child)

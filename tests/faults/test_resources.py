@@ -6,10 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.rigs.pipelines import add_model
+from tests.support import repositories
 from tests.support.leaks import resident_bytes
-from tests.support.servers import running
+from tests.support.servers import Server, running
+from tests.support.wire.raw_http import json_input
 
 _LARGE = 250_000  # elements: 1 MB
 _TIMES = 40
@@ -44,3 +47,46 @@ def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> Non
         for _ in range(2):
             ask(1, size=4)
         assert server.metric("nv_cache_num_hits_per_model", model="large") == 1
+
+
+_LIMITED = """
+instance_group [ { kind: KIND_CPU count: 1
+  rate_limiter { resources [ { name: "R" count: 1 } ] } } ]
+"""
+
+
+@pytest.mark.parametrize("victim", ["worker holder.0", "scheduler holder"])
+def test_the_holder_of_grants_dies(tmp_path: Path, victim: str) -> None:
+    """What it held is another model's at once, and it runs again itself."""
+    repository = tmp_path / "models"
+    repository.mkdir()
+    for name in ("holder", "other"):
+        config = repositories.add_as(repository, name, "gated") / "config.pbtxt"
+        lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
+        config.write_text("\n".join([*lines, _LIMITED]))
+
+    def ask(server: Server, model: str, value: int) -> int:
+        with server.http() as http:
+            given = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
+            return http.infer(model, {"inputs": given}).status
+
+    with running(repository, "--rate-limit=execution_count") as server:
+        gate = server.gate
+        with ThreadPoolExecutor(2) as pool:
+            holder = pool.submit(ask, server, "holder", 1)
+            held = gate.next()
+            assert held.told["batch"] == [1]
+            other = pool.submit(ask, server, "other", 2)
+            server.wait_pending("other", 1)
+            server.one(victim).kill()
+            first = gate.next()
+            first.release()
+            held.release()  # where only its scheduler is dead, its worker is still there
+            second = gate.next()
+            second.release()
+            assert sorted([*first.batch, *second.batch]) == [1, 2]
+            assert (holder.result(), other.result()) == (200, 200)
+        gate.close()
+        server.wait_ready()
+        for model in ("holder", "other"):
+            assert ask(server, model, 3) == 200

@@ -23,6 +23,7 @@ from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.resources.cache_shares import CacheShares
+from shmserve.supervisor.resources.grants import Grants
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 CONFIG = {
@@ -77,6 +78,7 @@ class Processes:
             local_clients=MagicMock(publish=AsyncMock()),
             events=EventPublisher(),
             cache_shares=CacheShares(0),
+            grants=Grants(False, {}),
             workspaces=Workspaces({}, MagicMock()),
         )
         self._handlers: dict[int, Callable[[Any], None]] = {}

@@ -114,6 +114,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "supervisor.models.version": (
         *("ipc.*", "common.*", "supervisor", "supervisor.events", "supervisor.processes"),
+        "supervisor.resources",
     ),
     "supervisor.models": (
         *("ipc.*", "common.*", "config", "model_config", "supervisor.models.version"),

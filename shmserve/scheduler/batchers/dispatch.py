@@ -10,6 +10,7 @@ from shmserve.scheduler.batchers.default import DefaultBatcher
 from shmserve.scheduler.batchers.dispatcher import Dispatcher, Identity
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.grants import Grants
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Request
@@ -31,6 +32,7 @@ class Dispatch(Dispatcher):
         pool: Pool,
         executions: Executions,
         responses: Responses,
+        grants: Grants | None = None,
     ) -> None:
         self._batcher = _batcher(settings)
         self._queue = queue
@@ -38,7 +40,8 @@ class Dispatch(Dispatcher):
         self._executions = executions
         self._responses = responses
         executions.on_executed = self._batcher.returned if self._batcher.learns else None
-        self._sends_ahead = not settings.policies.limited
+        self._grants = grants
+        self._sends_ahead = not settings.policies.limited and grants is None
 
     def hurry(self) -> None:
         """As `Dispatcher` says."""
@@ -54,13 +57,19 @@ class Dispatch(Dispatcher):
         """As `Dispatcher` says."""
         queue, executions, batcher = self._queue, self._executions, self._batcher
         pool = self._pool
+        grants, slot = self._grants, None
         while len(queue):
             ahead = not pool.free
             if ahead and not (self._sends_ahead and pool.room(executions.service_time.credit)):
                 break
+            if grants is not None:
+                slot = grants.find(pool.free_slots())
+                if slot is None and self._would_run(now_ns):
+                    grants.ask(pool.free_slots(), len(queue))
+                    break
             retry = None if ahead else queue.take_retry()
             if retry is not None:
-                executions.start([retry], Closed.RETRY, now_ns)
+                executions.start([retry], Closed.RETRY, now_ns, slot)
             elif not queue.queued:
                 break  # what must run alone waits for an instance that has nothing else
             elif queue.holding():
@@ -74,14 +83,29 @@ class Dispatch(Dispatcher):
                     ):
                         break
                     case Batch():
-                        executions.start(queue.take(decision.count), decision.reason, now_ns)
+                        taken = queue.take(decision.count)
+                        executions.start(taken, decision.reason, now_ns, slot)
                     case WaitUntil():
+                        if grants is not None:
+                            grants.give_back()
                         return NEVER if ahead else decision.ns
                     case None:
                         break
                     case _:
                         assert_never(decision)
+        if grants is not None:
+            grants.give_back()
         return NEVER
+
+    def _would_run(self, now_ns: int) -> bool:
+        """Whether a batch is there for an instance that is free."""
+        queue = self._queue
+        if queue.queued < len(queue):
+            return True  # a retry
+        if queue.holding():
+            return False
+        reserve_ns = self._executions.service_time.reserve_ns
+        return isinstance(self._batcher.decide(now_ns, queue.waiting(), reserve_ns), Batch)
 
 
 def _batcher(settings: Settings) -> Batcher:

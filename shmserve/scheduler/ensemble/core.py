@@ -25,6 +25,7 @@ from shmserve.ipc.messages import (
     Drained,
     Failed,
     Grant,
+    Granted,
     InstanceExited,
     InstanceExpected,
     KeepStatistics,
@@ -255,7 +256,9 @@ class Ensemble:
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
-            case InstanceExpected() | InstanceExited() | RetireInstance() | PoolFailed():
+            case (
+                Granted() | InstanceExpected() | InstanceExited() | RetireInstance() | PoolFailed()
+            ):
                 self.misplaced()  # there are no instances
             case _:
                 assert_never(message)

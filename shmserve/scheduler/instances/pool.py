@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.requests.request import NEVER, Request, Worker
@@ -127,8 +127,21 @@ class Lost(NamedTuple):
     open: list[Request]
 
 
+class Grants(Protocol):
+    """What an instance needs to execute, where that is limited."""
+
+    def use(self, slot: Slot) -> None:
+        """The instance executes."""
+
+    def done(self, slot: Slot) -> None:
+        """The instance has executed."""
+
+    def gone(self, index: int) -> None:
+        """The instance is gone, whatever it had."""
+
+
 class Pool:
-    """All slots of a model version."""
+    """All slots of a model version. With `grants` each execution needs one."""
 
     def __init__(self, execution_limit_ns: int) -> None:
         self._limit_ns = execution_limit_ns
@@ -138,6 +151,7 @@ class Pool:
         self._failure = ""
         self.retiring: list[Slot] = []
         self.members = 0  # counts who came, who went, and who is to
+        self.grants: Grants | None = None
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -222,6 +236,8 @@ class Pool:
     def _leave(self, slot: Slot) -> Lost:
         slot.meet("exit")
         self.members += 1
+        if self.grants is not None:
+            self.grants.gone(slot.index)
         executions = list(slot.executions)
         begun = {request.key for each in executions for request in each.requests}
         lost = Lost(executions, [r for r in slot.requests.values() if r.key not in begun])
@@ -245,6 +261,10 @@ class Pool:
         """Whether an instance can take a batch."""
         return bool(self._free)
 
+    def free_slots(self) -> list[Slot]:
+        """The instances that can take a batch, the one that has been free for longest first."""
+        return list(self._free)
+
     def room(self, credit: int) -> bool:
         """Whether a busy instance has less than `credit` batches."""
         if credit > 1:
@@ -260,6 +280,8 @@ class Pool:
             if not wanted.retiring:
                 self._free.remove(wanted)
             slot = wanted
+            if self.grants is not None:
+                self.grants.use(slot)
             slot.meet("assign")
         elif self._free:
             slot = self._free.popleft()
@@ -279,6 +301,8 @@ class Pool:
         """The instance has returned its batch, and begins the next one if it has it. What becomes
         of its `requests` is the caller's to say."""
         slot.executions.popleft()
+        if self.grants is not None:
+            self.grants.done(slot)
         if slot.executions:
             slot.executions[0].started_ns = now_ns
             return

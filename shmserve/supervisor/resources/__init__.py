@@ -1,1 +1,7 @@
-"""What the models of the server share: the response cache's bytes, workspaces."""
+"""What the models of the server share.
+
+cache_shares.py   the response cache's bytes, in equal parts
+rate_limiter.py   who may execute, by the resources that each instance needs (pure)
+grants.py         that, over the control socket
+workspaces.py     who has memory of the shared workspaces
+"""

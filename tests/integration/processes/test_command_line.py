@@ -79,7 +79,7 @@ def test_an_existing_triton_command_line_starts(
     log = server.log()
     lines = log.splitlines()
     (warning,) = [line for line in lines if "--backend-directory" in line]
-    assert "--rate-limit" in warning
+    assert "--metrics-interval-ms" in warning and "--rate-limit" not in warning
     assert f"127.0.0.1:{server.http_port}" in log
     assert f"127.0.0.1:{server.metrics_port}" in log
     assert [line for line in lines if "constant" in line and "READY" in line]

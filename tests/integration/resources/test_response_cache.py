@@ -172,7 +172,7 @@ def test_the_bound_is_the_servers(server: Server) -> None:
 
 
 def test_models_that_cannot_be_cached_do_not_load(explicit: tuple[Server, Path]) -> None:
-    """Section 3.8: the texts of a load."""
+    """Rule 3.8.1: the texts of a load."""
     server, repository = explicit
     add_model(repository, "sequence", COUNTING, more=CACHED + " sequence_batching {}")
     decoupled = CACHED + " model_transaction_policy { decoupled: true }"

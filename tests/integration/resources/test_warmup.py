@@ -159,6 +159,7 @@ def test_zeros_once_where_no_count_is_given(server: Server) -> None:
 
 
 def test_a_batch_size_is_so_many_requests_of_one_in_one_execution(server: Server) -> None:
+    """Rule 3.9.4."""
     assert seen(server, "batched") == [[ROW] * 3] * 2
 
 
@@ -257,6 +258,7 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
 def test_a_sample_that_fails_fails_the_load(
     explicit: tuple[Server, Path], name: str, warmup: str, says: str
 ) -> None:
+    """Rule 3.9.5."""
     server, repository = explicit
     add(repository, name, warmup, values=b"1234")
     with server.http() as http:

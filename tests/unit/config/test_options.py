@@ -177,9 +177,9 @@ def test_log_flags_are_the_first_log_settings() -> None:
 
 
 def test_flags_without_effect_are_named_once() -> None:
-    ports = ("--vertex-ai-port=8001", "--rate-limit", "off", "--vertex-ai-port", "9")
+    ports = ("--vertex-ai-port=8001", "--trace-level", "OFF", "--vertex-ai-port", "9")
     found = settings(*ports, "--allow-vertex-ai")
-    assert found.without_effect == ("--vertex-ai-port", "--rate-limit", "--allow-vertex-ai")
+    assert found.without_effect == ("--vertex-ai-port", "--trace-level", "--allow-vertex-ai")
 
 
 def test_what_repeats_and_what_the_last_one_decides() -> None:

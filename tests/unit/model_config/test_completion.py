@@ -221,7 +221,6 @@ def test_what_has_no_effect_is_listed() -> None:
         "optimization.execution_accelerators",
         "optimization.priority",
         "optimization.input_pinned_memory",
-        "instance_group[0].rate_limiter",
         "instance_group[1].host_policy",
     ]
     assert ignored_fields(normalise(parse_pbtxt(RECORDED["simple"]["pbtxt"]), "simple", 0)) == []

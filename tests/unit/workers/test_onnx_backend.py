@@ -9,17 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from onnx import TensorProto
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
 from shmserve.workers.backends.onnx import OnnxBackend, OnnxRuntimeError
+from shmserve.workers.backends.onnx.binding import DeviceBinding
+from shmserve.workers.backends.onnx.model_file import describe
 from shmserve.workers.backends.onnx.session import (
     import_onnxruntime,
     providers,
     session_options,
 )
+from shmserve.workers.device import Device
 from tests.rigs.worker_rig import (
     Region,
     Rig,
@@ -300,6 +304,19 @@ def test_providers_by_kind_and_accelerator() -> None:
     accelerators["gpu_execution_accelerator"] = [{"name": "magic"}]
     with pytest.raises(InvalidArgument, match="unknown execution accelerator 'magic'"):
         providers(config, "GPU", 0)
+
+
+def test_the_binding_of_a_device_takes_and_makes_tensors(worker: Rig) -> None:
+    """Where there is no GPU, the host plays it."""
+    save_sum(worker)
+    runtime = import_onnxruntime()
+    path = worker.context.version_dir / "model.onnx"
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    binding = DeviceBinding(session, describe(session), Device("cpu"))
+    a = torch.arange(8.0).view(2, 4)
+    for _ in range(2):
+        made = binding.run({"a": a, "b": a}, ["s"], [])
+        assert torch.equal(made["s"], a + a)
 
 
 def test_a_gpu_needs_the_other_package(worker: Rig) -> None:

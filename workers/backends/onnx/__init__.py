@@ -81,8 +81,7 @@ class OnnxBackend(Backend):
                     "which no GPU can hold: set instance_group to KIND_CPU"
                 )
             self.device_inputs = True
-            session_id = self.context.device_id
-            self._binding = DeviceBinding(session, description, session_id, device.synchronize)
+            self._binding = DeviceBinding(session, description, device)
         else:
             self._binding = HostBinding(self.context, session, description)
 

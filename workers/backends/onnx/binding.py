@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY
@@ -21,6 +22,8 @@ from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.backends.described import Described, Description
 from shmserve.workers.batch.placement import free_places
+from shmserve.workers.device import Device
+from shmserve.workers.memory.torch_types import as_torch
 
 _WORTH = 64 * 1024  # bytes of an output: to bind it costs more than to copy less
 # What a client may change while the model runs must not be used as an index.
@@ -45,7 +48,6 @@ class HostBinding:
         # Without numpy's help: it has no such type.
         self._bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
         self._unpredictable: set[str] = set()  # outputs that were not of their shape once
-        self._binding: Any = None
 
     def run(
         self, inputs: Mapping[str, Array], wanted: Sequence[str], requests: Sequence[Request]
@@ -108,86 +110,88 @@ class HostBinding:
     def _run_bound(
         self, inputs: Mapping[str, Array], wanted: Sequence[str], placed: Mapping[str, Array]
     ) -> dict[str, Array]:
-        if self._binding is None:
-            self._binding = self._session.io_binding()
-        binding = self._binding
-        try:
-            for name, array in inputs.items():
-                kind = self._inputs[name].datatype
-                binding.bind_input(name, "cpu", 0, _element(kind), array.shape, _address(array))
-            for name in wanted:
-                array_or_none = placed.get(name)
-                if array_or_none is None:
-                    binding.bind_output(name, "cpu")
-                    continue
-                kind, shape = self._outputs[name].datatype, array_or_none.shape
-                address = _address(array_or_none)
-                binding.bind_output(name, "cpu", 0, _element(kind), shape, address)
-            self._session.run_with_iobinding(binding)
-            values = dict(zip(wanted, binding.get_outputs(), strict=True))
-        finally:
-            binding.clear_binding_inputs()
-            binding.clear_binding_outputs()
+        # Each time a new one: in older versions of onnxruntime its outputs end with it.
+        binding = self._session.io_binding()
+        for name, array in inputs.items():
+            kind = self._inputs[name].datatype
+            binding.bind_input(name, "cpu", 0, _element(kind), array.shape, _address(array))
+        for name in wanted:
+            target = placed.get(name)
+            if target is None:
+                binding.bind_output(name, "cpu")
+                continue
+            kind = self._outputs[name].datatype
+            binding.bind_output(name, "cpu", 0, _element(kind), target.shape, _address(target))
+        self._session.run_with_iobinding(binding)
+        values = dict(zip(wanted, binding.get_outputs(), strict=True))
         return {
-            name: placed[name] if name in placed else self._made(name, value)
+            name: placed[name] if name in placed else self._made(name, value, binding)
             for name, value in values.items()
         }
 
-    def _made(self, name: str, value: Any) -> Array:
+    def _made(self, name: str, value: Any, binding: Any) -> Array:
         """An array over memory of onnxruntime's, which it keeps."""
-        return np.asarray(_Tensor(value, _form(self._outputs[name].datatype)))
+        return np.asarray(_Tensor(value, binding, _form(self._outputs[name].datatype)))
 
 
 class DeviceBinding:
-    """Runs a session on a GPU: torch tensors that are there in, and out."""
+    """Runs a session on a device: torch tensors that are there in, and out."""
 
-    def __init__(
-        self, session: Any, description: Description, device_id: int, synchronize: Any
-    ) -> None:
+    def __init__(self, session: Any, description: Description, device: Device) -> None:
         self._session = session
-        self._datatypes = {tensor.name: tensor.datatype for tensor in description.inputs}
-        self._device_id = device_id
-        self._synchronize = synchronize
-        self._binding: Any = None
+        tensors = (*description.inputs, *description.outputs)
+        self._datatypes = {tensor.name: tensor.datatype for tensor in tensors}
+        self._device = device.torch
+        self._kind, self._index = device.torch.type, device.torch.index or 0
+        self._synchronize = device.synchronize
 
     def run(
         self, inputs: Mapping[str, Any], wanted: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Any]:
         """The outputs `wanted` of a batch. Raises what onnxruntime raises."""
-        from torch.utils.dlpack import from_dlpack
+        binding = self._session.io_binding()
+        for name, tensor in inputs.items():
+            kind = _element(self._datatypes[name])
+            where = (self._kind, self._index, kind, tuple(tensor.shape), tensor.data_ptr())
+            binding.bind_input(name, *where)
+        for name in wanted:
+            binding.bind_output(name, self._kind, self._index)
+        self._synchronize()  # onnxruntime's stream is another one
+        self._session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+        values = binding.get_outputs()
+        return {
+            name: self._made(name, value, binding)
+            for name, value in zip(wanted, values, strict=True)
+        }
 
-        if self._binding is None:
-            self._binding = self._session.io_binding()
-        binding = self._binding
-        try:
-            for name, tensor in inputs.items():
-                kind = _element(self._datatypes[name])
-                where = ("cuda", self._device_id, kind, tuple(tensor.shape), tensor.data_ptr())
-                binding.bind_input(name, *where)
-            for name in wanted:
-                binding.bind_output(name, "cuda", self._device_id)
-            self._synchronize()  # onnxruntime's stream is another one
-            self._session.run_with_iobinding(binding)
-            binding.synchronize_outputs()
-            values = binding.get_outputs()
-        finally:
-            binding.clear_binding_inputs()
-            binding.clear_binding_outputs()
-        return {name: from_dlpack(value) for name, value in zip(wanted, values, strict=True)}
+    def _made(self, name: str, value: Any, binding: Any) -> torch.Tensor:
+        """A tensor over memory of onnxruntime's, which it keeps."""
+        shape, datatype = tuple(value.shape()), self._datatypes[name]
+        size = math.prod(shape) * ITEM_SIZE[datatype]
+        held: Any = _Tensor(value, binding, np.dtype(np.uint8), size)
+        if self._kind == "cpu":  # torch does not know numpy's protocol
+            held = np.asarray(held)
+        return as_torch(datatype, shape, torch.as_tensor(held, device=self._device))
 
 
 class _Tensor:
-    """Memory of an OrtValue, for numpy."""
+    """Memory of an OrtValue, for numpy and torch; keeps it, and the binding that it is of.
+    `byte_size`: as so many bytes, whatever its shape."""
 
-    def __init__(self, value: Any, form: np.dtype[Any]) -> None:
-        self._value = value
+    def __init__(
+        self, value: Any, binding: Any, form: np.dtype[Any], byte_size: int | None = None
+    ) -> None:
+        self._owners = value, binding
         self.__array_interface__ = {
-            "shape": tuple(value.shape()),
+            "shape": tuple(value.shape()) if byte_size is None else (byte_size,),
             "typestr": form.str,
             "data": (value.data_ptr(), False),
             "strides": None,
             "version": 3,
         }
+        if value.device_name().lower() == "cuda":
+            self.__cuda_array_interface__ = self.__array_interface__
 
 
 def _sizes(tensors: Mapping[str, Described], inputs: Mapping[str, Array]) -> dict[str, int]:

@@ -17,6 +17,7 @@ from shmserve.scheduler.batchers.sequence.lane import Lane, Rows, Sequence
 from shmserve.scheduler.batchers.sequence.oldest import OldestLane
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.grants import Grants
 from shmserve.scheduler.instances.losses import state_lost
 from shmserve.scheduler.instances.pool import Pool, Slot
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
@@ -41,12 +42,14 @@ class SequenceDispatch(Dispatcher):
         pool: Pool,
         executions: Executions,
         responses: Responses,
+        grants: Grants | None = None,
     ) -> None:
         assert settings.sequences is not None
         rules = self._rules = settings.sequences
         self._name = settings.name
         self._queue = queue
         self._pool = pool
+        self._grants = grants
         self._executions = executions
         self._responses = responses
         self._sequences = Sequences(settings.name, rules.idle_ns, rules.most, rules.iterative)
@@ -155,6 +158,8 @@ class SequenceDispatch(Dispatcher):
             for lane, slot in slots:
                 if slot is not None and slot.idle:
                     wake_ns = min(wake_ns, self._start(lane, slot, now_ns))
+        if self._grants is not None:
+            self._grants.give_back()
         return min(wake_ns, sequences.next_idle_ns())
 
     def _follow(self, now_ns: int) -> None:
@@ -203,6 +208,9 @@ class SequenceDispatch(Dispatcher):
         """Give an idle instance its next batch; returns when to ask again, NEVER: no need."""
         decision = lane.decide(now_ns, self._executions.service_time.reserve_ns)
         if isinstance(decision, Rows):
+            if self._grants is not None and self._grants.find([slot]) is None:
+                self._grants.ask([slot], 1)
+                return NEVER
             # Before they begin: who ends then has no slot any more.
             rows = [_row(number, sequence) for number, sequence in decision.rows]
             requests = self._sequences.begin(lane, decision.rows)

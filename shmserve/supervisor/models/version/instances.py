@@ -37,6 +37,7 @@ class Instance:
     device: str
     kind: str
     device_id: int
+    group: int = 0  # the number of its instance group
     settings: str = ""  # what else its group says
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
@@ -66,7 +67,7 @@ class Instance:
 def expand_instances(config: dict[str, Any]) -> list[Instance]:
     """The instances that `instance_group` of a normalised configuration asks for, in order."""
     made: list[Instance] = []
-    for group in config["instance_group"]:
+    for place, group in enumerate(config["instance_group"]):
         gpu = group["kind"] == "KIND_GPU"
         others = {key: value for key, value in group.items() if key not in _OF_EACH}
         for device_id in group["gpus"] if gpu else [0]:
@@ -80,6 +81,7 @@ def expand_instances(config: dict[str, Any]) -> list[Instance]:
                         device=f"gpu:{device_id}" if gpu else "cpu",
                         kind=group["kind"].removeprefix("KIND_"),
                         device_id=device_id,
+                        group=place,
                         settings=json.dumps(others, sort_keys=True),
                     )
                 )

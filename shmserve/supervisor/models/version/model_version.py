@@ -124,6 +124,7 @@ class ModelVersion:
         began = time.monotonic()
         try:
             await self.instances.complete_config()
+            self._scheduler.reserve(self.config)
             await self._fail_over.start(first=True)
             self._context.background(self._fail_over.keep())
             await self.instances.load()
@@ -141,7 +142,8 @@ class ModelVersion:
         instances = self.instances
         if not isinstance(instances, InstanceProcesses) or self.failure:
             return None
-        if not fits_in_place(self.spec, spec):
+        limited = self._scheduler.is_limited(self.config) or self._scheduler.is_limited(spec.config)
+        if limited or not fits_in_place(self.spec, spec):
             return None
         try:
             config = spec.complete(instances.completed)
@@ -198,7 +200,7 @@ class ModelVersion:
         """End every process now."""
         self._lifetime.retiring = self._lifetime.stopping = True
         self._news.set()
-        self._scheduler.leave_cache()
+        self._scheduler.leave()
         children = [*self._scheduler.children(), *self.instances.children()]
         for child in children:
             child.kill()

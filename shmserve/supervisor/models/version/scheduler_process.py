@@ -19,9 +19,11 @@ from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLi
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.counters import counted
 from shmserve.supervisor.models.version.carry_over import CarryOver
+from shmserve.supervisor.models.version.instances import expand_instances
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.resources.rate_limiter import instance_needs, limits
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class SchedulerProcess:
         self._drained: asyncio.Future[None] = loop.create_future()
         self.counts = CarryOver(self.tell)
         self._publish_counters = False
+        self._rate_limited = False
 
     @property
     def number(self) -> int:
@@ -93,6 +96,8 @@ class SchedulerProcess:
         ready = self._ready = asyncio.get_running_loop().create_future()
         child = await self._spawn(number, config, workers)
         self._child = child
+        if self._rate_limited:
+            self._context.grants.speaks(child.pid, id(self))
         self._context.enrol(child.pid, self._role, self._on_scheduler)
         if not self._lifetime.stopping:
             await self._context.either(ready, child.exited)
@@ -114,6 +119,7 @@ class SchedulerProcess:
             delay_scheduler=server.delay_scheduler,
             backlog_delay_scheduler=server.backlog_delay_scheduler,
             quantiles=server.metrics.kept_quantiles,
+            rate_limited=self._rate_limited,
         )
         start = SchedulerStart(
             number=number,
@@ -184,12 +190,25 @@ class SchedulerProcess:
         self.tell(m.Drain())
         await self._context.either(self._drained, self._child.exited)
 
-    def leave_cache(self) -> None:
-        """What it had of the response cache is for others."""
+    def is_limited(self, config: dict[str, Any]) -> bool:
+        """Whether the rate limiter has a say in it: what that knows of instances stays as it is."""
+        return self._context.grants.on and limits(config)
+
+    def reserve(self, config: dict[str, Any]) -> None:
+        """Enter what its instances need with the rate limiter, if that is on. Raises
+        InvalidArgument for what there will never be."""
+        if self.is_limited(config):
+            devices = [(each.group, each.device_id) for each in expand_instances(config)]
+            self._context.grants.join(id(self), instance_needs(config, devices))
+            self._rate_limited = True
+
+    def leave(self) -> None:
+        """What it had of the response cache, and of the rate limiter, is for others."""
         self._context.cache_shares.leave(id(self))
+        self._context.grants.leave(id(self))
 
     async def stop(self) -> None:
         """End it, in order."""
-        self.leave_cache()
+        self.leave()
         self.tell(m.Stop())
         await self._context.end(self._child, _STOP_PATIENCE_S)

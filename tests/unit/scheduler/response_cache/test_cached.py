@@ -86,7 +86,7 @@ def hit(rig: Rig, packed: bytes, **fields: Any) -> m.Finished:
 
 
 def test_a_hit_runs_nothing_and_counts_as_a_success() -> None:
-    """Section 3.8: executions and inferences stay; success, queue and the hit count."""
+    """Rule 3.8.3: executions and inferences stay; success, queue and the hit count."""
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
@@ -236,7 +236,7 @@ def test_what_lies_in_a_clients_region_passes_the_cache_by(arena: Arena, which: 
 
 
 def test_a_response_larger_than_the_cache_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
-    """Section 3.8: it is not inserted, which is logged."""
+    """Rule 3.8.4: it is not inserted, which is logged."""
     rig = cached(byte_size=1000)
     peer = rig.start()
     run(rig, peer, work(), body(b"small"))

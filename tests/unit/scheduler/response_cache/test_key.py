@@ -42,6 +42,7 @@ def key(request: Inference, model: str = "m", version: str = "1") -> bytes:
     ],
 )
 def test_requests_that_differ_have_different_keys(other: Inference) -> None:
+    """Rule 3.8.2."""
     assert key(other) != key(REQUEST)
 
 

@@ -18,7 +18,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_it_keeps_what_was_used_last_within_its_bound(steps: list[tuple[str, int, int]]) -> None:
-    """Section 3.8: bounded by bytes, the least recently used evicted, nothing larger than all."""
+    """Rule 3.8.5: bounded by bytes, the least recently used evicted, nothing larger than all."""
     cache: LruCache[int] = LruCache(50)
     bound = 50
     kept: dict[bytes, int] = {}  # by recency

@@ -27,6 +27,16 @@ RULES = {
     "3.2.4": "REJECT refuses, DELAY puts behind the level, without a timeout any more",
     "3.2.5": "expiry by a timer, whatever instances do",
     "3.2.6": "more than the timeout's microseconds must have passed",
+    "3.8.1": "a cache if server and model say so; none with sequences, or decoupled",
+    "3.8.2": "the key: model, version, inputs with shapes and types, parameters, outputs",
+    "3.8.3": "a hit executes nothing, counts as success, queue and hit, and keeps the order",
+    "3.8.4": "a miss inserts after the execution; what is too large is logged, and a miss",
+    "3.8.5": "bounded by bytes; the least recently used is evicted",
+    "3.9.1": "an instance executes with its resources; the capacity is the most that one needs",
+    "3.9.2": "what could never run, or is global and a device's, does not load",
+    "3.9.3": "the fewest executions times the priority first; nobody is held up by who waits",
+    "3.9.4": "warm-up before ready, by instance: N requests of one, count times; 0 is skipped",
+    "3.9.5": "a sample that fails, or has a variable dimension, fails the load",
 }
 # Sections whose rules have no numbers: their tests name the section.
 SECTIONS = {

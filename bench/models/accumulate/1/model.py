@@ -1,0 +1,26 @@
+"""The sums of what a sequence has sent, its state kept by the model."""
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """OUTPUT is the sum of INPUT over the requests of a sequence."""
+
+    def initialize(self, args):
+        self.sums = {}
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            value, start, end, ready, who = (
+                pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+                for name in ("INPUT", "START", "END", "READY", "CORRID")
+            )
+            if ready.flat[0]:
+                key = int(who.flat[0])
+                before = 0 if start.flat[0] else self.sums[key]
+                value = self.sums[key] = value + before
+                if end.flat[0]:
+                    del self.sums[key]
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", value)]))
+        return responses

@@ -1,0 +1,235 @@
+"""The rate limiter: which instances may execute now, by the resources that each one needs (pure).
+
+An instance asks before each execution and gives back after it. Of those that wait and whose needs
+are free, the one with the smallest number of executions times its priority goes first, as in
+Triton: priority 2 runs half as often. Unlike there, one whose needs are not free holds up nobody
+else. So that it is not overtaken for ever, whoever was passed over by `PATIENCE` others that took
+what it needs is next, and what it needs is kept for it (bounded bypass).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shmserve.errors import InvalidArgument
+
+PATIENCE = 64
+GLOBAL = -1  # in the place of a device
+
+Resource = tuple[str, int]  # a name, and the device or GLOBAL
+
+
+class Needs(NamedTuple):
+    """What an instance takes for an execution, and its priority, 1 the highest."""
+
+    resources: Mapping[Resource, int]
+    priority: int
+
+
+@dataclass(slots=True, eq=False)
+class _Instance:
+    needs: Needs
+    executions: int = 0
+
+    @property
+    def score(self) -> int:
+        """Who has the smallest goes first."""
+        return self.executions * self.needs.priority
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    member: Hashable
+    ticket: Hashable
+    instance: _Instance
+    number: int
+    passed: int = 0  # grants to others of what it needs
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """The smallest goes first."""
+        return self.passed < PATIENCE, self.instance.score, self.number
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    instances: list[_Instance]
+    held: dict[Hashable, _Instance] = field(default_factory=dict)  # by ticket
+
+
+Granted = tuple[Hashable, Hashable]  # a member, and the ticket that it had asked with
+
+
+class RateLimiter:
+    """Grants resources to the instances of members (model versions). `explicit`: the capacity of
+    what was configured, by name and device (None: every one); of others it is the most that any
+    instance needs."""
+
+    def __init__(self, explicit: Mapping[tuple[str, int | None], int]) -> None:
+        self._explicit = dict(explicit)
+        self._members: dict[Hashable, _Member] = {}
+        self._waiting: list[_Waiting] = []
+        self._used: Counter[Resource] = Counter()
+        self._capacity: dict[Resource, int] = {}
+        self._numbers = itertools.count()
+
+    def used(self) -> dict[Resource, int]:
+        """What is granted now."""
+        return {resource: count for resource, count in self._used.items() if count}
+
+    def capacity(self) -> dict[Resource, int]:
+        """What there is of each resource that a member needs."""
+        return dict(self._capacity)
+
+    # --- members ----------------------------------------------------------------------------------
+
+    def join(self, member: Hashable, instances: Sequence[Needs]) -> None:
+        """A model version begins. It starts where the others are: what they have executed before
+        is no debt to it.
+
+        Raises InvalidArgument, with Triton's texts, for a resource that is both global and a
+        device's, and for more than there is.
+        """
+        asked = [item for needs in instances for item in needs.resources.items()]
+        known = {*self._capacity, *(resource for resource, _ in asked)}
+        for resource, count in asked:
+            self._check(resource, count, known)
+        scores = [each.score for other in self._members.values() for each in other.instances]
+        least = min(scores, default=0)
+        made = [_Instance(each, -(-least // each.priority)) for each in instances]
+        self._members[member] = _Member(made)
+        self._measure()
+
+    def _check(self, resource: Resource, count: int, known: set[Resource]) -> None:
+        name, device = resource
+        for other, where in known:
+            if other == name and (where == GLOBAL) != (device == GLOBAL):
+                raise InvalidArgument(
+                    f'Resource "{name}" is present as both global and device-specific resource in '
+                    "the model configuration."
+                )
+        limit = self._configured(resource)
+        if limit is not None and limit < count:
+            raise InvalidArgument(
+                f'Resource count for "{name}" is limited to {limit} which will prevent scheduling '
+                "of one or more model instances, the minimum required count is "
+                f"{count}"
+            )
+
+    def _configured(self, resource: Resource) -> int | None:
+        return self._explicit.get(resource, self._explicit.get((resource[0], None)))
+
+    def _measure(self) -> None:
+        most: dict[Resource, int] = {}
+        for member in self._members.values():
+            for instance in member.instances:
+                for resource, count in instance.needs.resources.items():
+                    most[resource] = max(count, most.get(resource, 0))
+        self._capacity = {}
+        for resource, count in most.items():
+            configured = self._configured(resource)
+            self._capacity[resource] = count if configured is None else configured
+
+    def forget(self, member: Hashable) -> list[Granted]:
+        """Who asked for a member is gone, with all that it held; returns who else may go on."""
+        found = self._members.get(member)
+        if found is None:
+            return []
+        self._waiting = [each for each in self._waiting if each.member != member]
+        for instance in found.held.values():
+            self._used.subtract(instance.needs.resources)
+        found.held.clear()
+        return self._grant()
+
+    def leave(self, member: Hashable) -> list[Granted]:
+        """A model version ends; returns who else may go on."""
+        if member not in self._members:
+            return []
+        granted = self.forget(member)
+        del self._members[member]
+        self._measure()
+        return granted + self._grant()
+
+    # --- grants -----------------------------------------------------------------------------------
+
+    def ask(self, member: Hashable, index: int, ticket: Hashable) -> list[Granted]:
+        """An instance of a member would execute; returns who may go on, perhaps it itself. What
+        makes no sense is ignored."""
+        found = self._members.get(member)
+        if found is None or not 0 <= index < len(found.instances) or ticket in found.held:
+            return []
+        instance = found.instances[index]
+        self._waiting.append(_Waiting(member, ticket, instance, next(self._numbers)))
+        return self._grant()
+
+    def give_back(self, member: Hashable, ticket: Hashable, executed: bool) -> list[Granted]:
+        """An execution has ended, or (not `executed`) nothing is to run after all; returns who may
+        go on."""
+        found = self._members.get(member)
+        if found is None:
+            return []
+        instance = found.held.pop(ticket, None)
+        if instance is None:
+            self._waiting = [w for w in self._waiting if (w.member, w.ticket) != (member, ticket)]
+        else:
+            self._used.subtract(instance.needs.resources)
+            if not executed:
+                instance.executions -= 1
+        return self._grant()
+
+    def _grant(self) -> list[Granted]:
+        granted: list[Granted] = []
+        kept: set[Resource] = set()
+        for waiting in sorted(self._waiting, key=lambda each: each.rank):
+            needs = waiting.instance.needs.resources
+            if kept.isdisjoint(needs) and self._fits(needs):
+                self._give(waiting)
+                granted.append((waiting.member, waiting.ticket))
+            elif waiting.passed >= PATIENCE:
+                kept.update(needs)
+        return granted
+
+    def _fits(self, needs: Mapping[Resource, int]) -> bool:
+        return all(
+            self._used[resource] + count <= self._capacity[resource]
+            for resource, count in needs.items()
+        )
+
+    def _give(self, waiting: _Waiting) -> None:
+        self._waiting.remove(waiting)
+        needs = waiting.instance.needs.resources
+        self._used.update(needs)
+        waiting.instance.executions += 1
+        self._members[waiting.member].held[waiting.ticket] = waiting.instance
+        for other in self._waiting:
+            if other.number < waiting.number or other.rank < waiting.rank:
+                other.passed += not needs.keys().isdisjoint(other.instance.needs.resources)
+
+
+def instance_needs(config: Mapping[str, Any], devices: Sequence[tuple[int, int]]) -> list[Needs]:
+    """The needs of each instance of a normalised configuration; `devices` has the number of its
+    group and its device."""
+    found: list[Needs] = []
+    for group, device in devices:
+        limiter = config["instance_group"][group].get("rate_limiter") or {}
+        resources: dict[Resource, int] = {}
+        for name, is_global, count in _resources(limiter):
+            resources[name, GLOBAL if is_global else device] = count
+        found.append(Needs(resources, limiter.get("priority") or 1))
+    return found
+
+
+def _resources(limiter: Mapping[str, Any]) -> Iterator[tuple[str, bool, int]]:
+    for each in limiter.get("resources") or ():
+        if each.get("count"):
+            yield each.get("name", ""), bool(each.get("global")), each["count"]
+
+
+def limits(config: Mapping[str, Any]) -> bool:
+    """Whether any instance of a configuration needs a resource."""
+    groups = config.get("instance_group") or ()
+    return any(any(_resources(group.get("rate_limiter") or {})) for group in groups)

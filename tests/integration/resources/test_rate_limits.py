@@ -1,0 +1,110 @@
+"""The rate limiter between models of a real server (section 3.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import repositories
+from tests.support.servers import Server
+from tests.support.waiting import until
+from tests.support.wire.raw_http import json_input
+
+
+def limited(count: int, name: str = "R", more: str = "") -> str:
+    """An instance group that needs so much."""
+    resource = f'{{ name: "{name}" count: {count} {more} }}'
+    return (
+        "instance_group [ { kind: KIND_CPU count: 2 "
+        f"rate_limiter {{ resources [ {resource} ] priority: 1 }} }} ]"
+    )
+
+
+def add(repository: Path, name: str, group: str) -> None:
+    """The model that waits at the gate, limited."""
+    config = repositories.add_as(repository, name, "gated") / "config.pbtxt"
+    lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
+    config.write_text("\n".join([*lines, group]))
+
+
+def ask(server: Server, model: str, value: int) -> int:
+    """The status of a request."""
+    with server.http() as http:
+        given = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
+        return http.infer(model, {"inputs": given}).status
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+def test_models_that_need_the_same_take_turns(
+    repository: Path, serve: Callable[..., Server], pool: ThreadPoolExecutor
+) -> None:
+    """Two instances of each of two models, and room for one; a third model goes its own way."""
+    for name in ("one", "two"):
+        add(repository, name, limited(2))
+    add(repository, "small", limited(1, "S"))
+    flags = ("--rate-limit=execution_count", "--rate-limit-resource=R:3")
+    server = serve(repository, *flags)
+    gate = server.gate
+    waiting: list[Future[int]] = []
+    for number in range(4):
+        model = ("one", "two")[number % 2]
+        waiting.append(pool.submit(ask, server, model, number))
+    first = gate.next()
+    free = pool.submit(ask, server, "small", 9)
+    second = gate.next()
+    assert second.batch == [9]
+    second.release()
+    assert free.result() == 200
+    seen = first.batch
+    for _ in range(3):
+        assert server.metric("shmserve_executing_requests") == 1
+        first.release()
+        first = gate.next()
+        seen += first.batch
+    first.release()
+    assert sorted(seen) == [0, 1, 2, 3]
+    assert [each.result() for each in waiting] == [200] * 4
+
+
+def test_without_the_flag_nothing_is_limited(
+    repository: Path, serve: Callable[..., Server], pool: ThreadPoolExecutor
+) -> None:
+    add(repository, "one", limited(2))
+    server = serve(repository, "--rate-limit-resource=R:1")
+    gate = server.gate
+    waiting = [pool.submit(ask, server, "one", number) for number in range(2)]
+    for visit in (gate.next(), gate.next()):
+        visit.release()
+    assert [each.result() for each in waiting] == [200, 200]
+
+
+def test_models_that_could_never_run_do_not_load(
+    repository: Path, serve: Callable[..., Server]
+) -> None:
+    """The texts of a load, and that nothing of it stays."""
+    flags = ("--rate-limit=execution_count", "--rate-limit-resource=R:3")
+    server = serve(repository, *flags, "--model-control-mode=explicit")
+    add(repository, "greedy", limited(4))
+    add(repository, "fine", limited(3))
+    add(repository, "world", limited(1, more="global: true"))
+    with server.http() as http:
+        error = http.post("/v2/repository/models/greedy/load").error
+        assert (
+            'Resource count for "R" is limited to 3 which will prevent scheduling of one or more '
+            "model instances, the minimum required count is 4"
+        ) in error
+        http.post("/v2/repository/models/fine/load").ok()
+        error = http.post("/v2/repository/models/world/load").error
+        assert 'Resource "R" is present as both global and device-specific resource' in error
+        http.post("/v2/repository/models/fine/unload").ok()
+        until("it is gone", lambda: not server.find("scheduler fine"))
+        http.post("/v2/repository/models/world/load").ok()

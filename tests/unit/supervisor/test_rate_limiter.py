@@ -1,0 +1,214 @@
+"""The rate limiter (section 3.9): capacity, order, no head-of-line blocking, bounded waiting."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.messages import AskGrant, Granted, GrantReturned
+from shmserve.supervisor.resources.grants import Grants
+from shmserve.supervisor.resources.rate_limiter import (
+    GLOBAL,
+    PATIENCE,
+    Needs,
+    RateLimiter,
+    instance_needs,
+    limits,
+)
+
+R, S = ("R", 0), ("S", GLOBAL)
+
+
+def limiter(*members: list[Needs], **explicit: int) -> RateLimiter:
+    made = RateLimiter({(name, None): count for name, count in explicit.items()})
+    for number, instances in enumerate(members):
+        made.join(number, instances)
+    return made
+
+
+def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
+    """Rule 3.9.1."""
+    made = limiter([Needs({R: 2}, 1), Needs({R: 3}, 1)], [Needs({R: 1, S: 4}, 1)])
+    assert made.capacity() == {R: 3, S: 4}
+    made.leave(0)
+    assert made.capacity() == {R: 1, S: 4}
+
+
+def test_what_was_configured_is_the_capacity() -> None:
+    assert limiter([Needs({R: 2}, 1)], R=10).capacity() == {R: 10}
+    explicit = RateLimiter({("R", 0): 7, ("R", None): 5})
+    explicit.join(0, [Needs({R: 2, ("R", 1): 1}, 1)])
+    assert explicit.capacity() == {R: 7, ("R", 1): 5}
+
+
+def test_a_model_that_could_never_run_does_not_load() -> None:
+    """Rule 3.9.2."""
+    with pytest.raises(InvalidArgument) as caught:
+        limiter([Needs({R: 4}, 1)], R=3)
+    assert caught.value.message == (
+        'Resource count for "R" is limited to 3 which will prevent scheduling of one or more model '
+        "instances, the minimum required count is 4"
+    )
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_resource_is_global_or_a_devices(apart: bool) -> None:
+    one, other = [Needs({R: 1}, 1)], [Needs({("R", GLOBAL): 1}, 1)]
+    with pytest.raises(InvalidArgument, match="both global and device-specific"):
+        limiter(*((one, other) if apart else (one + other,)))
+
+
+def test_a_configuration_gives_the_needs_of_each_instance() -> None:
+    resources = [{"name": "R", "count": 2}, {"name": "S", "count": 1, "global": True}]
+    limited = {"rate_limiter": {"resources": resources, "priority": 3}}
+    config: dict[str, Any] = {"instance_group": [limited, {}]}
+    assert limits(config) and not limits({"instance_group": [{}]})
+    assert instance_needs(config, [(0, 0), (0, 1), (1, 0)]) == [
+        Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3),
+        Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3),
+        Needs({}, 1),
+    ]
+
+
+def test_the_one_that_has_executed_least_times_its_priority_goes_first() -> None:
+    """Priority 2 runs half as often."""
+    made = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 2)])
+    ran = [0, 0]
+    (held,) = made.ask(0, 0, 0)
+    made.ask(1, 0, 1)
+    for ticket in range(2, 302):
+        member = held[0]
+        assert isinstance(member, int)
+        ran[member] += 1
+        # It asks again before it gives back: both always wait.
+        made.ask(member, 0, ticket)
+        (held,) = made.give_back(*held, True)
+    assert abs(ran[0] - 2 * ran[1]) <= 3
+
+
+def test_who_needs_much_holds_up_nobody() -> None:
+    """Rule 3.9.3: Triton tries only the first of those that wait."""
+    made = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
+    (small,) = made.ask(1, 0, "small")
+    assert made.ask(0, 0, "large") == []
+    assert made.ask(2, 0, "other") == [(2, "other")]
+    assert made.give_back(*small, True) == [(0, "large")]
+
+
+def test_who_needs_much_is_not_overtaken_for_ever() -> None:
+    made = limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)] * 4, R=4)
+    running = [made.ask(1, index, (index, 0))[0] for index in range(4)]
+    made.ask(0, 0, "large")
+    for number in range(1, 4 * PATIENCE):
+        member, ticket = running.pop(0)
+        made.ask(1, number % 4, (number % 4, number))
+        granted = made.give_back(member, ticket, True)
+        running += granted
+        if (0, "large") in granted:
+            return
+    raise AssertionError("it still waits")
+
+
+def test_what_was_executed_before_is_no_debt_of_newcomers() -> None:
+    made = limiter([Needs({R: 1}, 1)])
+    for ticket in range(1000):
+        made.ask(0, 0, ticket)
+        made.give_back(0, ticket, True)
+    made.join(1, [Needs({R: 1}, 1)])
+    made.ask(0, 0, "old")
+    firsts = []
+    for ticket in range(4):
+        made.ask(1, 0, ticket)
+        granted = (
+            made.give_back(0, "old", True)
+            if ticket % 2 == 0
+            else made.give_back(1, ticket - 1, True)
+        )
+        firsts += [member for member, _ in granted]
+        if ticket % 2 == 0:
+            made.ask(0, 0, "old")
+    assert 0 in firsts[1:]  # the newcomer does not run a thousand times first
+
+
+def test_what_is_granted_and_not_used_is_no_execution() -> None:
+    made = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 1)])
+    for ticket in range(10):
+        made.ask(0, 0, ticket)
+        made.give_back(0, ticket, False)
+    made.ask(1, 0, "held")
+    made.ask(0, 0, "first")
+    made.ask(1, 0, "again")
+    assert made.give_back(1, "held", True) == [(0, "first")]
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5)), max_size=80)
+NEEDS = st.dictionaries(st.sampled_from([R, S, ("T", 1)]), st.integers(1, 3))
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(NEEDS, min_size=1, max_size=3), min_size=2, max_size=4), STEPS)
+def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
+    members: list[list[dict[tuple[str, int], int]]], steps: list[tuple[int, int, int]]
+) -> None:
+    made = limiter(*[[Needs(each, 1 + n) for n, each in enumerate(m)] for m in members])
+    needs: dict[Any, dict[tuple[str, int], int]] = {}
+    held: dict[Any, None] = {}
+    waiting: dict[Any, None] = {}
+    passed: dict[Any, int] = {}
+    for number, (what, member, index) in enumerate(steps):
+        member %= len(members)
+        if what < 2:
+            index %= len(members[member])
+            waiting[member, number] = None
+            needs[member, number] = members[member][index]
+            granted = made.ask(member, index, number)
+        elif what == 2 and (held or waiting):
+            key = random.Random(number).choice([*held, *waiting])
+            held.pop(key, None)
+            waiting.pop(key, None)
+            granted = made.give_back(key[0], key[1], bool(index % 2))
+        else:
+            for key in [key for key in (*held, *waiting) if key[0] == member]:
+                held.pop(key, None)
+                waiting.pop(key, None)
+            granted = made.forget(member)
+        for key in granted:
+            del waiting[key]
+            held[key] = None
+            for other in waiting:
+                passed[other] = passed.get(other, 0) + 1
+        used: dict[tuple[str, int], int] = {}
+        for key in held:
+            for resource, count in needs[key].items():
+                used[resource] = used.get(resource, 0) + count
+        capacity = made.capacity()
+        assert made.used() == used
+        assert all(count <= capacity[resource] for resource, count in used.items())
+        if max(passed.values(), default=0) < PATIENCE:
+            for key in waiting:
+                assert any(used.get(r, 0) + n > capacity[r] for r, n in needs[key].items())
+
+
+def test_the_death_of_who_holds_gives_back() -> None:
+    told: list[tuple[int, int]] = []
+    grants = Grants(True, {})
+    grants.send = lambda pid, message: told.append((pid, message.ticket))
+    for member, pid in ((1, 100), (2, 200)):
+        grants.join(member, [Needs({R: 1}, 1)])
+        grants.speaks(pid, member)
+    grants.handle(100, AskGrant(7, 0))
+    grants.handle(200, AskGrant(8, 0))
+    assert told == [(100, 7)]
+    grants.exited(100)
+    assert told == [(100, 7), (200, 8)]
+    grants.speaks(101, 1)  # its successor
+    grants.handle(101, AskGrant(1, 0))
+    grants.handle(100, GrantReturned(8, True))  # a frame of who is dead
+    grants.leave(2)
+    assert told[2:] == [(101, 1)]
+    assert isinstance(Granted(1), Granted)
