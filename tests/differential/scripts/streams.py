@@ -59,14 +59,14 @@ def iterative(name: str, strategy: str) -> Script:
     """Requests without an id, each of which is executed as often as it says."""
     config = f"{MANY} sequence_batching {{ iterative_sequence: true {strategy} }}"
     made = recorder(name, config, one=ITERATE, max_batch_size=2)
-    return Script(name, [made], [_ask(name, 3), _ask(name, 2), Drain()], COUNTED)
+    return Script(name, [made], [_ask(name, 3), Drain(), _ask(name, 2), Drain()], COUNTED)
 
 
 SCRIPTS = [
     streamed("counts", COUNT, 3, 1, 0),
     streamed("wrong_in_the_middle", WRONG, 1),
     streamed("last_with_its_response", LAST, 1),
-    streamed("raises", 'raise ValueError("early")', 1, known=TEXT),
+    streamed("raises", 'raise ValueError("early")', 1, known=[*TEXT, *COUNTED]),
     iterative("iterative_oldest", "oldest { max_candidate_sequences: 4 }"),
     iterative("iterative_direct", "direct { }"),
     Script(
