@@ -217,7 +217,7 @@ def test_a_key_is_shown_as_it_is_written(key: Key, expected: str) -> None:
             ["instance_group[0].name"],
             ["instance_group[2].name"],
         ),
-        ("input { name: 3 } batch_input { data_type: TYPE_FP32 source_input: 'a' target_name: 'n' }",
+        ("input { name: 3 } batch_input { data_type: TYPE_FP32 source_input: 'a' target_name: 'n'}",
          ["input[0].name"], []),
         (
             "sequence_batching { control_input { name: 'c' control { kind: Q } control { "

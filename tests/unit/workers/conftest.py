@@ -9,6 +9,6 @@ from shmserve.workers.backends.python import server
 
 @pytest.fixture(autouse=True)
 def no_server_is_left() -> Iterator[None]:
-    """A Python backend that a test makes is this process's, as in a worker: it ends with the test."""
+    """A Python backend that a test makes is this process's: it ends with the test."""
     yield
     server.install(None)
