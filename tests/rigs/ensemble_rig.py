@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shmserve.ipc import messages as m
@@ -69,7 +69,8 @@ class StepsOutbox:
 
 
 class EnsembleRig:
-    """The ensemble "e" from IN to its `outputs`."""
+    """The ensemble "e" from IN to its `outputs`; `conditions`: the tensors that say whether steps
+    run, by their numbers."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class EnsembleRig:
         outputs: Sequence[str] = ("OUT",),
         max_inflight: int = 0,
         dims: Sequence[int] = (-1,),
+        conditions: Mapping[int, str] | None = None,
     ) -> None:
         decoupled = any(each["model_transaction_policy"]["decoupled"] for each in models)
         config = {
@@ -86,6 +88,10 @@ class EnsembleRig:
             "input": [io("IN", dims)],
             "output": [io(name, dims) for name in outputs],
             "model_transaction_policy": {"decoupled": decoupled},
+            "parameters": {
+                f"step[{index}].condition": {"string_value": tensor}
+                for index, tensor in (conditions or {}).items()
+            },
             "ensemble_scheduling": {"step": list(steps), "max_inflight_requests": max_inflight},
         }
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()

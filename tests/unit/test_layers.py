@@ -70,6 +70,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler.statistics": ("ipc.*", "common.*", "scheduler.*"),
     "scheduler.instances": ("ipc.*", "scheduler.*"),
     "scheduler.ensemble": ("ipc.*", "scheduler.*"),
+    "scheduler.ensemble.steps": ("ipc.*", "scheduler.*"),
     "scheduler": ("ipc.*", "common.*", "scheduler.*"),
     # a gateway's process: no listener knows another one, and what they share knows none
     "gateway.links": ("ipc.*",),

@@ -179,16 +179,3 @@ class Lent:
         for values in self._values.pop(reader, {}).values():
             for value in values:
                 value.release()
-
-
-def once_all(count: int, then: Callable[[], None]) -> Callable[[], None]:
-    """What runs `then` when it is called for the last of so many times."""
-    left = count
-
-    def one() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            then()
-
-    return one

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 
 from shmserve.ipc.inflight import InflightRequest, Response
-from shmserve.ipc.messages import Failed, Submit, Timed
+from shmserve.ipc.messages import Failed, Submit
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.ipc.tensors.signature import Signature
@@ -97,7 +97,7 @@ class EnsembleRequest:
 
 
 class Steps:
-    """What the requests of steps tell, in `core`."""
+    """Who runs the steps: what their requests tell."""
 
     @abstractmethod
     def responded(self, step: StepRequest, message: Response) -> None:
@@ -117,7 +117,7 @@ class StepRequest(InflightRequest):
     that its outputs were to be written to, and which nobody has yet; `given`: the outputs that go
     to places of the client's."""
 
-    __slots__ = ("answered", "firing", "given", "placed", "request", "signature", "steps", "times")
+    __slots__ = ("answered", "firing", "given", "placed", "request", "signature", "steps")
 
     def __init__(
         self,
@@ -137,7 +137,6 @@ class StepRequest(InflightRequest):
         self.signature = signature
         self.placed = placed
         self.given = given
-        self.times: Timed | None = None
         self.answered = False
 
     def awaited(self) -> bool:

@@ -21,7 +21,7 @@ from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, Lent
 from shmserve.scheduler.ensemble.requests import Client, EnsembleRequest
-from shmserve.scheduler.ensemble.submission import fitted, sequence_of
+from shmserve.scheduler.ensemble.steps.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
@@ -50,23 +50,6 @@ class Responses:
         self._statistics = statistics
         self._lent = Lent()
         self._cache = cache
-
-    def check_places(self, request: EnsembleRequest, graph: Graph) -> None:
-        """Raise InvalidArgument where an output would go over an input that another step reads."""
-        for output in request.inference.outputs:
-            if output.place is None:
-                continue
-            writer = graph.writers[output.name]
-            for tensor in request.inference.inputs:
-                readers = set(request.plan.readers.get(tensor.name, ())) - {writer}
-                data = tensor.data
-                if readers and isinstance(data, Place) and output.place.overlaps(data):
-                    raise InvalidArgument(
-                        f"output '{output.name}' is to go over input '{tensor.name}', which other "
-                        "steps of the ensemble read"
-                    )
-
-    # --- out
 
     def relay(self, request: EnsembleRequest, now_ns: int) -> None:
         """Pass on the responses that there are, as many as the client takes."""
@@ -182,3 +165,19 @@ class Responses:
 def _release(values: list[Value]) -> None:
     for value in values:
         value.release()
+
+
+def check_places(request: EnsembleRequest, graph: Graph) -> None:
+    """Raise InvalidArgument where an output would go over an input that another step reads."""
+    for output in request.inference.outputs:
+        if output.place is None:
+            continue
+        writer = graph.writers[output.name]
+        for tensor in request.inference.inputs:
+            readers = set(request.plan.readers.get(tensor.name, ())) - {writer}
+            data = tensor.data
+            if readers and isinstance(data, Place) and output.place.overlaps(data):
+                raise InvalidArgument(
+                    f"output '{output.name}' is to go over input '{tensor.name}', which other "
+                    "steps of the ensemble read"
+                )

@@ -22,7 +22,7 @@ from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
-from shmserve.scheduler.ensemble.targets import Target
+from shmserve.scheduler.ensemble.steps.targets import Target
 from shmserve.scheduler.ensemble.values import Value
 
 _MOST_FORMS = 256
@@ -48,24 +48,37 @@ def prepare(
 ) -> Prepared:
     """What a step's scheduler is told. Raises InvalidArgument when the inputs do not fit its model,
     Unavailable when the arena is full."""
-    inference = request.inference
     inputs = tuple(
         _input(name, value, target.signature, memory) for name, value in firing.inputs.items()
     )
     form = _form(request, firing, target, graph, inputs)
-    admission, wanted, known = form.admission, form.wanted, form.known
     placed: dict[str, Place] = {}
     try:
-        for name, byte_size in known.items():
+        for name, byte_size in form.known.items():
             placed[name] = memory.allocate(byte_size)
+        submit = _submit(number, request, firing, form, inputs, placed, now_ns)
     except BaseException:
         for place in placed.values():
             memory.free(place)
         raise
-    outputs = wanted
+    return Prepared(submit, placed, form.given)
+
+
+def _submit(
+    number: int,
+    request: EnsembleRequest,
+    firing: Firing,
+    form: _Form,
+    inputs: tuple[TensorRef, ...],
+    placed: dict[str, Place],
+    now_ns: int,
+) -> Submit:
+    """The message, whose outputs go to where they are `placed`."""
+    inference, outputs = request.inference, form.wanted
     if placed:
         outputs = tuple(
-            RequestedOutput(output.name, placed.get(output.name, output.place)) for output in wanted
+            RequestedOutput(output.name, placed.get(output.name, output.place))
+            for output in outputs
         )
     correlation_id, flags = sequence_of(inference, firing.inputs.values())
 
@@ -84,24 +97,18 @@ def prepare(
             )
         )
 
-    try:
-        submit = make_submit(
-            number,
-            admission,
-            now_ns,
-            pack,
-            request_id=request.submit.request_id,
-            priority=request.submit.priority,
-            timeout_us=request.submit.timeout_us,
-            ends_ns=request.deadline_ns,
-            flags=flags,
-            correlation_id=correlation_id,
-        )
-    except BaseException:
-        for place in placed.values():
-            memory.free(place)
-        raise
-    return Prepared(submit, placed, form.given)
+    return make_submit(
+        number,
+        form.admission,
+        now_ns,
+        pack,
+        request_id=request.submit.request_id,
+        priority=request.submit.priority,
+        timeout_us=request.submit.timeout_us,
+        ends_ns=request.deadline_ns,
+        flags=flags,
+        correlation_id=correlation_id,
+    )
 
 
 class _Form(NamedTuple):

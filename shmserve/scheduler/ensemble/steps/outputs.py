@@ -1,0 +1,164 @@
+"""The outputs of steps: a response -> values in the flow of its request, whose memory is given back
+when nobody uses them any more.
+
+Responses of a step that gives any number of them are granted one by one (credit-based flow
+control): the next may come when nothing that was made of one is in use, down to the responses that
+the ensemble's client has yet to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc.inflight import InflightTable
+from shmserve.ipc.messages import Cancel, Finished, Grant, Release, Responded, Submit
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.ensemble.flow import Firing
+from shmserve.scheduler.ensemble.graph import ONCE, Graph
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.ensemble.requests import StepRequest
+from shmserve.scheduler.ensemble.values import Credit, Value
+
+_OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
+
+
+class StepLinks(Protocol):
+    """The links to the schedulers of steps, by endpoint."""
+
+    def submit(self, endpoint: str, message: Submit) -> None:
+        """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
+
+    def tell(self, endpoint: str, message: Cancel | Grant | Release) -> None:
+        """Queue a message for a scheduler, or for who has taken its place."""
+
+    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
+        """The scheduler at `endpoint` is gone; `hear_out` takes its last words."""
+
+
+class StepOutputs:
+    """Puts what steps give into the flow of their requests. `table`: the steps in flight."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        links: StepLinks,
+        memory: EnsembleMemory,
+        table: InflightTable[StepRequest],
+    ) -> None:
+        self._conditions = graph.conditions
+        self._links = links
+        self._memory = memory
+        self._table = table
+
+    def made(self, step: StepRequest, message: Finished | Responded) -> None:
+        """A step has given outputs. Raises MalformedMessage; Unavailable when their memory is gone,
+        InvalidArgument when a condition lies where it cannot be read: then nothing is kept."""
+        request = step.request
+        inferred = unpack_inferred(message.body)
+        if request.over or (step.answered and step.firing.step.index not in request.plan.decoupled):
+            self.grant_discarded(step, message)
+            self._release(step.endpoint, inferred.outputs, step)
+            return
+        step.answered = True
+        grants = isinstance(message, Responded) and not message.final
+        request.flow.respond(step.firing, self._values(step, inferred, grants))
+
+    def grant_discarded(self, step: StepRequest, message: Finished | Responded) -> None:
+        """Nobody reads this response of a step: if others follow, the next may come."""
+        if isinstance(message, Responded) and not message.final:
+            self._grant(step)
+
+    def _grant(self, step: StepRequest) -> None:
+        if step.submit.id in self._table.pending:
+            self._links.tell(step.endpoint, Grant(step.submit.id, 1))
+
+    def _values(self, step: StepRequest, inferred: Inferred, grants: bool) -> dict[str, Value]:
+        """The outputs of a response; `grants`: once nobody uses it, the next may come."""
+        given = inferred.parameters
+        override = {key: given[key] for key in _OVERRIDES if key in given}
+        override = override or _inherited(step.firing)
+        held = _held_back(step)
+        own = Credit(lambda: self._grant(step)) if grants else None
+        if own is not None:
+            held = (*held, own)
+        batched = step.signature.max_batch_size > 0
+        values: dict[str, Value] = {}
+        try:
+            for tensor in inferred.outputs:
+                holds = True
+                if step.firing.step.outputs.get(tensor.name) in self._conditions:
+                    holds = self._memory.any_true(tensor)
+                values[tensor.name] = Value(
+                    tensor,
+                    self._freeing(step, tensor),
+                    holds=holds,
+                    batched=batched,
+                    override=override,
+                    held_credits=held,
+                )
+        except ShmserveError:
+            for value in values.values():
+                value.release()
+            rest = tuple(tensor for tensor in inferred.outputs if tensor.name not in values)
+            self._release(step.endpoint, rest, step)
+            raise
+        finally:
+            if own is not None:
+                own.release()
+        return values
+
+    def _freeing(self, step: StepRequest, tensor: TensorRef) -> Callable[[], None] | None:
+        """What gives the memory of an output back; None: it lies in none of ours."""
+        data = tensor.data
+        if not isinstance(data, Place) or tensor.name in step.given:
+            return None
+        place = step.placed.pop(tensor.name, None)
+        if place is not None:
+            return lambda: self._memory.free(place)
+        self._memory.hold(data)
+        endpoint = step.endpoint
+
+        def let_go() -> None:
+            self._memory.let_go(data)
+            self._links.tell(endpoint, Release(data.memory.pid, [data.offset]))
+
+        return let_go
+
+    def discard(self, endpoint: str, body: bytes) -> None:
+        """Nobody reads this response of a scheduler."""
+        try:
+            outputs = unpack_inferred(body).outputs if body else ()
+        except MalformedMessage:
+            return
+        self._release(endpoint, outputs, None)
+
+    def _release(
+        self, endpoint: str, outputs: tuple[TensorRef, ...], step: StepRequest | None
+    ) -> None:
+        """Tell a step's workers that nobody reads these outputs."""
+        for tensor in outputs:
+            data = tensor.data
+            if not isinstance(data, Place) or not data.memory.sealed or self._memory.owns(data):
+                continue
+            if step is None or tensor.name not in step.given:
+                self._links.tell(endpoint, Release(data.memory.pid, [data.offset]))
+
+
+def _inherited(firing: Firing) -> dict[str, Any]:
+    """The sequence's parameters that the inputs of a step came with."""
+    found: dict[str, Any] = {}
+    for value in firing.inputs.values():
+        found.update(value.override)
+    return found
+
+
+def _held_back(step: StepRequest) -> tuple[Credit, ...]:
+    """The credits of the responses that a step's inputs came of."""
+    if step.request.plan.follows[step.firing.step.index] == ONCE:
+        return ()
+    found = (credit for value in step.firing.inputs.values() for credit in value.held_credits)
+    return tuple(dict.fromkeys(found))

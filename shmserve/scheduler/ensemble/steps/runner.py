@@ -1,0 +1,220 @@
+"""The steps of an ensemble's requests: submitted to their models' schedulers, as many at a time as
+may run, until they end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from typing import Any
+
+from shmserve.errors import Internal, ShmserveError
+from shmserve.ipc.inflight import ENDED, InflightTable, Response
+from shmserve.ipc.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    Responded,
+    SchedulerToClient,
+    Timed,
+)
+from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.ensemble.flow import Firing
+from shmserve.scheduler.ensemble.graph import Graph
+from shmserve.scheduler.ensemble.live import LiveRequests
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.ensemble.requests import EnsembleRequest, StepRequest, Steps
+from shmserve.scheduler.ensemble.steps.outputs import StepLinks, StepOutputs
+from shmserve.scheduler.ensemble.steps.submission import prepare
+from shmserve.scheduler.ensemble.steps.targets import Target, Targets
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner(Steps):
+    """Runs steps; what they give goes into the flow of their requests (outputs.py)."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        targets: Targets,
+        links: StepLinks,
+        memory: EnsembleMemory,
+        live: LiveRequests,
+    ) -> None:
+        self._graph = graph
+        self._targets = targets
+        self._links = links
+        self._memory = memory
+        self._live = live
+        self._table: InflightTable[StepRequest] = InflightTable()
+        self._outputs = StepOutputs(graph, links, memory, self._table)
+        self._numbers = itertools.count(1)
+        self._running = [0] * len(graph.steps)
+        self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in graph.steps]
+
+    def hear(self, endpoint: str, message: SchedulerToClient) -> None:
+        """Handle what the scheduler at `endpoint` says."""
+        match message:
+            case Timed():
+                step = self._table.pending.get(message.id)
+                if step is not None:
+                    for index, ns in enumerate(
+                        (message.input_ns, message.infer_ns, message.output_ns)
+                    ):
+                        step.request.times_ns[index] += ns
+            case Finished() | Responded():
+                if not self._table.take(message):
+                    self._outputs.discard(endpoint, message.body)
+            case Failed():
+                self._table.take(message)
+            case _:
+                self._table.take(message)  # type: ignore[arg-type]
+
+    def responded(self, step: StepRequest, message: Response) -> None:
+        request = step.request
+        self._live.touch(request)
+        if isinstance(message, Failed):
+            self._live.fail(request, message.code, message.message, message.retry_after_s)
+            if message.early:
+                self._live.tell_early(request)
+                self.cancel(request)
+        elif isinstance(message, Responded) and message.code:
+            self._live.fail(request, message.code, message.message)
+            self._outputs.grant_discarded(step, message)
+        elif message.body:
+            try:
+                self._outputs.made(step, message)
+            except (MalformedMessage, ShmserveError) as error:
+                self._unusable(step, message, error)
+        else:
+            self._outputs.grant_discarded(step, message)
+
+    def _unusable(
+        self,
+        step: StepRequest,
+        message: Finished | Responded,
+        error: MalformedMessage | ShmserveError,
+    ) -> None:
+        """A step has given what cannot be taken."""
+        if isinstance(error, ShmserveError):
+            self._live.fail(step.request, error.code, error.message)
+            return
+        logger.error("a worker's response is malformed: %s", error)
+        self._live.fail(step.request, Internal.code, "internal error")
+        self._outputs.grant_discarded(step, message)
+
+    def moves(self, step: StepRequest) -> bool:
+        try:
+            target = self._targets.find(step.firing.step)
+        except ShmserveError:
+            return False
+        if target.endpoint == step.endpoint:
+            return False
+        self._send(step, target)
+        return True
+
+    def ended(self, step: StepRequest) -> None:
+        request, index = step.request, step.firing.step.index
+        for value in step.firing.inputs.values():
+            value.release()
+        for place in step.placed.values():
+            self._memory.free(place)
+        step.placed.clear()
+        request.running.pop(step.submit.id, None)
+        self._live.touch(request)
+        self._running[index] -= 1
+        self._run_waiting(index)
+
+    def cancel(self, request: EnsembleRequest) -> None:
+        """Tell the steps of a request that nobody waits for them."""
+        self._live.touch(request)
+        for step in request.running.values():
+            if step.submit.id in self._table.pending:
+                self._links.tell(step.endpoint, Cancel(step.submit.id))
+
+    def lost(self, endpoint: str, successor: str) -> None:
+        """The scheduler at `endpoint` is gone: what it had goes to who serves its model now."""
+        self._targets.move(endpoint, successor)
+
+        def last_words(message: Any) -> None:
+            self.hear(endpoint, message)
+
+        self._links.lose(endpoint, successor, last_words)
+        for step in self._table.lose(endpoint):
+            try:
+                target = self._targets.find(step.firing.step)
+            except ShmserveError:
+                target = None
+            if target is None or target.endpoint == endpoint:
+                step.fail(ENDED)
+            else:
+                self._send(step, target)
+
+    def run(self, request: EnsembleRequest, firing: Firing) -> None:
+        """Run a step, as soon as there is room for it."""
+        index, most = firing.step.index, self._graph.max_inflight
+        if request.over:
+            let_go(firing)
+        elif most and self._running[index] >= most:
+            self._waiting[index].append((request, firing))
+            request.waiting += 1
+        else:
+            self._run_now(request, firing)
+
+    def _run_waiting(self, index: int) -> None:
+        waiting = self._waiting[index]
+        while waiting and self._running[index] < self._graph.max_inflight:
+            request, firing = waiting.popleft()
+            request.waiting -= 1
+            self._live.touch(request)
+            if request.over:
+                let_go(firing)
+            else:
+                self._run_now(request, firing)
+
+    def _run_now(self, request: EnsembleRequest, firing: Firing) -> None:
+        number = next(self._numbers)
+        try:
+            target = self._targets.find(firing.step)
+            submit, placed, given = prepare(
+                number, request, firing, target, self._graph, self._memory, self._live.now_ns
+            )
+        except ShmserveError as error:
+            let_go(firing)
+            self._live.fail(request, error.code, error.message)
+            return
+        step = StepRequest(
+            self, request, firing, target.signature, submit, target.endpoint, placed, given
+        )
+        request.running[number] = step
+        self._running[firing.step.index] += 1
+        self._send(step, target)
+
+    def _send(self, step: StepRequest, target: Target) -> None:
+        step.endpoint = target.endpoint
+        try:
+            self._links.submit(target.endpoint, step.submit)
+        except ShmserveError as error:
+            step.fail(error.message)
+        else:
+            self._table.add(step)
+
+    def forget(self, request: EnsembleRequest) -> None:
+        """What waits of a request does not run any more."""
+        if not request.waiting:
+            return
+        for index, waiting in enumerate(self._waiting):
+            firings = [firing for other, firing in waiting if other is request]
+            if firings:
+                self._waiting[index] = deque(entry for entry in waiting if entry[0] is not request)
+            for firing in firings:
+                let_go(firing)
+        request.waiting = 0
+
+
+def let_go(firing: Firing) -> None:
+    """A step is not run after all."""
+    for value in firing.inputs.values():
+        value.release()

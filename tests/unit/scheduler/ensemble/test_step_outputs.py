@@ -1,0 +1,108 @@
+"""What becomes of steps' responses when nobody reads them, or not yet; and of steps that waited."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.ipc import messages as m
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from tests.rigs.ensemble_rig import EnsembleRig, model, step
+
+STREAM = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
+STREAM_MODELS = [model("a", decoupled=True), model("b")]
+GONE = Memory(id=7, pid=2**22 + 1, fd=3, inode=1, byte_size=1 << 20, sealed=True)  # no such process
+
+
+def failed(rig: EnsembleRig) -> m.Failed:
+    """The one message that the client was told."""
+    (message,) = rig.told()
+    assert isinstance(message, m.Failed)
+    return message
+
+
+def begun_stream(**more: Any) -> tuple[EnsembleRig, int]:
+    """A request whose first step gives any number of responses, and that step's number."""
+    rig = EnsembleRig(STREAM, STREAM_MODELS, **more)
+    rig.submit()
+    return rig, rig.runs()["a"]
+
+
+def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
+    """Credit-based flow control end to end: what a step makes of a response is not unbounded."""
+    rig, number = begun_stream()
+    for index in range(m.FIRST_CREDIT):
+        rig.respond("a", number, b"%04d" % index)
+        rig.finish("b", rig.runs()["b"])
+    assert rig.sent(m.Grant) == []
+    assert len(rig.told()) == m.FIRST_CREDIT
+    rig.client_says(m.Grant(1, 2))
+    assert rig.sent(m.Grant) == [("a", m.Grant(number, 1))] * 2
+
+
+def test_a_producer_behind_a_failure_is_granted_on() -> None:
+    """Its request ends when it has: it must not wait for the reader of what is dropped."""
+    rig, number = begun_stream()
+    rig.respond("a", number, b"0000")
+    rig.step_says("b", m.Failed(rig.runs()["b"], "INTERNAL", "boom", 0, False))
+    assert rig.sent(m.Grant) == [("a", m.Grant(number, 1))]
+    for _ in range(2 * m.FIRST_CREDIT):
+        rig.respond("a", number, b"0000")
+        assert rig.sent(m.Grant) == [("a", m.Grant(number, 1))]
+    rig.respond("a", number, b"", final=True)
+    assert failed(rig).code == "INTERNAL"
+    assert rig.ensemble.live == 0
+
+
+def test_a_response_that_is_an_error_is_granted_on() -> None:
+    rig, number = begun_stream()
+    rig.step_says("a", m.Responded(number, "INTERNAL", "boom", b"", False))
+    assert rig.sent(m.Grant) == [("a", m.Grant(number, 1))]
+
+
+def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
+    """A worker died right after it had responded: the ensemble goes on."""
+    rig = EnsembleRig(STREAM, [model("a"), model("b")])
+    rig.submit()
+    tensor = TensorRef("Y", "FP32", (1,), Place(GONE, 0, 4))
+    rig.step_says("a", m.Finished(rig.runs()["a"], pack_inferred(Inferred((tensor,)))))
+    assert failed(rig).code == "UNAVAILABLE"
+    assert (rig.ensemble.live, rig.memory.held) == (0, 0)
+    rig.submit(2)
+    assert "a" in rig.runs()
+
+
+def test_an_unreadable_condition_fails_its_request() -> None:
+    """One that lies on a device, or in a client's memory."""
+    second = {**STREAM[1], "input_map": {"X": "IN"}}
+    rig = EnsembleRig([STREAM[0], second], [model("a"), model("b")], conditions={1: "m"})
+    rig.submit()
+    unsealed = Memory(id=8, pid=1, fd=3, inode=1, byte_size=1 << 20, sealed=False)
+    tensor = TensorRef("Y", "BOOL", (4,), Place(unsealed, 0, 4))
+    rig.step_says("a", m.Finished(rig.runs()["a"], pack_inferred(Inferred((tensor,)))))
+    assert failed(rig).code == "INVALID_ARG"
+    assert rig.ensemble.live == 0
+
+
+def test_no_step_that_waited_begins_after_a_failure() -> None:
+    """Section 3.7: no new step begins; the failed one leaves its place to another request."""
+    rig, number = begun_stream(max_inflight=1)
+    rig.respond("a", number, b"0000")
+    rig.respond("a", number, b"0001")
+    ((_, first),) = rig.sent()
+    rig.step_says("b", m.Failed(first.id, "INTERNAL", "boom", 0, False))
+    assert rig.runs() == {}
+    rig.respond("a", number, b"", final=True)
+    assert failed(rig).code == "INTERNAL"
+
+
+def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
+    """A long deadline does not keep a request, and its tensors, until then."""
+    rig = EnsembleRig(STREAM[:1], [model("a")], ["m"])
+    for number in range(5000):
+        rig.submit(number, deadline_ms=3_600_000 + number)
+        if number:
+            rig.finish("a", rig.runs()["a"])
+        else:
+            rig.sent()  # it stays: the first deadline is never done
+    assert len(rig.ensemble._live._timers) < 2000
