@@ -16,11 +16,12 @@ A local client's request: client/session.py finds the server and client/connecti
 (supervisor/local_clients/server.py at the other end); client/request/prepare.py places the tensors
 in shared memory, client/inflight/ submits; scheduler/local_clients.py checks what no gateway has.
 
-A model's load: supervisor/models/manager.py takes the request; load_planner.py reads folder and
-configuration; version/model_version.py starts scheduler_process.py and instance_processes.py, which
-follows load_protocol.py with each worker; rollout.py lets it serve and publishes it.
+A model's load: supervisor/models/manager.py takes the request and gives it its turn;
+model_loader.py has load_planner.py read folder and configuration; version/model_version.py starts
+scheduler_process.py and instance_processes.py, which follows load_protocol.py with each worker;
+rollout.py lets it serve and publishes it.
 
-A worker's death: supervisor/processes/table.py notices, version/instance_processes.py starts
+A worker's death: supervisor/processes/table.py notices, version/instance_restarts.py starts
 another one with a backoff (restart_backoff.py); scheduler/instances/losses.py decides which of its
 requests run again, alone, and which fail. A scheduler's: version/fail_over.py.
 

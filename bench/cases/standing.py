@@ -52,7 +52,7 @@ _DELAY_REQUESTS = 300
 
 
 def startup(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
-    """Seconds from starting the server's process to its first ready answer, with one model."""
+    """Seconds from starting the server's process to its first ready response, with one model."""
     times = []
     for _ in range(repeats):
         with running(product, [model], notes=notes) as server:
@@ -130,7 +130,7 @@ def _queue_delays(client: Client, model: str, requests: int) -> list[float]:
     count, total = client.queue_time(model)
     for _ in range(requests):
         client.infer(model)
-        # Statistics may follow the answer by a moment.
+        # Statistics may follow the response by a moment.
         deadline = time.monotonic() + _DEADLINE_S
         while (now := client.queue_time(model))[0] == count:
             if time.monotonic() > deadline:

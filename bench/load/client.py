@@ -20,7 +20,7 @@ _BODIES = {"simple": _SIMPLE, "torch": _TORCH}
 
 
 class RequestFailed(Exception):
-    """The server did not answer 200, or the answer is wrong."""
+    """The server did not response 200, or the response is wrong."""
 
 
 class Client:
@@ -36,7 +36,7 @@ class Client:
         self._connection.close()
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """The decoded JSON answer, `None` when it is empty; raises `RequestFailed`, `OSError`."""
+        """The decoded JSON response, `None` when it is empty; raises `RequestFailed`, `OSError`."""
         encoded = None if body is None else json.dumps(body).encode()
         try:
             self._connection.request(method, path, encoded)
@@ -60,11 +60,11 @@ class Client:
 
     def infer(self, model: str) -> None:
         """One request of batch size 1 to `simple` or `torch`; the sums of `simple` are checked."""
-        answer = self.call("POST", f"/v2/models/{model}/infer", _BODIES[model])
+        response = self.call("POST", f"/v2/models/{model}/infer", _BODIES[model])
         if model == "simple":
-            outputs = {o["name"]: o["data"] for o in answer["outputs"]}
+            outputs = {o["name"]: o["data"] for o in response["outputs"]}
             if outputs != _SIMPLE_ANSWER:
-                raise RequestFailed(f"wrong answer from simple: {outputs}")
+                raise RequestFailed(f"wrong response from simple: {outputs}")
 
     def queue_time(self, model: str) -> tuple[int, int]:
         """(requests, nanoseconds they spent in the queue) since the model was loaded."""

@@ -141,8 +141,8 @@ class Stream:
             self._messages += payload
             self._count_messages(counted)
         elif kind in (_SETTINGS, _PING) and not flags & _ACK:
-            answer = bytes(payload) if kind == _PING else b""
-            self.sock.sendall(_frame(kind, _ACK, 0, answer))
+            data = bytes(payload) if kind == _PING else b""
+            self.sock.sendall(_frame(kind, _ACK, 0, data))
         elif kind in (_RESET, _GOAWAY) or flags & _PADDED:
             raise SystemExit(f"the server sent a frame of type {kind}")
         elif kind == _HEADERS and flags & _END_STREAM:
@@ -176,7 +176,7 @@ def over_grpc(address: str, streams: int, count: int, seconds: float) -> dict[st
         while any(stream.awaited for stream in opened.values()):
             ready, _, _ = select.select(list(opened), [], [], _ANSWERS_WITHIN_S)
             if not ready:
-                raise SystemExit("the server does not answer any more")
+                raise SystemExit("the server does not respond any more")
             for sock in ready:
                 opened[sock].read(counted)
                 if not opened[sock].awaited and time.perf_counter() < began + s:

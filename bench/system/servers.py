@@ -99,7 +99,7 @@ class Triton:
 
 @dataclass
 class Server:
-    """A started server; `ready_s` is the time from starting it to its first ready answer."""
+    """A started server; `ready_s` is the time from starting it to its first ready response."""
 
     product: Product
     process: subprocess.Popen[bytes]

@@ -141,18 +141,18 @@ static void receive_all(int fd, void *data, size_t size) {
     }
 }
 
-/* --- the door: who am I, and where is the model? --------------------------------------------- */
+/* --- the listener: who am I, and where is the model? ----------------------------------------- */
 
 static char identity[128], scheduler[256];
 
-static int welcome(int door) {
+static int welcome(int listener) {
     static uint8_t data[1 << 20];
     Out out = {.size = 0};
     put_array(&out, 2), put_uint(&out, 1);
     put_array(&out, 2), put_text(&out, "Hello"), put_uint(&out, 1);
-    send_all(door, out.bytes, out.size);
+    send_all(listener, out.bytes, out.size);
     for (;;) {
-        ssize_t size = recv(door, data, sizeof data, 0);
+        ssize_t size = recv(listener, data, sizeof data, 0);
         if (size <= 0) fail("the server has gone");
         In in = {data, data + size};
         uint64_t count = take_kind(&in, 'a').value;
@@ -194,7 +194,7 @@ static size_t receive_frame(int fd, uint8_t *data, size_t room) {
         } else {
             size = head[1];
         }
-        if (size > room) fail("an answer is too large");
+        if (size > room) fail("a response is too large");
         receive_all(fd, data, size);
         if (!(head[0] & 4)) return size;
         if (size >= 6 && !memcmp(data, "\5READY", 6)) return 0;
@@ -215,21 +215,21 @@ static void put_property(Out *out, const char *name, const char *value) {
 }
 
 static int greet(const char *path) {
-    uint8_t greeting[64] = {[0] = 0xff, [9] = 0x7f, [10] = 3}, answer[1024];
+    uint8_t greeting[64] = {[0] = 0xff, [9] = 0x7f, [10] = 3}, response[1024];
     int fd = connect_to(path, SOCK_STREAM);
     memcpy(greeting + 12, "NULL", 4);
     send_all(fd, greeting, sizeof greeting);
-    receive_all(fd, answer, sizeof greeting);
+    receive_all(fd, response, sizeof greeting);
     Out ready = {.size = 0};
     put(&ready, "\5READY", 6);
     put_property(&ready, "Socket-Type", "DEALER");
     put_property(&ready, "Identity", identity);
     send_frame(fd, 4, ready.bytes, ready.size);
-    receive_frame(fd, answer, sizeof answer);
+    receive_frame(fd, response, sizeof response);
     return fd;
 }
 
-/* --- a request and its answer ---------------------------------------------------------------- */
+/* --- a request and its response -------------------------------------------------------------- */
 
 static void put_tensor(Out *out, const char *name, const int32_t values[16]) {
     put_array(out, 4), put_text(out, name), put_text(out, "INT32");
@@ -276,19 +276,19 @@ static void print_outputs(Item body) {
 }
 
 int main(int argc, char **argv) {
-    static uint8_t answer[1 << 16];
+    static uint8_t response[1 << 16];
     char path[256];
     int32_t a[16], b[16];
     if (argc != 2) fail("usage: infer RUN_DIR");
     snprintf(path, sizeof path, "%s/guests/door", argv[1]);
-    int door = connect_to(path, SOCK_SEQPACKET);
-    if (!welcome(door)) fail("there is no model \"simple\"");
+    int listener = connect_to(path, SOCK_SEQPACKET);
+    if (!welcome(listener)) fail("there is no model \"simple\"");
 
     int link = greet(scheduler + strlen("ipc://"));
     for (int i = 0; i < 16; i++) a[i] = i, b[i] = 1;
     submit(link, a, b);
-    In in = {answer, answer};
-    in.end += receive_frame(link, answer, sizeof answer);
+    In in = {response, response};
+    in.end += receive_frame(link, response, sizeof response);
     take_kind(&in, 'a'), skip(&in, 1), take_kind(&in, 'a');
     Item tag = take_kind(&in, 's');
     uint64_t number = take_kind(&in, 'i').value;
@@ -299,8 +299,8 @@ int main(int argc, char **argv) {
         fprintf(stderr, "%.*s: %.*s\n", (int)code.value, code.data, (int)text.value, text.data);
         return 2;
     } else {
-        fail("the answer is none");
+        fail("this is no response");
     }
-    close(link), close(door); /* the end of the door's connection frees all that we had */
+    close(link), close(listener); /* the end of its connection frees all that we had */
     return 0;
 }

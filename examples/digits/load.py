@@ -20,7 +20,7 @@ import numpy as np
 import tritonclient.http as triton
 import tritonclient.utils.shared_memory as shm
 
-# A thread that has its answer should not wait 5 ms for another thread of this process to yield.
+# A thread that has its response should not wait 5 ms for another thread of this process to yield.
 sys.setswitchinterval(0.0005)
 _SCORE_BYTES = 10 * 4
 _TOGETHER_WITHIN_S = 30.0
@@ -56,7 +56,7 @@ class Measured:
 
 @dataclass
 class Prepared:
-    """A request that is ready to be sent, and how to find the scores (n, 10) in the reply to it."""
+    """A request that is ready to be sent, and how to find the scores (n, 10) in its response."""
 
     body: bytes
     headers: dict[str, str]
@@ -160,7 +160,7 @@ def _in_region(
     wanted.set_shared_memory(name, len(part) * _SCORE_BYTES, offset=offset)
     body, _ = triton.InferenceServerClient.generate_request_body([given], outputs=[wanted])
 
-    def scores(response: http.client.HTTPResponse, reply: bytes) -> np.ndarray:
+    def scores(response: http.client.HTTPResponse, body: bytes) -> np.ndarray:
         # A view, made anew each time: one that is kept would keep the region from being closed.
         found: np.ndarray = shm.get_contents_as_numpy(region, np.float32, [len(part), 10], offset)
         return found
@@ -172,7 +172,7 @@ def _in_region(
 def in_the_body(
     port: int, name: str, images: np.ndarray, labels: np.ndarray, rows: Sequence[slice]
 ) -> Iterator[list[Prepared]]:
-    """The images travel in the request and the scores in the reply, both as binary tensors."""
+    """The images travel in the request and the scores in the response, both as binary tensors."""
     yield [_in_body(images[part], labels[part]) for part in rows]
 
 
@@ -182,9 +182,9 @@ def _in_body(images: np.ndarray, labels: np.ndarray) -> Prepared:
     wanted = triton.InferRequestedOutput("OUTPUT__0", binary_data=True)
     body, size = triton.InferenceServerClient.generate_request_body([given], outputs=[wanted])
 
-    def scores(response: http.client.HTTPResponse, reply: bytes) -> np.ndarray:
+    def scores(response: http.client.HTTPResponse, body: bytes) -> np.ndarray:
         header = int(response.headers["Inference-Header-Content-Length"])
-        return np.frombuffer(reply, np.float32, offset=header).reshape(-1, 10)
+        return np.frombuffer(body, np.float32, offset=header).reshape(-1, 10)
 
     return Prepared(body, {"Inference-Header-Content-Length": str(size)}, labels, scores)
 

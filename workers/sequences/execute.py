@@ -97,10 +97,10 @@ class SequenceExecutor(Executor):
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
             return [self._failed(each.opened, self._explain(error, each.request)) for each in real]
-        answered = {id(request): each for request, each in zip(requests, responses, strict=True)}
+        by_request = {id(request): each for request, each in zip(requests, responses, strict=True)}
         with self._link.lock:
             self._link.pump()
-            replies = [self._answer(each, answered[id(each.request)]) for each in real]
+            replies = [self._respond(each, by_request[id(each.request)]) for each in real]
             self._writer.scatterer.settle()
         return replies
 
@@ -121,7 +121,7 @@ class SequenceExecutor(Executor):
         null.states = like.request.states
         return null
 
-    def _answer(self, each: _Row, response: Response) -> Reply:
+    def _respond(self, each: _Row, response: Response) -> Reply:
         opened, request = each.opened, each.request
         self._states.keep(each.row, response, self._returned)
         if response.rescheduled:

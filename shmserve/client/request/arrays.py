@@ -67,7 +67,7 @@ def _converted(value: Any, wanted: str, name: str) -> tuple[Any, str]:
     if is_torch(value):
         if value.device.type != "cpu":
             raise InvalidArgument(
-                f"input '{name}' is on device '{value.device}': this door takes host memory, or "
+                f"input '{name}' is on device '{value.device}': a call takes host memory, or "
                 "what lies in a region that was allocated there"
             )
         torch = sys.modules["torch"]

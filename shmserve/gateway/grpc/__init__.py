@@ -8,7 +8,7 @@
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin/                   the other RPCs
     client_identity.py       who calls, and whether it is authorised
-    core/                    close to gRPC's core: readers.py, who reads connections;
+    core/                    close to gRPC's core: readers.py, who reads connections; core_call.py;
                              direct_unary.py, calls without a task; direct_stream.py, responses
                              written in batches; call_watchdog.py, timeouts of calls; sockets.py
                              and connection_limits.py, its connections

@@ -1,7 +1,6 @@
 """The model manager: start-up, load, reload without downtime, unload; serialised for each name.
 
-load:    plan every version -> start all (or none) -> switch to them (rollout); or, where nothing
-         but instances differs, update what serves (in_place)
+load:    what it needs (dependencies) -> itself (model_loader) -> the ensembles that need it
 unload:  give up what is loading -> withdraw from the gateways -> drain -> stop
 """
 
@@ -10,28 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from shmserve.common.model_names import check_model_name
-from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
-from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
-from shmserve.supervisor.models.in_place import update, updates_for
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.repository import CONFIG_FILE, IN_SEVERAL
-from shmserve.supervisor.models.rollout import Rollout, load_failed
-from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, Status
+from shmserve.supervisor.models.model_loader import ModelLoader
+from shmserve.supervisor.models.repository import CONFIG_FILE
+from shmserve.supervisor.models.rollout import Rollout
+from shmserve.supervisor.models.status import UNLOADED, ModelRegistry, Status
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import ModelState
 
 logger = logging.getLogger(__name__)
-
-_UNLOADED_MEANWHILE = "the model is unloaded"
 
 
 class Models:
@@ -51,6 +45,9 @@ class Models:
         self._on_change = on_change
         self._on_states = on_states
         self._rollout = Rollout(context, registry, planner, self._states_changed)
+        self._loader = ModelLoader(
+            context, planner, registry, self._rollout, on_states, self._states_changed
+        )
         self._dependencies = Dependencies(planner, registry, self.load)
 
     def _states_changed(self) -> None:
@@ -130,7 +127,8 @@ class Models:
             with self._dependencies.loading([name]), self._registry.changing(name) as model:
                 unloads = model.unloads
                 await self._dependencies.satisfy(name, config)
-                await self._load_in_turn(name, config, files or {}, unloads)
+                async with self._registry.turn(name):
+                    await self._loader.load(model, config, files or {}, unloads)
         except ShmserveError as error:
             self._context.events.publish(m.LoadRefused(name, error.message))
             raise
@@ -146,87 +144,6 @@ class Models:
         except ShmserveError as error:
             logger.error("ensemble '%s': %s", ensemble, error.message)
             await self._unload(ensemble)
-
-    async def _load_in_turn(
-        self, name: str, config: str, files: dict[str, bytes], unloads: int
-    ) -> None:
-        async with self._registry.turn(name) as model:
-            specs = await self._plan(model, config, files)
-            if model.unloads != unloads:
-                for spec in specs:
-                    self._planner.discard(spec)
-                reason = f"{Unavailable.title}: {_UNLOADED_MEANWHILE}"
-                raise load_failed(model, {spec.version: reason for spec in specs})
-            updates = updates_for(model, specs)
-            if updates is not None:
-                await update(model, specs, updates, self._rollout)
-                return
-            model.status.pop("", None)
-            changed = partial(self._rollout.changed, model)
-            new = model.coming = [
-                ModelVersion(self._context, spec, changed, self._registry) for spec in specs
-            ]
-            self._registry.created(new)
-            for version in new:
-                if version.spec.version not in model.serving:
-                    model.status[version.spec.version] = Status(ModelState.LOADING)
-            self._on_states()
-            for spec in specs:
-                logger.info("loading: %s:%s", name, spec.version)
-            try:
-                await self._start_all(model, new)
-                await self._rollout.switch(model, {v.spec.version: v for v in new})
-            finally:
-                model.coming = []
-            logger.info("successfully loaded '%s'", name)
-
-    async def _plan(self, model: Model, config: str, files: dict[str, bytes]) -> list[VersionSpec]:
-        name = model.name
-        try:
-            # Before it is read: a file that is changed meanwhile is seen by the next look.
-            model.fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
-            return await asyncio.to_thread(self._planner.plan, name, config, files)
-        except ShmserveError as error:
-            ambiguous = self._planner.is_ambiguous(name)
-            if ambiguous:
-                logger.error(
-                    "failed to poll model '%s': not unique across all model repositories", name
-                )
-            # Of a name that no repository has, nothing is kept: anybody may have mistyped it.
-            if not model.serving and (model.status or self._planner.has(name)):
-                reason = IN_SEVERAL if ambiguous else error.message
-                model.status = {"": Status(ModelState.UNAVAILABLE, reason)}
-                self._states_changed()
-            raise
-
-    async def _start_all(self, model: Model, new: list[ModelVersion]) -> None:
-        """Start every version, or, when one fails, none; raises InvalidArgument then."""
-        results = await asyncio.gather(*(v.start() for v in new), return_exceptions=True)
-        failures: dict[str, str] = {}
-        for version, result in zip(new, results, strict=True):
-            if not isinstance(result, BaseException):
-                continue
-            if not isinstance(result, ShmserveError):
-                logger.error("loading failed", exc_info=result)
-                result = Internal("internal error")
-            number, reason = version.spec.version, f"{result.title}: {result.message}"
-            failures[number] = reason
-            logger.error("failed to load '%s' version %s: %s", model.name, number, reason)
-            if number not in model.serving:
-                model.status[number] = Status(ModelState.UNAVAILABLE, reason)
-                self._context.tell(m.ModelWithdrawn(model.name, number, 0))
-        graph = next((r for r in results if isinstance(r, GraphProblem)), None)
-        if failures:
-            await asyncio.gather(*(v.kill() for v in new))
-            self._rollout.forget(new)
-            for number, status in model.status.items():
-                if status.state is ModelState.LOADING:
-                    model.status[number] = Status(ModelState.UNAVAILABLE, "another version failed")
-            self._states_changed()
-            logger.info("failed to load '%s'", model.name)
-            if graph is not None:
-                raise InvalidArgument(f"load failed for model '{model.name}': {graph.message}\n")
-            raise load_failed(model, failures)
 
     async def unload(self, name: str) -> None:
         """Give up what loads, and have what serves finish what it has; an unknown model is fine.

@@ -10,7 +10,7 @@ class TritonPythonModel:
     """OUT of response n is four times n, for n below COUNT; a thread for each request."""
 
     def execute(self, requests):
-        """Begin to answer each request."""
+        """Begin to respond to each request."""
         for request in requests:
             count = int(pb_utils.get_input_tensor_by_name(request, "COUNT").as_numpy()[0])
             sender = request.get_response_sender()

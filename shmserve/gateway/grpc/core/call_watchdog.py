@@ -113,7 +113,7 @@ class Calls:
         """Its request is here."""
         self._phases[call] = Phase.RUNNING
 
-    def answered(self, call: Call) -> None:
+    def sending(self, call: Call) -> None:
         """Its response is on its way, unless it is over already."""
         if call in self._phases:
             self._phases[call] = Phase.SENDING
@@ -172,7 +172,7 @@ class Reading:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._calls.answered(self)
+        self._calls.sending(self)
 
     def peer(self) -> str:
         """The client's address, in gRPC's words."""

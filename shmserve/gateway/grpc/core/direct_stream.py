@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from shmserve.gateway.grpc.core.direct_unary import HERE, Metadata, start
+from shmserve.gateway.grpc.core.core_call import HERE, CoreCall, Metadata, start
 
 try:
     from grpc._cython import cygrpc
@@ -31,38 +31,22 @@ _OK = grpc.StatusCode.OK.value[0]
 _BUFFERED = 1  # cygrpc.WriteFlag.buffer_hint
 
 
-class StreamCall:
-    """One call. `run` answers it with a handler; `finish` is for that to end it with an error."""
+class StreamCall(CoreCall):
+    """One call. `run` serves it with a handler; `finish` is for that to end it with an error."""
 
     def __init__(self, state: Any) -> None:
-        self._state = state
-        self._context: Any = cygrpc._ServicerContext(state, None, None, None)
+        super().__init__(state)
         self._task: asyncio.Task[None] | None = None
         self._when_over: list[Callable[[Any], None]] = []
         self._begun = False  # its initial metadata is sent
         self._ended = False
-
-    def peer(self) -> str:
-        """The client's address, in gRPC's words."""
-        address: str = self._context.peer()
-        return address
-
-    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
-        """What the client sent with it."""
-        metadata: Sequence[tuple[str, str | bytes]] = self._context.invocation_metadata()
-        return metadata
-
-    def time_remaining(self) -> float | None:
-        """Until its deadline, in seconds; None: it has none."""
-        left_s: float | None = self._context.time_remaining()
-        return left_s
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call this when the call is over, for whatever reason."""
         self._when_over.append(callback)
 
     def run(self, handler: Callable[[StreamCall], Coroutine[Any, Any, None]]) -> None:
-        """Answer it; the handler is cancelled when the client is gone."""
+        """Serve it; the handler is cancelled when the client is gone."""
         close = cygrpc.ReceiveCloseOnServerOperation(0)
 
         def closed(_: Any) -> None:

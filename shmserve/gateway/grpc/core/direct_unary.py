@@ -1,4 +1,4 @@
-"""Calls of one method with one request and one response, answered without a task.
+"""Calls of one method with one request and one response, served without a task.
 
 For every call grpc.aio has three tasks, four futures and a few more turns of the loop, and asks the
 core for the next call only when one has come. The inference call is too frequent for that: here
@@ -10,7 +10,7 @@ it is handled.
                      └──> late: its message does not come
 
 Whether a client leaves is asked only of calls that last: each question to gRPC's core is an event,
-which is a wake-up, and most calls are answered sooner than anybody leaves. Of the small inferences
+which is a wake-up, and most calls are over sooner than anybody leaves. Of the small inferences
 in a second that this takes, with 16 in flight, grpc.aio's own way takes 0.63 times as many (half of
 the CPU time is then the gateway's), and this one with every call watched 0.92 times.
 
@@ -21,12 +21,13 @@ them, every call goes grpc.aio's own way, as some always do: grpc.aio asks for c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import grpc
 
 from shmserve.gateway.grpc.core.call_watchdog import LATE, MISSING, Calls
+from shmserve.gateway.grpc.core.core_call import HERE, CoreCall, Metadata, start
 
 try:
     from grpc._cython import cygrpc
@@ -43,107 +44,23 @@ _PARTS = (
 _SERVER_PARTS = ("add_registered_method_handlers", "_request_registered_call", "is_running")
 _OK = grpc.StatusCode.OK.value[0]
 
-Metadata = Sequence[tuple[str, str]]
 
-
-class Waiter:
-    """What a coroutine of gRPC's awaits in place of a future: it goes on as soon as this is done.
-
-    `then` gets what the coroutine returns, None if it failed.
-    """
-
-    __slots__ = ("_coroutine", "_error", "_then")
-
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
-
-    def __await__(self) -> Generator[Waiter, None, None]:
-        yield self
-        if self._error is not None:
-            raise self._error
-
-    def resumes(self, coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
-        """What goes on."""
-        self._coroutine = coroutine
-        self._then = then
-
-    def cancelled(self) -> bool:
-        """Never."""
-        return False
-
-    def set_result(self, result: Any) -> None:
-        """Go on."""
-        try:
-            self._coroutine.send(None)
-        except StopIteration as end:
-            self._go_on(end.value)
-        except Exception:  # the call has ended meanwhile
-            logger.debug("a call has ended early", exc_info=True)
-            self._go_on(None)
-
-    def set_exception(self, error: BaseException) -> None:
-        """Go on with an error."""
-        self._error = error
-        self.set_result(None)
-
-    def _go_on(self, value: Any) -> None:
-        # gRPC's core calls: nothing may be raised into it.
-        try:
-            self._then(value)
-        except Exception:
-            logger.exception("a call failed")
-
-
-class _Here:
-    """What gRPC takes for the loop that an event belongs to: events are handled where they are."""
-
-    create_future = Waiter
-
-    @staticmethod
-    def call_soon_threadsafe(callback: Callable[..., None], *args: Any) -> None:
-        callback(*args)
-
-
-HERE = _Here()  # for good: gRPC keeps no reference
-
-
-def start(coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
-    """Run a coroutine of gRPC's, then `then`; raises what keeps it from starting."""
-    coroutine.send(None).resumes(coroutine, then)
-
-
-class Call:
+class Call(CoreCall):
     """One call: `finish` or `fail` it once. `on_gone` runs if the client leaves before that, and
     `on_over` in any case, when nothing is left to be sent."""
 
-    __slots__ = ("_calls", "_context", "_state", "_watched", "done", "on_gone", "on_over")
+    __slots__ = ("_calls", "_watched", "done", "on_gone", "on_over")
 
     def __init__(self, state: Any, calls: Calls) -> None:
-        self._state = state
+        super().__init__(state)
         self._calls = calls
         self._watched = False
-        self._context: Any = cygrpc._ServicerContext(state, None, None, None)
         self.done = False
         self.on_gone: Callable[[], None] | None = None
         self.on_over: Callable[[], None] | None = None
 
-    def peer(self) -> str:
-        """The client's address, in gRPC's words."""
-        address: str = self._context.peer()
-        return address
-
-    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
-        """What the client sent with it."""
-        metadata: Sequence[tuple[str, str | bytes]] = self._context.invocation_metadata()
-        return metadata
-
-    def time_remaining(self) -> float | None:
-        """Until its deadline, in seconds; None: it has none."""
-        left_s: float | None = self._context.time_remaining()
-        return left_s
-
     def finish(self, response: bytes) -> None:
-        """Answer it."""
+        """End it with its response."""
         self._send(
             cygrpc.SendInitialMetadataOperation(None, 0),
             cygrpc.SendMessageOperation(response, 0),
@@ -165,7 +82,7 @@ class Call:
         self.on_gone = None
         if not self.done:
             self.done = True
-            self._calls.answered(self)
+            self._calls.sending(self)
             if not self._watched:  # gRPC wants it to be asked once
                 operations += (cygrpc.ReceiveCloseOnServerOperation(0),)
             try:

@@ -1,19 +1,18 @@
-"""The worker processes of a model version: loaded together, restarted one by one with backoff,
-given up after too many failures, stopped. For another `instance_group` some are added and others
-retire, while the version serves.
+"""The worker processes of a model version: loaded together, restarted one by one when they die
+(instance_restarts), stopped. For another `instance_group` some are added and others retire, while
+the version serves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.errors import ShmserveError
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.version.instance_restarts import InstanceRestarts
 from shmserve.supervisor.models.version.instances import (
     Instance,
     InstanceChange,
@@ -28,7 +27,6 @@ from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
 
-_MOST_FAILED_LOADS = 5
 _STOP_PATIENCE_S = 5.0
 
 
@@ -41,10 +39,7 @@ def first_of(error: BaseException) -> BaseException:
 
 class InstanceProcesses:
     """The instances that a version's configuration asks for. `on_change` hears when one becomes
-    ready, dies, or is given up.
-
-    `failure`: why none will come back, or empty.
-    """
+    ready, dies, or is given up."""
 
     def __init__(
         self,
@@ -59,12 +54,18 @@ class InstanceProcesses:
         self._spec = spec
         self._protocol = protocol
         self._scheduler = scheduler
-        self._lifetime = lifetime
         self._on_change = on_change
         self._all = expand_instances(spec.config)
         self.config = spec.config
         self.completed: dict[str, Any] = {}  # what the model has said of its configuration
-        self.failure = ""
+        self._restarts = InstanceRestarts(
+            context, spec.name, protocol, scheduler, lifetime, self._all, self._reload, on_change
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why none will come back, or empty."""
+        return self._restarts.failure
 
     @property
     def any_ready(self) -> bool:
@@ -130,6 +131,9 @@ class InstanceProcesses:
         await self._protocol.load(instance, config, of)
         self._on_change()
 
+    async def _reload(self, instance: Instance) -> None:
+        await self._load(instance, self.config, len(self._all))
+
     # --- another instance_group
 
     def change_to(self, config: dict[str, Any]) -> InstanceChange:
@@ -192,8 +196,7 @@ class InstanceProcesses:
                 self._context.background(self._end(instance))
             elif instance.state not in (InstanceState.FAILED, InstanceState.STOPPED):
                 self._protocol.announce(instance)
-        if self.failure:
-            self._tell_pool_failed()
+        self._restarts.introduce()
 
     def attach(self) -> None:
         """Have every instance that is ready offer itself to the scheduler that serves now."""
@@ -201,10 +204,6 @@ class InstanceProcesses:
         for instance in self._all:
             if instance.state is InstanceState.READY:
                 self._protocol.send(instance, attach)
-
-    def _tell_pool_failed(self) -> None:
-        reason = f"model '{self._spec.name}' failed: no instance could be started"
-        self._scheduler.tell(m.PoolFailed(reason))
 
     # --- deaths
 
@@ -223,72 +222,7 @@ class InstanceProcesses:
 
     def process_exited(self, child: Child) -> None:
         """A process of these (or not: then nothing happens) has ended."""
-        for instance in self._all[:]:
-            if instance.child is child:
-                self._exited(instance, child)
-
-    def _exited(self, instance: Instance, child: Child) -> None:
-        reason = child.exited.result()
-        before = instance.state
-        instance.event("exited")
-        if self._lifetime.stopping:
-            return  # whoever stops it sees it end
-        if instance.state is InstanceState.STOPPED:
-            self._all.remove(instance)
-        if before not in (InstanceState.READY, InstanceState.RETIRING):
-            return  # whoever stops or starts it sees it end
-        instance.child = None
-        logger.error("%s ended (%s)", child.title, reason)
-        self._scheduler.tell(m.InstanceExited(instance.index, reason))
-        if instance.state is not InstanceState.STOPPED:
-            self._on_change()
-            self._context.background(self._restart(instance))
-
-    def _wanted(self, instance: Instance) -> bool:
-        return not self._lifetime.stopping and instance in self._all
-
-    async def _restart(self, instance: Instance) -> None:
-        while self._wanted(instance):
-            pause = instance.backoff.pause_s(time.monotonic() - instance.ready_at)
-            self._protocol.announce(instance)
-            if pause:
-                await asyncio.sleep(pause)
-            if not self._wanted(instance):
-                return
-            instance.event("restart")
-            instance.child = None
-            try:
-                await self._load(instance, self.config, len(self._all))
-            except ShmserveError as error:
-                await self._discard(instance)
-                if not self._wanted(instance):
-                    return
-                instance.failed_loads += 1
-                logger.error("instance '%s' did not start again: %s", instance.name, error.message)
-                if instance.failed_loads < _MOST_FAILED_LOADS:
-                    continue
-                self._give_up(instance, error.message)
-            return
-
-    @staticmethod
-    async def _discard(instance: Instance) -> None:
-        if instance.child is not None and instance.child.alive:
-            instance.child.kill()
-            await instance.child.gone()
-        instance.child = None
-        instance.state = InstanceState.WAITING
-
-    def _give_up(self, instance: Instance, reason: str) -> None:
-        instance.event("give_up")
-        logger.error(
-            "instance '%s' stays down after %d failed starts", instance.name, _MOST_FAILED_LOADS
-        )
-        self._scheduler.tell(m.InstanceExited(instance.index, reason))
-        gone = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
-        if all(other.state in gone for other in self._all):
-            self.failure = reason
-            self._tell_pool_failed()
-        self._on_change()
+        self._restarts.process_exited(child)
 
     # --- end
 

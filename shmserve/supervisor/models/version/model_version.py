@@ -3,7 +3,7 @@ steps); started, watched, restarted, drained,
 stopped.
 
 start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
-worker dies:     its scheduler is told at once, it starts again with backoff (instance_processes)
+worker dies:     its scheduler is told at once, it starts again with backoff (instance_restarts)
 reload:          where only its instances differ, some are added and others retire (in_place_update)
 scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
                  had (fail_over)

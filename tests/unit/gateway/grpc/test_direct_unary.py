@@ -14,7 +14,8 @@ import grpc.aio
 import pytest
 
 from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading, Soon
-from shmserve.gateway.grpc.core.direct_unary import Call, Waiter, acceptors
+from shmserve.gateway.grpc.core.core_call import Waiter
+from shmserve.gateway.grpc.core.direct_unary import Call, acceptors
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 from tests.support.wire.http2 import (
     ACK,

@@ -1,0 +1,133 @@
+"""The load of one model that has its turn: plan every version -> start all (or none) -> switch to
+them (rollout); or, where nothing but instances differs, update what serves (in_place).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc import messages as m
+from shmserve.model_config import GraphProblem
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.in_place import update, updates_for
+from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.repository import IN_SEVERAL
+from shmserve.supervisor.models.rollout import Rollout, load_failed
+from shmserve.supervisor.models.status import Model, ModelRegistry, Status
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.models.version.states import ModelState
+
+logger = logging.getLogger(__name__)
+
+_UNLOADED_MEANWHILE = "the model is unloaded"
+
+
+class ModelLoader:
+    """Loads models. `on_loading` hears when one begins, `on_change` when one fails."""
+
+    def __init__(
+        self,
+        context: SupervisorContext,
+        planner: LoadPlanner,
+        registry: ModelRegistry,
+        rollout: Rollout,
+        on_loading: Callable[[], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._planner = planner
+        self._registry = registry
+        self._rollout = rollout
+        self._on_loading = on_loading
+        self._on_change = on_change
+
+    async def load(self, model: Model, config: str, files: dict[str, bytes], unloads: int) -> None:
+        """Load or reload a model as its folder, or a request's `config` and `files`, has it.
+
+        `unloads`: how many were asked for when the load was; one that was since gives it up. Raises
+        ShmserveError; what served goes on serving then.
+        """
+        specs = await self._plan(model, config, files)
+        if model.unloads != unloads:
+            for spec in specs:
+                self._planner.discard(spec)
+            reason = f"{Unavailable.title}: {_UNLOADED_MEANWHILE}"
+            raise load_failed(model, {spec.version: reason for spec in specs})
+        updates = updates_for(model, specs)
+        if updates is not None:
+            await update(model, specs, updates, self._rollout)
+        else:
+            await self._deploy(model, specs)
+
+    async def _plan(self, model: Model, config: str, files: dict[str, bytes]) -> list[VersionSpec]:
+        name = model.name
+        try:
+            # Before it is read: a file that is changed meanwhile is seen by the next look.
+            model.fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
+            return await asyncio.to_thread(self._planner.plan, name, config, files)
+        except ShmserveError as error:
+            ambiguous = self._planner.is_ambiguous(name)
+            if ambiguous:
+                logger.error(
+                    "failed to poll model '%s': not unique across all model repositories", name
+                )
+            # Of a name that no repository has, nothing is kept: anybody may have mistyped it.
+            if not model.serving and (model.status or self._planner.has(name)):
+                reason = IN_SEVERAL if ambiguous else error.message
+                model.status = {"": Status(ModelState.UNAVAILABLE, reason)}
+                self._on_change()
+            raise
+
+    async def _deploy(self, model: Model, specs: list[VersionSpec]) -> None:
+        model.status.pop("", None)
+        changed = partial(self._rollout.changed, model)
+        new = model.coming = [
+            ModelVersion(self._context, spec, changed, self._registry) for spec in specs
+        ]
+        self._registry.created(new)
+        for version in new:
+            if version.spec.version not in model.serving:
+                model.status[version.spec.version] = Status(ModelState.LOADING)
+        self._on_loading()
+        for spec in specs:
+            logger.info("loading: %s:%s", model.name, spec.version)
+        try:
+            await self._start_all(model, new)
+            await self._rollout.switch(model, {v.spec.version: v for v in new})
+        finally:
+            model.coming = []
+        logger.info("successfully loaded '%s'", model.name)
+
+    async def _start_all(self, model: Model, new: list[ModelVersion]) -> None:
+        """Start every version, or, when one fails, none; raises InvalidArgument then."""
+        results = await asyncio.gather(*(v.start() for v in new), return_exceptions=True)
+        failures: dict[str, str] = {}
+        for version, result in zip(new, results, strict=True):
+            if not isinstance(result, BaseException):
+                continue
+            if not isinstance(result, ShmserveError):
+                logger.error("loading failed", exc_info=result)
+                result = Internal("internal error")
+            number, reason = version.spec.version, f"{result.title}: {result.message}"
+            failures[number] = reason
+            logger.error("failed to load '%s' version %s: %s", model.name, number, reason)
+            if number not in model.serving:
+                model.status[number] = Status(ModelState.UNAVAILABLE, reason)
+                self._context.tell(m.ModelWithdrawn(model.name, number, 0))
+        graph = next((r for r in results if isinstance(r, GraphProblem)), None)
+        if failures:
+            await asyncio.gather(*(v.kill() for v in new))
+            self._rollout.forget(new)
+            for number, status in model.status.items():
+                if status.state is ModelState.LOADING:
+                    model.status[number] = Status(ModelState.UNAVAILABLE, "another version failed")
+            self._on_change()
+            logger.info("failed to load '%s'", model.name)
+            if graph is not None:
+                raise InvalidArgument(f"load failed for model '{model.name}': {graph.message}\n")
+            raise load_failed(model, failures)
