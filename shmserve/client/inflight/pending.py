@@ -81,11 +81,20 @@ class Pending(InflightRequest):
         if type(message) is Finished:
             self._finish(message.body)
         elif type(message) is Failed:
-            self.done(_error(self, message))
+            self.done(self.error(message.code, message.message, message.retry_after_s))
         elif type(message) is Responded:  # its model was loaded again, and is another one
             self.discard(message)
             self.done(Unsupported(DECOUPLED % self.built.model.name))
             self.channel.cancel(self)
+
+    def error(self, code: str, text: str, retry_after_s: int = 0) -> ShmserveError:
+        """What the server said, as an exception: after the request's time TimedOut, which the
+        server may know of first."""
+        if retry_after_s > 0:
+            return QueueFull(text, retry_after_s)
+        if code == "UNAVAILABLE" and 0 < self.built.options.deadline_ns <= time.monotonic_ns():
+            return TimedOut(text)
+        return from_code(code, text)
 
     def discard(self, message: Response) -> None:
         """Nobody reads this response, and its outputs take up a worker's memory."""
@@ -136,12 +145,3 @@ class Pending(InflightRequest):
         on_done, self.on_done = self.on_done, None  # it may refer to this: no cycle stays
         if on_done is not None:
             on_done(self)
-
-
-def _error(pending: Pending, message: Failed) -> ShmserveError:
-    if message.retry_after_s > 0:
-        return QueueFull(message.message, message.retry_after_s)
-    deadline_ns = pending.built.options.deadline_ns
-    if message.code == "UNAVAILABLE" and 0 < deadline_ns <= time.monotonic_ns():
-        return TimedOut(message.message)
-    return from_code(message.code, message.message)

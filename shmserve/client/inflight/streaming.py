@@ -19,7 +19,7 @@ from shmserve.client.inflight.pending import Pending
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import BuiltRequest
 from shmserve.client.request.results import Result, read_one_of_many
-from shmserve.errors import Internal, ShmserveError, from_code
+from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
 from shmserve.ipc.tensors.descriptors import Place
@@ -68,7 +68,7 @@ class StreamPending(Pending):
             self.discard(message)
         else:
             if message.code:
-                self.items.append((from_code(message.code, message.message), 0))
+                self.items.append((self.error(message.code, message.message), 0))
             elif message.body:
                 self._read(message.body)
             self.over = self.over or message.final

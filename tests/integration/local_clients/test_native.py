@@ -116,9 +116,10 @@ def test_the_example(http: Http) -> None:
 def test_what_the_readme_says(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """Its model is the example's, and its client programs run as they stand."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    model, streaming, plain, shared, direct = blocks
+    model, streaming, sequence, plain, shared, direct = blocks
     assert model in (ROOT / "examples" / "native_model.py").read_text()
     assert streaming in (ROOT / "examples" / "native_stream.py").read_text()
+    assert sequence in (ROOT / "examples" / "native_sequence.py").read_text()
     program = (plain + shared).replace("localhost:8000", server.url)
     names: dict[str, Any] = {}
     exec(program.replace("/frames", f"/test-{os.getpid()}-readme"), names)

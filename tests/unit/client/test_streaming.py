@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.client.errors import Disconnected
+from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight import streaming
 from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel
-from shmserve.client.request.options import PLAIN
+from shmserve.client.request.options import PLAIN, Options
 from shmserve.client.request.prepare import BuiltRequest
 from shmserve.client.server.models import Model
 from shmserve.errors import Internal, ShmserveError, Unavailable
@@ -45,13 +45,13 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
     made.close()
 
 
-def opened(way: Any, tmp_path: Path, ended: list[str]) -> ResponseStream:
+def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN) -> ResponseStream:
     """A stream of a model whose scheduler is the test's; `ended` hears when its memory is free."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = m.ModelPublished("m", "1", config, {}, endpoint, True, True, 0.0, 0)
     model = Model(published, way.connection.models)
-    built = BuiltRequest(model, WORK, 0, b"", PLAIN, end=lambda: ended.append("free"))
+    built = BuiltRequest(model, WORK, 0, b"", options, end=lambda: ended.append("free"))
     return ResponseStream(way, way.open(built), None)
 
 
@@ -137,6 +137,19 @@ def test_an_error_may_be_followed_by_responses(
     with pytest.raises(Internal, match="the last"):
         next(stream)
     assert list(stream) == []
+
+
+def test_the_server_may_know_first_that_the_time_is_over(
+    channel: ThreadChannel, scheduler: Peer, tmp_path: Path
+) -> None:
+    """Its word of it is the same to a program as the client's own."""
+    late = PLAIN._replace(deadline_ns=1)
+    stream = opened(channel, tmp_path, [], late)
+    number = scheduler.next(m.Submit).id
+    text = "Request timeout expired"
+    stream._pending.respond(m.Responded(number, "UNAVAILABLE", text, b"", True))
+    with pytest.raises(TimedOut, match=text):
+        next(stream)
 
 
 def test_a_response_that_cannot_be_read_ends_them(
