@@ -13,16 +13,11 @@ class Outputs(NamedTuple):
 
 
 class Mean:
-    sequence_batching = {  # noqa: RUF012 - as config.pbtxt has it
+    sequence_batching = {
         "oldest": {"max_candidate_sequences": 64},
         "max_sequence_idle_microseconds": 10_000_000,
         "state": [
-            {
-                "input_name": "seen",
-                "output_name": "seen_out",
-                "data_type": "TYPE_FP32",
-                "dims": [2],
-            }
+            {"input_name": "seen", "output_name": "seen_out", "data_type": "TYPE_FP32", "dims": [2]}
         ],
     }
 
