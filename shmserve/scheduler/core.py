@@ -53,10 +53,6 @@ from shmserve.scheduler.statistics.counters import Reason, Statistics
 
 logger = logging.getLogger(__name__)
 
-_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
-_MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
-_DEAD_REMEMBERED = 64
-
 
 class Scheduler:
     """One model version's requests. Times are monotonic ns; `wall_clock` gives epoch ns."""

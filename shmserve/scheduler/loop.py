@@ -1,11 +1,11 @@
-"""The scheduler's main loop: wait, receive, plan, send."""
+"""The main loop of a scheduler's process, or an ensemble's: wait, receive, plan, send."""
 
 from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable
-from typing import get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, get_args
 
 from shmserve.ipc.messages import (
     ClientToScheduler,
@@ -24,54 +24,93 @@ from shmserve.scheduler.waiting import Waiter
 _MOST_READS = 1024  # before a drain begins: some client may never end
 
 
+class Core(Protocol):
+    """What decides: it has no socket and no clock. Times are monotonic ns."""
+
+    stopped: bool
+
+    @property
+    def live(self) -> int:
+        """How many requests are under way."""
+
+    def plan(self, now_ns: int) -> int:
+        """Do what is due; returns when to come back."""
+
+    def from_client(self, peer: bytes, message: Any, now_ns: int) -> None:
+        """Handle a client's message."""
+
+    def from_control(self, message: Any, now_ns: int) -> None:
+        """Handle the supervisor's message."""
+
+    def misplaced(self) -> None:
+        """A message was dropped, since nobody may send it here."""
+
+
+class Outbox(Protocol):
+    """Where messages wait until they are sent together."""
+
+    def flush(self) -> object:
+        """Send what is queued."""
+
+
 class Loop:
-    """Runs a scheduler on its sockets until it is told to stop."""
+    """Runs a core on its sockets until it is told to stop.
+
+    `inboxes` are those of the core's other peers, between the supervisor's and the clients'; they
+    may change. `spoken` is what the supervisor may say to this core. `outboxes` are flushed once a
+    turn, in their order.
+    """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        core: Core,
+        inboxes: dict[int, Callable[[], None]],
+        outboxes: Sequence[Outbox],
         control: Dealer,
-        workers: Router,
+        spoken: frozenset[type],
         clients: Router,
         local_clients: LocalClientListener,
     ) -> None:
-        self._scheduler = scheduler
-        self._links: list[Dealer | Router] = [control, workers, clients, local_clients.link]
+        self._core = core
+        self._inboxes = inboxes
+        self._outboxes = outboxes
+        self._spoken = spoken
         self._local_clients = local_clients
-        # The supervisor first: it says who is gone and who will come.
-        self._inboxes: dict[int, Callable[[], None]] = {
-            control.fd: lambda: self._from_control(control),
-            workers.fd: lambda: self._from_workers(workers),
-            clients.fd: lambda: self._from_clients(clients),
-            local_clients.link.fd: lambda: self._from_local_clients(local_clients),
-        }
         self._fronts = [clients.fd, local_clients.link.fd]
-        self._waiter = Waiter(self._inboxes)
+        self._waiter = Waiter(inboxes)
+        others = dict(inboxes)
+        inboxes.clear()
+        # The supervisor first: it says who is gone and who will come.
+        inboxes[control.fd] = lambda: self._from_control(control)
+        inboxes.update(others)
+        inboxes[clients.fd] = lambda: self._from_clients(clients)
+        inboxes[local_clients.link.fd] = self._from_local_clients
 
     def run(self) -> None:
         """Return after `Stop`."""
         ready = list(self._inboxes)
-        while not self._scheduler.stopped:
-            for fd, take in self._inboxes.items():
-                if fd in ready:
+        while not self._core.stopped:
+            for fd in ready:
+                take = self._inboxes.get(fd)
+                if take is not None:
                     take()
-            wake_ns = self._scheduler.plan(time.monotonic_ns())
-            for link in self._links:
-                link.flush()
-            if not self._scheduler.stopped:
-                ready = self._waiter.wait(wake_ns, self._scheduler.live)
+            wake_ns = self._core.plan(time.monotonic_ns())
+            for outbox in self._outboxes:
+                outbox.flush()
+            if not self._core.stopped:
+                ready = self._waiter.wait(wake_ns, self._core.live)
 
     def _from_control(self, control: Dealer) -> None:
-        scheduler, now_ns = self._scheduler, time.monotonic_ns()
+        core, now_ns = self._core, time.monotonic_ns()
         for message in control.receive():
             if type(message) is Drain:
                 self._catch_up()
             if type(message) is ProcessExited:
                 self._local_clients.forget(message.pid)
-            if type(message) in _FROM_CONTROL:
-                scheduler.from_control(message, now_ns)
+            if type(message) in self._spoken:
+                core.from_control(message, now_ns)
             else:
-                scheduler.misplaced()
+                core.misplaced()
 
     def _catch_up(self) -> None:
         """Take what clients sent before they heard of a successor: it is here, and was promised."""
@@ -82,31 +121,46 @@ class Loop:
             for fd in ready:
                 self._inboxes[fd]()
 
-    def _from_workers(self, workers: Router) -> None:
-        scheduler, now_ns = self._scheduler, time.monotonic_ns()
+    def _from_clients(self, clients: Router) -> None:
+        core, now_ns = self._core, time.monotonic_ns()
+        for peer, message in clients.receive():
+            if type(message) in _FROM_CLIENT:
+                core.from_client(peer, message, now_ns)
+            else:
+                core.misplaced()
+
+    def _from_local_clients(self) -> None:
+        core, now_ns = self._core, time.monotonic_ns()
+        local_clients = self._local_clients
+        for peer, message in local_clients.link.receive():
+            if type(message) not in _FROM_LOCAL_CLIENT:
+                core.misplaced()
+                continue
+            believed = local_clients.check(peer, message, now_ns)
+            if believed is not None:
+                core.from_client(peer, believed, now_ns)
+
+
+def scheduler_loop(
+    scheduler: Scheduler,
+    control: Dealer,
+    workers: Router,
+    clients: Router,
+    local_clients: LocalClientListener,
+) -> Loop:
+    """The loop of a scheduler, which has workers besides."""
+
+    def from_workers() -> None:
+        now_ns = time.monotonic_ns()
         for peer, message in workers.receive():
             if type(message) in _FROM_WORKER:
                 scheduler.from_worker(peer, message, now_ns)
             else:
                 scheduler.misplaced()
 
-    def _from_clients(self, clients: Router) -> None:
-        scheduler, now_ns = self._scheduler, time.monotonic_ns()
-        for peer, message in clients.receive():
-            if type(message) in _FROM_CLIENT:
-                scheduler.from_client(peer, message, now_ns)
-            else:
-                scheduler.misplaced()
-
-    def _from_local_clients(self, local_clients: LocalClientListener) -> None:
-        scheduler, now_ns = self._scheduler, time.monotonic_ns()
-        for peer, message in local_clients.link.receive():
-            if type(message) not in _FROM_LOCAL_CLIENT:
-                scheduler.misplaced()
-                continue
-            believed = local_clients.check(peer, message, now_ns)
-            if believed is not None:
-                scheduler.from_client(peer, believed, now_ns)
+    inboxes: dict[int, Callable[[], None]] = {workers.fd: from_workers}
+    outboxes = (control, workers, clients, local_clients.link)
+    return Loop(scheduler, inboxes, outboxes, control, _FROM_CONTROL, clients, local_clients)
 
 
 # What a peer may say: a well-formed message in the wrong direction is garbage too.

@@ -20,7 +20,7 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number, last_number
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.local_clients import ClientRouters, LocalClientListener
-from shmserve.scheduler.loop import Loop
+from shmserve.scheduler.loop import scheduler_loop
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 
@@ -29,15 +29,7 @@ PARTING_S = 0.3  # for the last responses to leave
 
 def run(data: bytes) -> None:
     """Schedule one model version until told to stop; `data` is an encoded `SchedulerStart`."""
-    start = decode(SchedulerStart, data)
-    settings = Settings.read(start.config, start.version, start.limits)
-    logs.configure(f"scheduler {settings.name}", start.log)
-    processes.name_process(f"scheduler {settings.name}")
-    # When it ends is the supervisor's decision: a terminal's Ctrl-C reaches every process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    processes.exact_timers()
-
+    start, settings = begin(data, "scheduler")
     number, run_dir = start.number, start.run_dir
     clients = PeerCredRouter(endpoints.scheduler(run_dir, number), first_number)
     workers = PeerCredRouter(endpoints.instances(run_dir, number), last_number)
@@ -56,10 +48,23 @@ def run(data: bytes) -> None:
         scheduler.go_on(start.kept, start.alive, time.monotonic_ns())
     gc.freeze()  # what is here now stays: no collection needs to look at it
     try:
-        Loop(scheduler, control, workers, clients, listener).run()
+        scheduler_loop(scheduler, control, workers, clients, listener).run()
     finally:
         for link in (clients, workers, control, listener.link):
             link.close(PARTING_S)
+
+
+def begin(data: bytes, role: str) -> tuple[SchedulerStart, Settings]:
+    """What the process was started with; it gets its name, its log, and its signals."""
+    start = decode(SchedulerStart, data)
+    settings = Settings.read(start.config, start.version, start.limits)
+    logs.configure(f"{role} {settings.name}", start.log)
+    processes.name_process(f"{role} {settings.name}")
+    # When it ends is the supervisor's decision: a terminal's Ctrl-C reaches every process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.exact_timers()
+    return start, settings
 
 
 def open_cache(start: SchedulerStart, settings: Settings) -> ResponseCache | None:

@@ -4,6 +4,7 @@ and readiness tells the truth within a second.
 
 from __future__ import annotations
 
+import fcntl
 import threading
 import time
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ ELEMENTS = 50_000
 ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 LOADS = """\
     def initialize(self, args):
-        while not os.path.exists(os.environ["GO"]):
-            time.sleep(0.01)
+        import fcntl
+        with open(os.environ["GO"]) as go:
+            fcntl.flock(go, fcntl.LOCK_SH)
 
     def """
 CLIENTS = 4
@@ -30,7 +32,7 @@ CLIENTS = 4
 
 @pytest.fixture(scope="module")
 def go(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While this file is there, the model "first" loads."""
+    """While this file is locked, the model "first" does not come to its end of loading."""
     path = tmp_path_factory.mktemp("go") / "go"
     path.touch()
     return path
@@ -129,13 +131,11 @@ def test_readiness_follows_its_steps(server: Server, go: Path) -> None:
     """Within a second it is known that a step's model cannot run, and that it can again; who asks
     meanwhile waits."""
     ready = "/v2/models/pipe/ready"
-    go.unlink()
-    try:
+    with open(go) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         server.one("worker first.0").kill()
         until("it is not ready", lambda: server.answers(ready, 400), RECOVERY_S)
         assert not server.answers("/v2/health/ready")
-    finally:
-        go.touch()
     until("it is ready again", lambda: server.answers(ready), RECOVERY_S)
     with Asking(server) as asking:
         pass

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import time
 from collections.abc import Callable
 
-from shmserve import logs
-from shmserve.ipc import endpoints, processes
+from shmserve.ipc import endpoints
 from shmserve.ipc.messages import MemoryDropped, SchedulerReady
-from shmserve.ipc.messages.start import SchedulerStart, decode
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number
 from shmserve.scheduler.ensemble.core import Ensemble
-from shmserve.scheduler.ensemble.loop import Loop, Steps
+from shmserve.scheduler.ensemble.loop import Steps, ensemble_loop
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.local_clients import ClientRouters
-from shmserve.scheduler.main import PARTING_S, open_cache, open_listener
-from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.main import PARTING_S, begin, open_cache, open_listener
 
 
 def run(data: bytes) -> None:
     """Run one ensemble until told to stop; `data` is an encoded `SchedulerStart`."""
-    start = decode(SchedulerStart, data)
-    settings = Settings.read(start.config, start.version, start.limits)
-    logs.configure(f"ensemble {settings.name}", start.log)
-    processes.name_process(f"ensemble {settings.name}")
-    # When it ends is the supervisor's decision: a terminal's Ctrl-C reaches every process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    processes.exact_timers()
-
+    start, settings = begin(data, "ensemble")
     number, run_dir = start.number, start.run_dir
     clients = PeerCredRouter(endpoints.scheduler(run_dir, number), first_number)
     control = Dealer(endpoints.control(run_dir), f"ensemble.{number}.{os.getpid()}")
@@ -57,7 +45,7 @@ def run(data: bytes) -> None:
         ensemble.go_on(start.kept, time.monotonic_ns())
     gc.freeze()  # what is here now stays: no collection needs to look at it
     try:
-        Loop(ensemble, steps, inboxes, control, clients, listener).run()
+        ensemble_loop(ensemble, steps, inboxes, control, clients, listener).run()
     finally:
         steps.close()
         for link in (clients, control, listener.link):
