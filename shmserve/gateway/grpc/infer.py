@@ -28,6 +28,7 @@ from shmserve.gateway.inference.response import check_size, unpack
 from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model, checked_version
 from shmserve.ipc import messages as m
+from shmserve.ipc.inflight import Response
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
@@ -85,6 +86,11 @@ class Submitted:
                 action(self)
 
         self._pending.future.add_done_callback(resolved)
+
+    def taken_by(self, action: Callable[[Response], None]) -> None:
+        """Call this as soon as there is a response, which it takes at once with `response`; never
+        if the request is abandoned."""
+        self._pending.on_response = action
 
     def response(self) -> bytes:
         """The response that is there, as `wait` gives it."""

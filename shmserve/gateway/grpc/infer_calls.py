@@ -49,7 +49,7 @@ class InferenceCalls:
         Call(state, self._calls).begin(self._infer, self.refusal)
 
     def _infer(self, raw: bytes, call: Call) -> None:
-        def done(submitted: Submitted) -> None:
+        def responded(_: Any) -> None:
             try:
                 response = submitted.response()
             except Exception as error:
@@ -67,7 +67,7 @@ class InferenceCalls:
             self._trim.soon(len(raw))
         call.on_gone = submitted.abandon
         call.on_over = submitted.leave
-        submitted.when_done(done)
+        submitted.taken_by(responded)
 
     async def infer(self, raw: bytes, context: Any) -> bytes | Ending:
         """The response to a ModelInfer that grpc.aio has accepted."""

@@ -19,6 +19,7 @@ from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.links.scheduler import Pending
 from shmserve.gateway.model_table import Model
 from shmserve.ipc import messages as m
+from shmserve.ipc.inflight import Response
 from shmserve.ipc.tensors.inference import Inferred
 
 _GRANTED_TOGETHER = m.FIRST_CREDIT // 2
@@ -53,8 +54,10 @@ class OpenRequest:
         self.wire = built.wire
         self.over = False  # the last response is here, or it is abandoned
 
-        def responded(message: Message) -> None:
+        def responded(message: Response) -> None:
             if not self.over:
+                if isinstance(message, m.Finished):
+                    message = m.Responded(message.id, "", "", message.body, final=True)
                 self.over = is_last(message)
                 on_response(self, message)
 

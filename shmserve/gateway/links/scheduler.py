@@ -19,17 +19,17 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
-# The callback of a request for any number of responses: called for each one, the last of which is a
+# The callback of a request: called for each response, the last of which is a `Finished`, a
 # `Failed`, or a `Responded` that is final.
-OnResponse = Callable[[m.Responded | m.Failed], None]
+OnResponse = Callable[[Response], None]
 
 
 class Pending(InflightRequest):
     """A request of this gateway. `release` gives back what keeps its memory: its block of the
     arena, its references to regions.
 
-    `future` has the last response; of a request for any number of them, `on_response` is called
-    for each.
+    `future` has the last response; `on_response`, if there is one, takes each as it comes. A
+    request for any number of them has one.
     """
 
     __slots__ = ("future", "on_response", "release", "scheduler")
@@ -58,8 +58,6 @@ class Pending(InflightRequest):
         elif type(message) is not m.Responded or message.final:
             future.set_result(message)
             if on_response is not None:
-                if isinstance(message, m.Finished):
-                    message = m.Responded(message.id, "", "", message.body, final=True)
                 on_response(message)
         elif on_response is not None:
             on_response(message)

@@ -20,14 +20,15 @@ them, every call goes grpc.aio's own way, as some always do: grpc.aio asks for c
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
 
 from shmserve.gateway.grpc.core.call_watchdog import LATE, MISSING, Calls
-from shmserve.gateway.grpc.core.core_call import HERE, CoreCall, Metadata, start
+from shmserve.gateway.grpc.core.core_call import HERE, CoreCall, Metadata, Waiter, start
 
 try:
     from grpc._cython import cygrpc
@@ -36,7 +37,7 @@ except ImportError:
 
 logger = logging.getLogger(__name__)
 
-_MOST_ASKED = 64
+_MOST_ASKED = 256
 _PARTS = (
     *("_receive_message", "execute_batch", "_ServicerContext", "ReceiveCloseOnServerOperation"),
     *("SendInitialMetadataOperation", "SendMessageOperation", "SendStatusFromServerOperation"),
@@ -154,6 +155,7 @@ class Acceptor:
         self._path = path.encode()
         self._begin = begin
         self._most = most
+        self._loop: Any = asyncio.get_running_loop()
 
     def open(self) -> None:
         """Take calls; the server has started."""
@@ -161,23 +163,20 @@ class Acceptor:
             self._ask()
 
     def _ask(self) -> None:
-        asking = self._server._request_registered_call(self._path)
-        asking.send(None).add_done_callback(lambda _: self._accepted(asking))
-
-    def _accepted(self, asking: Coroutine[Any, Any, Any]) -> None:
+        # gRPC takes a future of the loop's for this, whose callbacks would run a turn later.
+        self._loop.create_future = Waiter
         try:
-            asking.send(None)
-        except StopIteration as end:
-            if self._server.is_running():
-                self._ask()
-            try:
-                self._begin(end.value)
-            except Exception:
-                logger.exception("a call could not be taken")
-        except Exception:
-            # The server is stopping, or the call was gone before it was here.
-            if self._server.is_running():
-                self._ask()
+            start(self._server._request_registered_call(self._path), self._accepted)
+        finally:
+            del self._loop.create_future
+
+    def _accepted(self, state: Any) -> None:
+        if self._server.is_running():
+            self._ask()
+        if (
+            state is not None
+        ):  # else the server is stopping, or the call was gone before it was here
+            self._begin(state)
 
 
 def acceptors(
