@@ -94,6 +94,8 @@ class Call(CoreCall):
 
     def _over(self, _: Any = None) -> None:
         self._calls.end(self)
+        # `young` may know it for a while; to gRPC it counts until this is gone.
+        self._state = self._context = None
         over, self.on_over = self.on_over, None
         if over is not None:
             over()
