@@ -1,0 +1,76 @@
+"""Clients that give up: a request that waits, one that executes, in a stream, in an ensemble."""
+
+from __future__ import annotations
+
+from tests.differential.script import Ask, Cancel, Drain, Group, Release, Script, Step, recorder
+from tests.differential.scripts.ensembles import ADD, COUNT, MANY, ensemble, through
+
+BATCHER = "dynamic_batching { default_queue_policy { max_queue_size: 100 } }"
+
+
+def waiting(name: str, scheduler: str) -> Script:
+    """Of three that wait the second is given up."""
+    steps: list[Step] = [Ask(f"r{n}", name, n) for n in range(4)]
+    return Script(name, [recorder(name, scheduler)], [*steps, Cancel("r2"), Drain()])
+
+
+def executing(name: str, scheduler: str = BATCHER) -> Script:
+    """It goes on; nobody hears of it, and the next one has its turn."""
+    steps: list[Step] = [Ask("a", name, 1), Cancel("a"), Ask("b", name, 2), Release("a")]
+    return Script(name, [recorder(name, scheduler)], [*steps, Drain()])
+
+
+def one_of_a_batch() -> Script:
+    """The others of the batch have their responses."""
+    name = "one_of_a_batch"
+    steps: list[Step] = [Ask(f"r{n}", name, n) for n in range(4)]
+    steps += [Release("r0"), Cancel("r2"), Release("r1")]
+    return Script(name, [recorder(name, BATCHER)], [*steps, Drain()])
+
+
+def streamed_and_waiting() -> Script:
+    """A stream with a request that waits is closed."""
+    name = "streamed_and_waiting"
+    steps: list[Step] = [Ask("a", name, 1), Ask("s", name, 2, stream=True), Ask("b", name, 3)]
+    return Script(name, [recorder(name, BATCHER)], [*steps, Cancel("s"), Drain()])
+
+
+def streamed_and_executing() -> Script:
+    """One that a decoupled model is about to respond to is closed."""
+    name = "streamed_and_executing"
+    steps: list[Step] = [Ask("s", name, 2, stream=True), Cancel("s"), Release("s")]
+    made = recorder(name, MANY, one=COUNT)
+    return Script(name, [made], [*steps, Ask("b", name, 1, stream=True), Drain()])
+
+
+def between_steps(name: str, first: str) -> Script:
+    """An ensemble's request is given up while its first step executes: the second one does not."""
+    models = [recorder(f"{name}_1", first, one=ADD), recorder(f"{name}_2", first, one=ADD)]
+    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    arrivals: list[Step] = [Ask("a", name, 1), Cancel("a"), Release("a"), Ask("b", name, 5)]
+    return Script(name, [*models, ensemble(name, *steps)], [*arrivals, Drain()])
+
+
+def step_that_waits() -> Script:
+    """It is given up while its first step waits in the queue of that model."""
+    name = "step_that_waits"
+    models = [recorder(f"{name}_{n}", BATCHER, one=ADD, max_batch_size=1) for n in (1, 2)]
+    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    whole = ensemble(name, *steps, size=1)
+    arrivals: list[Step] = [Ask("first", f"{name}_1", 1), Ask("a", name, 2), Cancel("a")]
+    return Script(name, [*models, whole], [*arrivals, Release("first"), Ask("b", name, 5), Drain()])
+
+
+SCRIPTS = [
+    waiting("waits_for_the_batcher", BATCHER),
+    waiting("waits_for_the_default", ""),
+    executing("executes_in_a_batcher"),
+    executing("executes_by_default", ""),
+    one_of_a_batch(),
+    streamed_and_waiting(),
+    streamed_and_executing(),
+    between_steps("between_steps", ""),
+    between_steps("between_batched_steps", BATCHER),
+    step_that_waits(),
+]
+GROUP = Group("cancelled", SCRIPTS)
