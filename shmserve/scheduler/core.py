@@ -210,6 +210,8 @@ class Scheduler:
         if self._pool.failure:
             self._refuse_waiting(self._pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
+        if self._grants is not None:
+            self._grants.end_turn()
         if self._pool.retiring:
             for index, pid in self._pool.take_retired(self._dispatch.needs):
                 self._to_control.post(InstanceRetired(index, pid))

@@ -87,8 +87,9 @@ def direct_lone() -> Script:
 
 
 def direct_lone_beside_idle() -> Script:
-    """Four slots have had a first request, and are idle; then lone ones of each slot, and lone first
-    ones of another sequence beside an idle one: one row in slot 0, a null row before slot 1."""
+    """Four slots have had a first request, and are idle; then lone ones of each slot, and lone
+    first ones beside an idle one: one row for slot 0, a null row before slot 1's.
+    """
     name = "direct_lone_beside_idle"
     ask = Asking(name)
     steps: list[Step] = []
