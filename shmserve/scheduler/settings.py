@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.common import batching_strategy, first_response
+from shmserve.common import batching_strategy
 from shmserve.common.batching_strategy import Strategy
+from shmserve.common.metrics import first_response
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
@@ -35,10 +36,10 @@ class Batching:
     target_ns: int = 0
     padding: Padding | None = None
 
-    @property
-    def largest_preferred(self) -> int:
-        """The size at which a batch stops waiting."""
-        return max(self.preferred)
+    largest_preferred: int = field(init=False)  # the size at which a batch stops waiting
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "largest_preferred", max(self.preferred))
 
 
 @dataclass(frozen=True, slots=True)
