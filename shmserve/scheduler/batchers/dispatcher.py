@@ -54,6 +54,11 @@ class Dispatcher(ABC):
         """Whether an instance that is to retire has more to do than it was given."""
         return False
 
+    @property
+    def open_sequences(self) -> int:
+        """How many sequences have begun and not ended."""
+        return 0
+
     def goes_on(self, message: Submit) -> bool:
         """Whether a request may come while the model is being stopped."""
         return False

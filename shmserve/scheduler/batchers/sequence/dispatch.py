@@ -86,6 +86,11 @@ class SequenceDispatch(Dispatcher):
         self._sequences.check(correlation_id, flags, client)
         return Identity(correlation_id, flags)
 
+    @property
+    def open_sequences(self) -> int:
+        """As `Dispatcher` says."""
+        return self._sequences.open
+
     def goes_on(self, message: Submit) -> bool:
         """Whether it belongs to a sequence that has begun: that may be finished while the model is
         being stopped."""
