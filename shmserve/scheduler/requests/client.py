@@ -31,9 +31,8 @@ class ClientTable(dict[bytes, Client[R]]):
 
     def __missing__(self, peer: bytes) -> Client[R]:
         if len(self) >= _MOST_CLIENTS:
-            for client in list(self.values()):
-                if not client.requests and not client.timed:
-                    del self[client.peer]
+            for known in [each for each in self.values() if not each.requests and not each.timed]:
+                del self[known.peer]
         client: Client[R] = Client(peer)
         self[peer] = client
         return client
