@@ -20,8 +20,9 @@ from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.grants import Grants
 from shmserve.scheduler.instances.losses import state_lost
 from shmserve.scheduler.instances.pool import Pool, Slot
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Client, Event, Request
+from shmserve.scheduler.requests.request import NEVER, Event, Request
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason
@@ -63,7 +64,7 @@ class SequenceDispatch(Dispatcher):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def identify(self, client: Client, message: Submit) -> Identity:
+    def identify(self, client: Client[Request], message: Submit) -> Identity:
         """The sequence and the flags that a request counts as.
 
         Raises InvalidArgument for one that cannot be of a sequence, QueueFull where too many
