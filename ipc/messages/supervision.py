@@ -248,8 +248,8 @@ class KillInstance:
 @message
 class StatisticsKept:
     """What the scheduler has counted, before it tells anybody else; its successor goes on from
-    there. `metrics` are its model's own, as shmserve.common.model_metrics keeps them. What is left
-    out of `statistics` is as it was kept before."""
+    there. `metrics` are its model's own, as common/metrics/model_metrics.py keeps them. What is
+    left out of `statistics` is as it was kept before."""
 
     statistics: dict[str, Any]
     metrics: list[list[Any]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 
 SPIN_NS = 400_000
+_LONG_NS = 4 * SPIN_NS  # what is longer counts as this
 _FEW = 1.5  # requests at a time; where there are more, the cores have better things to do
 
 
@@ -31,6 +32,8 @@ class BusyPoll:
 
     def observe(self, requests: int, waited_ns: int) -> None:
         """It took so long until there was something to do."""
-        self._most = max(requests, self._most - 1 / 32)
-        mean_ns = self._mean_ns[requests > 0]
-        self._mean_ns[requests > 0] += (min(waited_ns, 4 * SPIN_NS) - mean_ns) / 8
+        few, busy = self._most - 1 / 32, requests > 0
+        self._most = max(requests, few)
+        if waited_ns > _LONG_NS:
+            waited_ns = _LONG_NS
+        self._mean_ns[busy] += (waited_ns - self._mean_ns[busy]) / 8

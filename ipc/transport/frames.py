@@ -21,12 +21,13 @@ from shmserve.ipc.transport.records import MalformedMessage, record
 
 VERSION = 2
 _LARGE = 64 * 1024
+_PACKER = msgpack.Packer()  # to make one takes as long as to pack a message
 
 T = TypeVar("T")
 
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
 # the types of a class's fields, how many of them must be there, closer checks, lists of records
-_Kind = tuple[type[Any], tuple[type[Any], ...], int, _Checks, tuple[tuple[int, "_Record"], ...]]
+_Kind = tuple[type[Any], list[type[Any]], int, _Checks, tuple[tuple[int, "_Record"], ...]]
 _BY_TAG: dict[str, _Kind] = {}
 _GETTERS: dict[type[Any], Callable[[Any], Any]] = {}
 
@@ -49,10 +50,13 @@ class _Record:
 
     def typed(self, items: list[Any]) -> list[Any]:
         """The records; raises MalformedMessage where one has fields of other types."""
+        cls, kinds = self._cls, self._kinds
+        records = []
         for item in items:
-            if type(item) is not list or list(map(type, item)) != self._kinds:
-                raise MalformedMessage(f"no {self._cls.__name__}")
-        return [self._cls(*item) for item in items]
+            if type(item) is not list or list(map(type, item)) != kinds:
+                raise MalformedMessage(f"no {cls.__name__}")
+            records.append(cls(*item))
+        return records
 
 
 def _record_of(kind: Any) -> _Record | None:
@@ -91,7 +95,7 @@ def message(cls: type[T]) -> type[T]:
         if typing.get_origin(kind) is list and index not in nested
     )
     needed = sum(f.default is MISSING for f in fields(made))  # type: ignore[arg-type]
-    _BY_TAG[made.__name__] = (made, tuple(map(_plain, kinds)), needed, closer, records)
+    _BY_TAG[made.__name__] = (made, list(map(_plain, kinds)), needed, closer, records)
     if records:
         _GETTERS[made] = _with_records(attrgetter(*names), records)
     elif len(names) > 1:
@@ -110,7 +114,8 @@ def _with_records(
     def values(message: Any) -> list[Any]:
         found = list(getter(message))
         for index, kind in records:
-            found[index] = list(map(kind.fields, found[index]))
+            if found[index]:
+                found[index] = list(map(kind.fields, found[index]))
         return found
 
     return values
@@ -129,7 +134,7 @@ def pack(messages: Iterable[Any]) -> bytes:
         items.append((kind.__name__, *_GETTERS[kind](each)))
     frame: bytes
     try:
-        frame = msgpack.packb(items)
+        frame = _PACKER.pack(items)
     except UnicodeEncodeError:  # a model named a file, say, whose name is not UTF-8
         frame = msgpack.packb(items, unicode_errors="backslashreplace")
     return frame
@@ -152,7 +157,7 @@ def unpack(frame: bytes, most: int = -1) -> list[Any]:
     if type(raw) is not list or not raw or raw[0] != VERSION:
         raise MalformedMessage("not a frame of this protocol version")
     del raw[0]
-    return [_typed(item) for item in raw]
+    return list(map(_typed, raw))
 
 
 def _typed(item: Any) -> Any:
@@ -162,9 +167,8 @@ def _typed(item: Any) -> Any:
     if known is None:
         raise MalformedMessage("unknown message")
     cls, kinds, needed, closer, records = known
-    if tuple(map(type, item)) != kinds and (
-        len(item) < needed or tuple(map(type, item)) != kinds[: len(item)]
-    ):
+    found = list(map(type, item))
+    if found != kinds and (len(found) < needed or found != kinds[: len(found)]):
         raise MalformedMessage(f"{tag} has fields of the wrong number or types")
     for index, check in closer:
         if index < len(item) and not check(item[index]):

@@ -9,7 +9,6 @@ import logging
 import os
 import select
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 from shmserve.ipc.transport import zmtp
@@ -20,6 +19,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
 _LISTEN_BACKLOG = 1024
+_OUT = select.EPOLLOUT
 _COMPLAINTS = 32  # so many are logged, and then ever fewer
 
 
@@ -64,9 +64,9 @@ class Router:
 
         What cannot be packed raises, and is queued no more; what is for others stays queued.
         """
-        while self._pending:
-            peer = next(iter(self._pending))
-            messages = self._pending.pop(peer)
+        pending = self._pending
+        for peer in list(pending):
+            messages = pending.pop(peer)
             connection = self._peers.get(peer)
             if connection is None:
                 logger.debug("%d messages for a peer that is gone", len(messages))
@@ -76,20 +76,22 @@ class Router:
             except OSError:
                 connection.unsent.clear()  # the end of it shows when it is read
 
-    def receive(self) -> Iterator[tuple[bytes, Any]]:
+    def receive(self) -> list[tuple[bytes, Any]]:
         """The (peer, message)s that are here now; never more than one bounded read a peer."""
+        received: list[tuple[bytes, Any]] = []
         for fd, events in self._poll.poll(0):
             connection = self._connections.get(fd)
             if connection is None:
                 self._accept()
                 continue
-            if events & select.EPOLLOUT:
+            if events & _OUT:
                 with contextlib.suppress(OSError):
                     connection.push()
-            if events & ~select.EPOLLOUT:
-                yield from self._read(connection)
+            if events & ~_OUT:
+                self._read(connection, received)
+        return received
 
-    def _read(self, connection: Connection) -> Iterator[tuple[bytes, Any]]:
+    def _read(self, connection: Connection, received: list[tuple[bytes, Any]]) -> None:
         frames = connection.receive()
         decoder = connection.decoder
         if connection.identity is None and decoder.properties is not None:
@@ -99,16 +101,14 @@ class Router:
             if decoder.broken and connection.identity is None:
                 break
             try:
-                messages = unpack(frame, self.most)
+                received += [(peer, message) for message in unpack(frame, self.most)]
             except MalformedMessage as error:
                 connection.malformed += 1
                 self._complain("dropped a malformed frame: %s", error)
-                continue
-            for message in messages:
-                yield peer, message
-        connection.malformed += decoder.dropped
-        self.malformed += decoder.dropped
-        decoder.dropped = 0
+        if decoder.dropped:
+            connection.malformed += decoder.dropped
+            self.malformed += decoder.dropped
+            decoder.dropped = 0
         if frames is None or decoder.broken:
             if decoder.broken:
                 self._complain("a connection was ended: %s", decoder.broken)

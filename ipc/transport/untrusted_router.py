@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from shmserve.ipc.transport.connection import Connection
@@ -82,8 +82,8 @@ class UntrustedRouter(Router):
         if connection.identity is not None:
             del self._strangers[connection]
 
-    def _read(self, connection: Connection) -> Iterator[tuple[bytes, Any]]:
-        yield from super()._read(connection)
+    def _read(self, connection: Connection, received: list[tuple[bytes, Any]]) -> None:
+        super()._read(connection, received)
         if connection.malformed > _MOST_MALFORMED or self._holds_too_much(connection):
             self._drop(connection)
 

@@ -45,35 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog="Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong.",
     )
     infer.add_argument("model", metavar="MODEL")
-    where = infer.add_mutually_exclusive_group()
-    where.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="the run directory of a server on this host [that of this user's server, if it runs]",
-    )
-    where.add_argument(
-        "--url",
-        help="http://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc://HOST:PORT "
-        "[http://127.0.0.1:8000, where no server of this user's runs]",
-    )
-    infer.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        required=True,
-        dest="inputs",
-        metavar="NAME=VALUE",
-        help="an input (repeatable): a JSON number, text or list, or @FILE.npy; a value with one "
-        "dimension less than the model takes becomes a batch of one",
-    )
-    infer.add_argument(
-        "--output",
-        action="append",
-        default=[],
-        dest="outputs",
-        metavar="NAME",
-        help="an output to ask for (repeatable) [all]",
-    )
+    _add_server(infer)
+    _add_tensors(infer)
     infer.add_argument("--model-version", default="", metavar="V", help="[the latest]")
     infer.add_argument("--request-id", default="", metavar="ID", help="shown in the server's log")
     infer.add_argument(
@@ -86,6 +59,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     infer.add_argument("--end", action="store_true", help="it is the last of its sequence")
     infer.add_argument(
         "--timeout-us", type=int, default=0, metavar="N", help="microseconds to respond in [none]"
+    )
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="the run directory of a server on this host [that of this user's server, if it runs]",
+    )
+    where.add_argument(
+        "--url",
+        help="http://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc://HOST:PORT "
+        "[http://127.0.0.1:8000, where no server of this user's runs]",
+    )
+
+
+def _add_tensors(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        required=True,
+        dest="inputs",
+        metavar="NAME=VALUE",
+        help="an input (repeatable): a JSON number, text or list, or @FILE.npy; a value with one "
+        "dimension less than the model takes becomes a batch of one",
+    )
+    parser.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        dest="outputs",
+        metavar="NAME",
+        help="an output to ask for (repeatable) [all]",
     )
 
 

@@ -29,12 +29,14 @@ from shmserve.ipc.transport.records import MalformedMessage
 class Connection(ServerState):
     """A local client's connection: the link to the listener, and the thread that reads it."""
 
-    def __init__(self, run_dir: Path, timeout_s: float) -> None:
+    def __init__(
+        self, run_dir: Path, timeout_s: float, on_nudge: Callable[[], None] = nothing
+    ) -> None:
         """Connect. Raises Disconnected when no server is there or none lets us in in time, OSError
         where no descriptor is left."""
         super().__init__()
         self.pid = os.getpid()
-        self.on_nudge: Callable[[], None] = nothing
+        self._on_nudge = on_nudge
         self._tasks: deque[Callable[[], None]] = deque()
         self._link = ListenerLink()
         try:
@@ -158,7 +160,7 @@ class Connection(ServerState):
                 while self._tasks:
                     self._tasks.popleft()()
                 if own.waker in events:
-                    self.on_nudge()
+                    self._on_nudge()
         except (OSError, MalformedMessage):
             pass  # the server has ended, or it is none that we understand
         finally:

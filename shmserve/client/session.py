@@ -52,13 +52,11 @@ class Session:
     def _connect(self) -> Connection:
         run_dir = discovery.find(self._run_dir)
         try:
-            made = Connection(run_dir, self._timeout_s)
+            return Connection(run_dir, self._timeout_s, self.memories.settle_if_free)
         except Disconnected:
             raise
         except OSError as error:
             raise Unavailable(FULL) from error
-        made.on_nudge = self.memories.settle_if_free
-        return made
 
     def connection(self) -> Connection:
         """The connection, made anew if the server has ended. Raises Disconnected."""

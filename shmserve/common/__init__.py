@@ -1,1 +1,1 @@
-"""Code that several rooms share: access control, counters, limits, names."""
+"""Code that several rooms share: access control, metrics, limits, names."""

@@ -19,10 +19,11 @@ from shmserve.common.access.auth_tokens import (
 )
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import is_inline
-from shmserve.config import grpc
+from shmserve.config import grpc, http
 from shmserve.config.cache import cache_byte_size
 from shmserve.config.command_line import Parsed
 from shmserve.config.grpc import GrpcConfig
+from shmserve.config.http import HttpConfig
 from shmserve.config.metrics import MetricsConfig, parse_metrics_config
 from shmserve.config.rate_limit import Resources, parse_resources
 from shmserve.config.workspace import workspace_byte_sizes
@@ -50,12 +51,7 @@ class ServerConfig:
     max_queue_size: int
     request_timeout_us: int
     execution_timeout_s: float
-    allow_http: bool
-    http_address: str
-    http_port: int
-    http_unix_socket: Path | None
-    http_max_input_size: int
-    http_body_timeout_s: float
+    http: HttpConfig
     gateways: int
     grpc: GrpcConfig | None
     allow_metrics: bool
@@ -106,33 +102,20 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
     """
     value: dict[str, Any] = parsed.values
     repositories, files = _models(parsed)
-    if value["model-control-mode"] != "explicit" and parsed.repeated["load-model"]:
-        raise InvalidArgument("--load-model: needs --model-control-mode=explicit")
-    if "*" in parsed.repeated["load-model"] and len(parsed.repeated["load-model"]) > 1:
-        raise InvalidArgument("--load-model: '*' loads all models and must stand alone")
     return ServerConfig(
         model_repositories=tuple(repositories),
         model_files=tuple(files),
         model_control_mode=value["model-control-mode"],
-        load_models=tuple(parsed.repeated["load-model"]),
+        load_models=_load_models(parsed),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not value["disable-auto-complete-config"],
         model_config_name=_config_name(value["model-config-name"] or ""),
         backend_config=tuple(map(_backend_setting, parsed.repeated["backend-config"])),
-        model_defaults=ModelDefaults(
-            dynamic_batching=value["dynamic-batching"],
-            max_batch_size=value["max-batch-size"],
-            max_queue_delay_us=value["max-queue-delay-us"],
-        ),
+        model_defaults=_model_defaults(value),
         max_queue_size=value["max-queue-size"],
         request_timeout_us=value["request-timeout-us"],
         execution_timeout_s=value["execution-timeout-secs"],
-        allow_http=value["allow-http"],
-        http_address=value["http-address"],
-        http_port=value["http-port"],
-        http_unix_socket=Path(value["http-unix-socket"]) if value["http-unix-socket"] else None,
-        http_max_input_size=value["http-max-input-size"],
-        http_body_timeout_s=value["http-body-timeout-secs"],
+        http=http.from_values(value),
         gateways=value["gateways"],
         grpc=grpc.from_values(value),
         allow_metrics=value["allow-metrics"],
@@ -164,18 +147,39 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         exit_timeout_s=value["exit-timeout-secs"],
         exit_on_error=value["exit-on-error"],
         strict_readiness=value["strict-readiness"],
-        log=LogSettings(
-            log_file=value["log-file"] or "",
-            log_info=value["log-info"],
-            log_warning=value["log-warning"],
-            log_error=value["log-error"],
-            log_verbose_level=value["log-verbose"],
-            log_format=value["log-format"],
-        ),
+        log=_log_settings(value),
         delay_scheduler=_count(environment, "TRITONSERVER_DELAY_SCHEDULER"),
         backlog_delay_scheduler=_count(environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
+    )
+
+
+def _load_models(parsed: Parsed) -> tuple[str, ...]:
+    names = tuple(parsed.repeated["load-model"])
+    if names and parsed.values["model-control-mode"] != "explicit":
+        raise InvalidArgument("--load-model: needs --model-control-mode=explicit")
+    if "*" in names and len(names) > 1:
+        raise InvalidArgument("--load-model: '*' loads all models and must stand alone")
+    return names
+
+
+def _model_defaults(value: Mapping[str, Any]) -> ModelDefaults:
+    return ModelDefaults(
+        dynamic_batching=value["dynamic-batching"],
+        max_batch_size=value["max-batch-size"],
+        max_queue_delay_us=value["max-queue-delay-us"],
+    )
+
+
+def _log_settings(value: Mapping[str, Any]) -> LogSettings:
+    return LogSettings(
+        log_file=value["log-file"] or "",
+        log_info=value["log-info"],
+        log_warning=value["log-warning"],
+        log_error=value["log-error"],
+        log_verbose_level=value["log-verbose"],
+        log_format=value["log-format"],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, get_args
 
 from shmserve.ipc.messages import (
@@ -19,7 +19,7 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.local_clients import LocalClientListener
-from shmserve.scheduler.waiting import Waiter
+from shmserve.scheduler.waiting import Take, Waiter
 
 _MOST_READS = 1024  # before a drain begins: some client may never end
 
@@ -56,15 +56,16 @@ class Outbox(Protocol):
 class Loop:
     """Runs a core on its sockets until it is told to stop.
 
-    `inboxes` are those of the core's other peers, between the supervisor's and the clients'; they
-    may change. `spoken` is what the supervisor may say to this core. `outboxes` are flushed once a
-    turn, in their order.
+    `inboxes` are those of the core's other peers, between the supervisor's and the clients'; those
+    that come and go are the `waiter`'s to know. `spoken` is what the supervisor may say to this
+    core. `outboxes` are flushed once a turn, in their order.
     """
 
     def __init__(
         self,
         core: Core,
-        inboxes: dict[int, Callable[[], None]],
+        waiter: Waiter,
+        inboxes: Mapping[int, Take],
         outboxes: Sequence[Outbox],
         control: Dealer,
         spoken: frozenset[type],
@@ -72,33 +73,33 @@ class Loop:
         local_clients: LocalClientListener,
     ) -> None:
         self._core = core
-        self._inboxes = inboxes
         self._outboxes = outboxes
         self._spoken = spoken
         self._local_clients = local_clients
         self._fronts = [clients.fd, local_clients.link.fd]
-        self._waiter = Waiter(inboxes)
-        others = dict(inboxes)
-        inboxes.clear()
+        self._waiter = waiter
         # The supervisor first: it says who is gone and who will come.
-        inboxes[control.fd] = lambda: self._from_control(control)
-        inboxes.update(others)
-        inboxes[clients.fd] = lambda: self._from_clients(clients)
-        inboxes[local_clients.link.fd] = self._from_local_clients
+        self._inboxes = {
+            control.fd: lambda: self._from_control(control),
+            **inboxes,
+            clients.fd: lambda: self._from_clients(clients),
+            local_clients.link.fd: self._from_local_clients,
+        }
+        for fd, take in self._inboxes.items():
+            waiter.watch(fd, take)
 
     def run(self) -> None:
         """Return after `Stop`."""
+        core, waiter = self._core, self._waiter
         ready = list(self._inboxes)
-        while not self._core.stopped:
+        while not core.stopped:
             for fd in ready:
-                take = self._inboxes.get(fd)
-                if take is not None:
-                    take()
-            wake_ns = self._core.plan(time.monotonic_ns())
+                waiter.take(fd)
+            wake_ns = core.plan(time.monotonic_ns())
             for outbox in self._outboxes:
                 outbox.flush()
-            if not self._core.stopped:
-                ready = self._waiter.wait(wake_ns, self._core.live)
+            if not core.stopped:
+                ready = waiter.wait(wake_ns, core.live)
 
     def _from_control(self, control: Dealer) -> None:
         core, now_ns = self._core, time.monotonic_ns()
@@ -158,9 +159,11 @@ def scheduler_loop(
             else:
                 scheduler.misplaced()
 
-    inboxes: dict[int, Callable[[], None]] = {workers.fd: from_workers}
+    inboxes = {workers.fd: from_workers}
     outboxes = (control, workers, clients, local_clients.link)
-    return Loop(scheduler, inboxes, outboxes, control, _FROM_CONTROL, clients, local_clients)
+    return Loop(
+        scheduler, Waiter(), inboxes, outboxes, control, _FROM_CONTROL, clients, local_clients
+    )
 
 
 # What a peer may say: a well-formed message in the wrong direction is garbage too.

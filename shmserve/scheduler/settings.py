@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.common import batching_strategy, first_response
+from shmserve.common import batching_strategy
 from shmserve.common.batching_strategy import Strategy
+from shmserve.common.metrics import first_response
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG

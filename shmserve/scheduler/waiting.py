@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.scheduler.requests.request import NEVER
@@ -17,18 +16,42 @@ _MOST_LATE_NS = 60_000
 # A client's deadline may be any number; no timer needs to be longer than this.
 _LONGEST_WAIT_NS = 3_600_000_000_000
 
+_NS_PER_MS = 1_000_000
+# poll(2), which is told once what to wait for, counts in whole ms: what is nearer waits in
+# select(2), which counts in µs.
+_NEAR_NS = 5 * _NS_PER_MS
+
+Take = Callable[[], None]
+
 
 class Waiter:
-    """Waits for what has something to read among `inboxes`, by descriptor; these may change."""
+    """Waits for what has something to read, each a descriptor with what takes from it."""
 
-    def __init__(self, inboxes: Mapping[int, Any]) -> None:
-        self._inboxes = inboxes
+    def __init__(self) -> None:
+        self._takers: dict[int, Take] = {}
+        self._poll = select.poll()  # says what is ready in the order of registration
         self._late_ns = 0
         self._busy_poll = BusyPoll()
 
+    def watch(self, fd: int, take: Take) -> None:
+        """Wait for this descriptor, too, in turn after those that are watched already."""
+        self._takers[fd] = take
+        self._poll.register(fd, select.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Wait for this descriptor no longer."""
+        del self._takers[fd]
+        self._poll.unregister(fd)
+
+    def take(self, fd: int) -> None:
+        """Take what a descriptor has, if it is still watched."""
+        take = self._takers.get(fd)
+        if take is not None:
+            take()
+
     def wait(self, wake_ns: int, requests: int) -> list[int]:
-        """The descriptors with something to read, at about `wake_ns` none. `requests` are under
-        way."""
+        """The descriptors with something to read, in order; at about `wake_ns` none. `requests` are
+        under way."""
         began_ns = time.monotonic_ns()
         ready: list[int] = []
         if self._busy_poll.worth(requests):
@@ -40,23 +63,27 @@ class Waiter:
 
     def _stay_awake(self, until_ns: int) -> list[int]:
         while time.monotonic_ns() < until_ns:
-            ready = select.select(self._inboxes, (), (), 0)[0]
+            ready = self._poll.poll(0)
             if ready:
-                return ready
+                return [fd for fd, _ in ready]
             os.sched_yield()
         return []
 
     def _sleep(self, wake_ns: int) -> list[int]:
         if wake_ns == NEVER:
-            return select.select(self._inboxes, (), ())[0]
-        return self._wait_until(wake_ns)
+            return [fd for fd, _ in self._poll.poll()]
+        left_ns = wake_ns - time.monotonic_ns()
+        if left_ns < _NEAR_NS:
+            return self._wait_until(wake_ns)
+        # Rather early than late: then the caller comes again, and waits for what is left.
+        timeout_ms = min(left_ns, _LONGEST_WAIT_NS) // _NS_PER_MS - 1
+        return [fd for fd, _ in self._poll.poll(timeout_ms)]
 
     def _wait_until(self, wake_ns: int) -> list[int]:
-        """What became readable; rather early than late: then the caller comes again."""
         aim_ns = wake_ns - self._late_ns
-        timeout_ns = min(max(0, aim_ns - time.monotonic_ns()), _LONGEST_WAIT_NS)
-        readable, _, _ = select.select(self._inboxes, (), (), timeout_ns / 1e9)
-        if 0 < timeout_ns < _LONGEST_WAIT_NS and not readable:
+        timeout_ns = max(0, aim_ns - time.monotonic_ns())
+        readable, _, _ = select.select(self._takers, (), (), timeout_ns / 1e9)
+        if timeout_ns and not readable:
             late_ns = min(time.monotonic_ns() - aim_ns, _MOST_LATE_NS)
             self._late_ns += (late_ns - self._late_ns) // 8
         return readable

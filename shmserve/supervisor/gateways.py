@@ -164,11 +164,11 @@ class Gateways:
 def _settings(config: ServerConfig) -> Settings:
     return Settings(
         id=config.server_id,
-        max_input_size=config.http_max_input_size,
+        max_input_size=config.http.max_input_size,
         request_timeout_us=config.request_timeout_us,
         arena_byte_size=config.arena_byte_size,
-        body_timeout_s=config.http_body_timeout_s,
-        http_address=config.http_address,
+        body_timeout_s=config.http.body_timeout_s,
+        http_address=config.http.address,
         tokens=dict(config.tokens),
         http_restricted=encode_restrictions(config.http_restricted),
         grpc_restricted=encode_restrictions(config.grpc_restricted),

@@ -13,10 +13,10 @@ import secrets
 import signal
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from shmserve import logs
 from shmserve.common import accelerators, fd_limits
+from shmserve.common.access.shm_access import ShmPolicy
 from shmserve.config import grpc
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
@@ -107,14 +107,15 @@ def hold_signals() -> list[int]:
 
 def _listen(config: ServerConfig, listeners: Listeners) -> None:
     guarded = config.guarded
-    if config.allow_http:
-        listeners.http += listen(config.http_address, config.http_port, "--http-address", guarded)
+    http = config.http
+    if http.allow:
+        listeners.http += listen(http.address, http.port, "--http-address", guarded)
     if config.allow_metrics:
         listeners.metrics += listen(
             config.metrics_address, config.metrics_port, "--metrics-address", guarded
         )
-    if config.http_unix_socket is not None:
-        unix = listen_unix(config.http_unix_socket, config.shm.group, "--http-unix-socket")
+    if http.unix_socket is not None:
+        unix = listen_unix(http.unix_socket, config.shm.group, "--http-unix-socket")
         listeners.http.append(unix)
     if config.grpc is not None and _has_grpc():
         listeners.grpc += hold(config.grpc.address, config.grpc.port, "--grpc-address", guarded)
@@ -139,63 +140,19 @@ def compose(
     `signals` are those that came meanwhile, see `hold_signals`. Raises InvalidArgument or
     Unavailable, with a text for the operator.
     """
-    folder, found = run_dir.path, accelerators.accelerators(visible=config.visible_devices)
-    planner = LoadPlanner(config, folder, found)
+    found = accelerators.accelerators(visible=config.visible_devices)
+    planner = LoadPlanner(config, run_dir.path, found)
     registry = ModelRegistry(planner.metadata)
     health = Health(registry, strict=config.strict_readiness)
     events = EventPublisher()
-    processes = ProcessTable(
-        lambda child: events.publish(ProcessStarted(child.pid, child.title)),
-    )
-    control = Control(endpoints.control(folder))
-    capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
+    processes = ProcessTable(lambda child: events.publish(ProcessStarted(child.pid, child.title)))
+    control = Control(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
-    # A server that has no descriptor left could start no process again.
-    most = min(config.shm.max_regions, fd_limits.for_regions())
-    policy = replace(config.shm, max_regions=most)
-    opener = RegionOpener(policy, handles if found.kind == "cuda" else None)
-
-    def tell_workers(message: Any) -> None:
-        control.broadcast(message, "worker")
-
-    regions = RegionRegistry(
-        lambda make: control.publish(make, "gateway"),
-        partial(control.pids, "gateway"),
-        tell_workers,
-        opener,
-        events.publish,
-    )
-    lent = LentRegions(opener, tell_workers)
-
-    def local_client_left(number: int) -> None:
-        # Its requests first, so that no worker begins one whose memory it has dropped.
-        control.broadcast(ProcessExited(number), "scheduler", "ensemble")
-        lent.give_back(number)
-        control.broadcast(ProcessExited(number), "worker")
-
+    opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
+    regions = _regions(control, opener, events)
+    lent = LentRegions(opener, lambda message: control.broadcast(message, "worker"))
     snapshot = Snapshot(registry, regions, health)
-    local_clients = LocalClientServer(
-        folder,
-        config.shm.group,
-        capabilities,
-        lent,
-        snapshot.for_local_client,
-        local_client_left,
-    )
-    context = SupervisorContext(
-        config=config,
-        run_dir=folder,
-        control=control,
-        front_zygote=_front_zygote(processes, run_dir),
-        worker_zygote=_worker_zygote(processes, run_dir, config),
-        capabilities=capabilities,
-        logging=LogControl(control, config.log),
-        local_clients=local_clients,
-        events=events,
-        cache_shares=CacheShares(config.cache_byte_size),
-        grants=_grants(config, control),
-        workspaces=Workspaces(config.workspace_byte_sizes, control.send),
-    )
+    context = _context(config, run_dir, control, processes, events, lent, snapshot)
     feed = EventFeed(
         events,
         registry.states,
@@ -226,6 +183,62 @@ def compose(
     )
 
 
+def _region_policy(config: ServerConfig) -> ShmPolicy:
+    # A server that has no descriptor left could start no process again.
+    most = min(config.shm.max_regions, fd_limits.for_regions())
+    return replace(config.shm, max_regions=most)
+
+
+def _regions(control: Control, opener: RegionOpener, events: EventPublisher) -> RegionRegistry:
+    return RegionRegistry(
+        lambda make: control.publish(make, "gateway"),
+        partial(control.pids, "gateway"),
+        lambda message: control.broadcast(message, "worker"),
+        opener,
+        events.publish,
+    )
+
+
+def _context(
+    config: ServerConfig,
+    run_dir: RunDirectory,
+    control: Control,
+    processes: ProcessTable,
+    events: EventPublisher,
+    lent: LentRegions,
+    snapshot: Snapshot,
+) -> SupervisorContext:
+    capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
+    return SupervisorContext(
+        config=config,
+        run_dir=run_dir.path,
+        control=control,
+        front_zygote=_front_zygote(processes, run_dir),
+        worker_zygote=_worker_zygote(processes, run_dir, config),
+        capabilities=capabilities,
+        logging=LogControl(control, config.log),
+        local_clients=LocalClientServer(
+            run_dir.path,
+            config.shm.group,
+            capabilities,
+            lent,
+            snapshot.for_local_client,
+            partial(_local_client_left, control, lent),
+        ),
+        events=events,
+        cache_shares=CacheShares(config.cache_byte_size),
+        grants=_grants(config, control),
+        workspaces=Workspaces(config.workspace_byte_sizes, control.send),
+    )
+
+
+def _local_client_left(control: Control, lent: LentRegions, number: int) -> None:
+    # Its requests first, so that no worker begins one whose memory it has dropped.
+    control.broadcast(ProcessExited(number), "scheduler", "ensemble")
+    lent.give_back(number)
+    control.broadcast(ProcessExited(number), "worker")
+
+
 def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
     # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
     single = {**grpc.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
@@ -246,7 +259,6 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
 
 def _grants(config: ServerConfig, control: Control) -> Grants:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
-    grants = Grants(config.rate_limit == "execution_count", resources)
-    grants.send = control.send
+    grants = Grants(config.rate_limit == "execution_count", resources, control.send)
     control.serve((AskGrant, GrantReturned), grants.handle)
     return grants

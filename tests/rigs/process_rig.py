@@ -78,7 +78,7 @@ class Processes:
             local_clients=MagicMock(publish=AsyncMock()),
             events=EventPublisher(),
             cache_shares=CacheShares(0),
-            grants=Grants(False, {}),
+            grants=Grants(False, {}, lambda pid, message: None),
             workspaces=Workspaces({}, MagicMock()),
         )
         self._handlers: dict[int, Callable[[Any], None]] = {}

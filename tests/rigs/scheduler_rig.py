@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common import first_response
+from shmserve.common.metrics import first_response
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef

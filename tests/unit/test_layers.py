@@ -47,6 +47,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers": ("ipc.*", "workers.*"),
     # what the control plane's processes share
     "common.access": ("common",),
+    "common.metrics": (),
     "common": ("common.access",),
     "proto": (),
     "model_config.syntax": ("model_config",),
@@ -76,6 +77,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway.links": ("ipc.*",),
     "gateway.inference": ("ipc.*", "gateway", "gateway.links"),
     "gateway.api": ("ipc.*", "common.*", "gateway"),
+    "gateway.api.metrics": ("common.*", "gateway", "gateway.api"),
     "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference"),
     "gateway.http.json": ("ipc.*", "common.*", "gateway.inference"),
     "gateway.http.body": (
@@ -83,14 +85,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "gateway.http.json",
     ),
     "gateway.http.connection": ("common.*", "gateway", "gateway.http"),
-    "gateway.http.handlers": ("ipc.*", "common.*", "gateway", "gateway.api", "gateway.http.*"),
+    "gateway.http.handlers": ("ipc.*", "common.*", "gateway", "gateway.api.*", "gateway.http.*"),
     "gateway.http.streaming": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.body"),
         "gateway.http.json",
     ),
     "gateway.http": (
-        *("ipc.*", "common.*", "gateway", "gateway.links", "gateway.inference", "gateway.api"),
-        "gateway.http.*",
+        *("ipc.*", "common.*", "gateway", "gateway.links", "gateway.inference"),
+        *("gateway.api.*", "gateway.http.*"),
     ),
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
     "gateway.grpc.admin": ("ipc.*", "gateway", "gateway.api", "proto"),

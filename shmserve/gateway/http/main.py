@@ -12,7 +12,7 @@ import uvloop
 from shmserve.common import fd_limits
 from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
-from shmserve.gateway.api.metrics import Exporter
+from shmserve.gateway.api.metrics.exporter import Exporter
 from shmserve.gateway.client_identity import Listener, listener_kind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from multidict import CIMultiDictProxy, istr
 
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.connection.aiohttp_parts import (
-    HttpVersion,
     HttpVersion10,
     RawRequestMessage,
     StreamReader,
@@ -62,10 +62,22 @@ class WholeBody:
         return self.read_nowait()
 
 
-class Request:
-    """Method, target (path and query as sent), headers, and the stream of the body."""
+# Who handles a request, and with what of its path.
+Call = tuple[Callable[..., Awaitable[Any]], tuple[str | None, ...]]
 
-    __slots__ = ("connection", "content", "headers", "method", "target", "version")
+
+class Request:
+    """Method, target (path and query as sent), headers, and the stream of the body.
+
+    A connection gives the same one, with another body, to requests whose heads are the same.
+    `call` is what the head was found to ask for, once it was, and that its client may.
+    `is_http10`: the client knows neither chunks nor keep-alive by default. `closes`: the
+    connection ends with it.
+    """
+
+    __slots__ = (
+        *("call", "closes", "connection", "content", "headers", "is_http10", "method", "target"),
+    )
 
     def __init__(
         self,
@@ -76,11 +88,8 @@ class Request:
         self.method: str = message.method
         self.target: str = message.path
         self.headers: CIMultiDictProxy[str] = message.headers
-        self.version: HttpVersion = message.version
+        self.is_http10: bool = message.version <= HttpVersion10
+        self.closes: bool = message.should_close or message.upgrade
         self.content = content
         self.connection = connection
-
-    @property
-    def is_http10(self) -> bool:
-        """Whether the client knows neither chunks nor keep-alive by default."""
-        return self.version <= HttpVersion10
+        self.call: Call | None = None

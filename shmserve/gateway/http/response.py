@@ -49,12 +49,14 @@ class Response:
 
     def head(self, request: Request | None, size: int) -> bytes:
         """Status line and headers for a body of `size` bytes; no `request`: it was malformed."""
-        start = b"%b%d\r\n" % (_STATUS_LINES[self.status], size)
+        connection = b""
         if self.close:
-            start += b"Connection: close\r\n"
+            connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
-            start += b"Connection: keep-alive\r\n"
-        return b"%b%bX-Content-Type-Options: nosniff\r\n\r\n" % (start, self.headers)
+            connection = b"Connection: keep-alive\r\n"
+        return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % (
+            *(_STATUS_LINES[self.status], size, connection, self.headers),
+        )
 
     async def send(self, request: Request, stall_s: float) -> None:
         """Write it; a client that reads nothing for `stall_s` seconds is cut off.

@@ -17,7 +17,7 @@ from shmserve.gateway.http.body.arrival import BodyTimeout
 from shmserve.gateway.http.body.reader import BrokenBody
 from shmserve.gateway.http.compression import UnsupportedEncoding
 from shmserve.gateway.http.handlers import repository, server, shared_memory
-from shmserve.gateway.http.request import FETCH_SITE, Request
+from shmserve.gateway.http.request import FETCH_SITE, Call, Request
 from shmserve.gateway.http.response import Response, error_response
 from shmserve.gateway.http.streaming import generate
 
@@ -136,7 +136,16 @@ class App:
         """One request, whatever it is."""
         self.active += 1
         try:
-            response = await self._dispatch(request)
+            call = request.call
+            if call is None:
+                call = request.call = _find_call(request)
+            handler, groups = call
+            response: Response = await handler(self._gateway, request, *groups)
+        except ShmserveError as error:
+            response = _mapped(error)
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.target)
+            response = error_response(500, "internal error")
         except BaseException:
             self._left()
             raise
@@ -153,21 +162,23 @@ class App:
         if not self.active and self.on_idle is not None:
             self.on_idle()
 
-    async def _dispatch(self, request: Request) -> Response:
-        found = find_route(request.target, request.method)
-        if found is None:
-            return error_response(404, "Not Found")
-        route, groups = found
-        try:
-            authorise(route, request)
-            if request.method != route.method:
-                return error_response(405, "Method Not Allowed")
-            return await route.handler(self._gateway, request, *groups)
-        except ShmserveError as error:
-            return _mapped(error)
-        except Exception:
-            logger.exception("%s %s failed", request.method, request.target)
-            return error_response(500, "internal error")
+
+def _find_call(request: Request) -> Call:
+    """What a head asks for; raises what `authorise` does."""
+    found = find_route(request.target, request.method)
+    if found is None:
+        return _not_found, ()
+    route, groups = found
+    authorise(route, request)
+    return (route.handler if request.method == route.method else _not_allowed), groups
+
+
+async def _not_found(gateway: Gateway, request: Request) -> Response:
+    return error_response(404, "Not Found")
+
+
+async def _not_allowed(gateway: Gateway, request: Request, *groups: str | None) -> Response:
+    return error_response(405, "Method Not Allowed")
 
 
 def _mapped(error: ShmserveError) -> Response:

@@ -21,22 +21,20 @@ from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.ensemble.core import Ensemble
 from shmserve.scheduler.local_clients import LocalClientListener
 from shmserve.scheduler.loop import Loop
+from shmserve.scheduler.waiting import Waiter
 
 
 class Steps:
-    """The links to the steps' schedulers; `inboxes` has them by descriptor while they live."""
+    """The links to the steps' schedulers; `waiter` watches them while they live."""
 
-    def __init__(self, inboxes: dict[int, Callable[[], None]]) -> None:
-        self._inboxes = inboxes
-        self._links = SchedulerLinks(self._watch, self._unwatch, ReportTimes())
+    def __init__(self, waiter: Waiter) -> None:
+        self._waiter = waiter
+        self._links = SchedulerLinks(self._watch, waiter.unwatch, ReportTimes())
         self._moved: dict[str, str] = {}  # to a successor
         self.ensemble: Ensemble | None = None
 
     def _watch(self, fd: int) -> None:
-        self._inboxes[fd] = lambda: self._receive(fd)
-
-    def _unwatch(self, fd: int) -> None:
-        del self._inboxes[fd]
+        self._waiter.watch(fd, lambda: self._receive(fd))
 
     def _receive(self, fd: int) -> None:
         for link in list(self._links):
@@ -89,15 +87,15 @@ class Steps:
 def ensemble_loop(
     ensemble: Ensemble,
     steps: Steps,
-    inboxes: dict[int, Callable[[], None]],
+    waiter: Waiter,
     control: Dealer,
     clients: Router,
     local_clients: LocalClientListener,
 ) -> Loop:
-    """The loop of an ensemble, which has links to its steps' schedulers besides (`inboxes`)."""
+    """The loop of an ensemble, which has links to its steps' schedulers besides."""
     # Steps before clients: who waits for their last words hears them first.
     outboxes = (steps, clients, local_clients.link, control)
-    return Loop(ensemble, inboxes, outboxes, control, _FROM_CONTROL, clients, local_clients)
+    return Loop(ensemble, waiter, {}, outboxes, control, _FROM_CONTROL, clients, local_clients)
 
 
 # What a peer may say: a well-formed message in the wrong direction is garbage too.

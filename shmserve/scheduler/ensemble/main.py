@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
 
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import MemoryDropped, SchedulerReady
@@ -16,6 +15,7 @@ from shmserve.scheduler.ensemble.loop import Steps, ensemble_loop
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.local_clients import ClientRouters
 from shmserve.scheduler.main import PARTING_S, begin, open_cache, open_listener
+from shmserve.scheduler.waiting import Waiter
 
 
 def run(data: bytes) -> None:
@@ -26,8 +26,8 @@ def run(data: bytes) -> None:
     control = Dealer(endpoints.control(run_dir), f"ensemble.{number}.{os.getpid()}")
     listener = open_listener(start)
     control.send(SchedulerReady(os.getpid()))
-    inboxes: dict[int, Callable[[], None]] = {}
-    steps = Steps(inboxes)
+    waiter = Waiter()
+    steps = Steps(waiter)
     memory = EnsembleMemory(
         start.arena_byte_size, lambda memory_id: control.post(MemoryDropped(memory_id))
     )
@@ -45,7 +45,7 @@ def run(data: bytes) -> None:
         ensemble.go_on(start.kept, time.monotonic_ns())
     gc.freeze()  # what is here now stays: no collection needs to look at it
     try:
-        ensemble_loop(ensemble, steps, inboxes, control, clients, listener).run()
+        ensemble_loop(ensemble, steps, waiter, control, clients, listener).run()
     finally:
         steps.close()
         for link in (clients, control, listener.link):

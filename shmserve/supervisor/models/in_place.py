@@ -32,9 +32,7 @@ def updates_for(model: Model, specs: Sequence[VersionSpec]) -> Updates | None:
     return found
 
 
-async def update(
-    model: Model, specs: Sequence[VersionSpec], updates: Updates, rollout: Rollout
-) -> None:
+async def update(model: Model, updates: Updates, rollout: Rollout) -> None:
     """Update every version, or none when one fails; raises InvalidArgument then.
 
     Returns once every gateway knows.
@@ -48,10 +46,9 @@ async def update(
         raise
     finally:
         model.updates = []
-    for spec in specs:
-        updates[spec.version].commit()
-        model.serving[spec.version].spec = spec
-        logger.info("updated the instances of '%s' version %s", model.name, spec.version)
+    for version, each in updates.items():
+        model.serving[version].commit(each)
+        logger.info("updated the instances of '%s' version %s", model.name, version)
     await rollout.published_again(model)
 
 

@@ -60,7 +60,7 @@ class ModelLoader:
             raise load_failed(model, {spec.version: reason for spec in specs})
         updates = updates_for(model, specs)
         if updates is not None:
-            await update(model, specs, updates, self._rollout)
+            await update(model, updates, self._rollout)
         else:
             await self._deploy(model, specs)
 

@@ -17,9 +17,14 @@ class Grants:
     """The rate limiter of the server; `on` where it was asked for. Members are model versions, and
     the process of each one's scheduler speaks for it: `send` queues a message to a process."""
 
-    def __init__(self, on: bool, explicit: Mapping[tuple[str, int | None], int]) -> None:
+    def __init__(
+        self,
+        on: bool,
+        explicit: Mapping[tuple[str, int | None], int],
+        send: Callable[[int, Granted], None],
+    ) -> None:
         self.on = on
-        self.send: Callable[[int, Granted], None] = lambda pid, message: None
+        self._send = send
         self._limiter = RateLimiter(explicit)
         self._speakers: dict[int, int] = {}  # pid -> member
         self._pids: dict[int, int] = {}
@@ -60,4 +65,4 @@ class Grants:
     def _tell(self, granted: Sequence[rate_limiter.Granted]) -> None:
         for member, ticket in granted:
             assert isinstance(member, int) and isinstance(ticket, int)
-            self.send(self._pids[member], Granted(ticket))
+            self._send(self._pids[member], Granted(ticket))

@@ -45,10 +45,10 @@ def a_value(flag: Flag) -> str:
 
 def test_defaults_are_tritons_or_safe() -> None:
     found = settings()
-    assert (found.http_address, found.http_port, found.metrics_port) == ("127.0.0.1", 8000, 8002)
-    assert found.metrics_address == found.http_address
+    assert (found.http.address, found.http.port, found.metrics_port) == ("127.0.0.1", 8000, 8002)
+    assert found.metrics_address == found.http.address
     assert (found.model_control_mode, found.repository_poll_s) == ("none", 15)
-    assert found.http_max_input_size == 1 << 26
+    assert found.http.max_input_size == 1 << 26
     assert (found.exit_timeout_s, found.exit_on_error, found.strict_readiness) == (30, True, True)
     assert (found.request_timeout_us, found.execution_timeout_s) == (0, 300.0)
     assert (found.max_queue_size, found.arena_byte_size) == (4096, 1 << 30)
@@ -194,7 +194,7 @@ def test_what_repeats_and_what_the_last_one_decides() -> None:
         "--http-port=2",
     )
     assert found.load_models == ("a", "b")
-    assert found.http_port == 2
+    assert found.http.port == 2
     assert found.backend_settings("python") == {
         "shm-default-byte-size": "1=2",
         "auto-complete-config": "false",

@@ -196,8 +196,7 @@ def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
 
 def test_the_death_of_who_holds_gives_back() -> None:
     told: list[tuple[int, int]] = []
-    grants = Grants(True, {})
-    grants.send = lambda pid, message: told.append((pid, message.ticket))
+    grants = Grants(True, {}, lambda pid, message: told.append((pid, message.ticket)))
     for member, pid in ((1, 100), (2, 200)):
         grants.join(member, [Needs({R: 1}, 1)])
         grants.speaks(pid, member)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
     MalformedBody,
-    RawRequestMessage,
+    Message,
     StreamReader,
 )
 from shmserve.gateway.http.connection.flow_control import FlowControl
-from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, WholeBody
+from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, Request, WholeBody
 from shmserve.gateway.settings import Settings
 
 SMALL_BODY = 64 * 1024
@@ -24,23 +25,27 @@ _LONGEST_CACHED_HEAD = 2048
 
 
 class Incoming(FlowControl):
-    """The requests of a connection, as their bytes come."""
+    """The requests of a connection, as their bytes come.
+
+    `client` is who sends them, once the connection is made.
+    """
 
     __slots__ = (
         *("_awaiting", "_busy", "_timer", "_content", "_deadline", "_ended", "_held"),
-        *("_cached_head", "_cached_message", "_cached_size", "_messages", "_missing", "_settings"),
-        *("_since", "_starts", "_parsing", "_waiter"),
+        *("_cached_head", "_cached_request", "_cached_size", "_messages", "_missing", "_settings"),
+        *("_since", "_starts", "_parsing", "_waiter", "client"),
     )
+
+    client: ClientIdentity
 
     def __init__(self, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
         super().__init__(loop)
         self._settings = settings
         self._ended = False
         # --- what has come
-        # The queue; an error ends it, behind which nothing is parsed.
-        self._messages: deque[
-            tuple[RawRequestMessage | HttpProcessingError, StreamReader | WholeBody]
-        ] = deque()
+        # The queue; an error ends it, behind which nothing is parsed. A request is one whose head
+        # was cached: it is alone, and its body is here.
+        self._messages: deque[Request | HttpProcessingError | Message] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task, for a request
         self._parsing = True  # not behind an error, or in another protocol
         # --- what is missing
@@ -53,7 +58,7 @@ class Incoming(FlowControl):
         # --- the cached head
         self._cached_head = b""  # of the last request with a small body
         self._cached_size = 0  # of that request, with its body
-        self._cached_message: RawRequestMessage | None = None
+        self._cached_request: Request | None = None
         self._held = b""  # a cached head, whose body should come next
         # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
         # as after bytes of two requests in one piece. Then, for good, all goes to the parser.
@@ -113,10 +118,10 @@ class Incoming(FlowControl):
             pass  # the task has not begun, or has ended
         elif between and len(data) <= self._cached_size and data.startswith(self._cached_head):
             if len(data) == self._cached_size:
-                assert self._cached_message is not None
-                self._messages.append(
-                    (self._cached_message, WholeBody(data[len(self._cached_head) :]))
-                )
+                request = self._cached_request
+                assert request is not None
+                request.content = WholeBody(data[len(self._cached_head) :])
+                self._messages.append(request)
                 waiter.set_result(None)
                 return
             if not held:
@@ -135,7 +140,7 @@ class Incoming(FlowControl):
         try:
             messages, upgraded, _ = self._parser.feed_data(data)
         except HttpProcessingError as error:
-            self._messages.append((error, WholeBody(b"")))
+            self._messages.append(error)
             self._parsing = False
         else:
             self._messages += messages
@@ -166,18 +171,19 @@ class Incoming(FlowControl):
         self._cached_size, self._missing = 0, -1
         if len(self._messages) != 1 or not self._parsing:
             return
-        message, _ = self._messages[0]
+        first = self._messages[0]
         head_size = data.find(b"\r\n\r\n", 0, _LONGEST_CACHED_HEAD) + 4
-        if not isinstance(message, RawRequestMessage) or head_size < 4:
+        if not isinstance(first, tuple) or head_size < 4:
             return
+        message, content = first
         said = message.headers.get(CONTENT_LENGTH, "0")
         size = head_size + int(said) if said.isdecimal() else 0
         if message.chunked or message.upgrade or len(data) > size:
             return
         self._missing = size - len(data)
         if not message.should_close and EXPECT not in message.headers and int(said) <= SMALL_BODY:
-            self._cached_head, self._cached_message = data[:head_size], message
-            self._cached_size = size
+            self._cached_head, self._cached_size = data[:head_size], size
+            self._cached_request = Request(message, content, self)
 
     def _start_timeout(self, timeout_s: float) -> None:
         """The read timeout of what is missing from now on."""
@@ -198,9 +204,9 @@ class Incoming(FlowControl):
         elif self._held:
             held, self._held = self._held, b""
             self._parse(held, True)
-            for _, content in self._messages:
-                if isinstance(content, StreamReader):
-                    content.set_exception(TimeoutError())
+            for each in self._messages:
+                if isinstance(each, tuple):
+                    each[1].set_exception(TimeoutError())
         elif self._starts:
             self.force_close()
         elif self._content is not None:

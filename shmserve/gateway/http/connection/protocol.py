@@ -18,7 +18,6 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
     MalformedBody,
-    RawRequestMessage,
     StreamReader,
 )
 from shmserve.gateway.http.connection.incoming import SMALL_BODY, Incoming
@@ -46,14 +45,9 @@ class Owner(Protocol):
 
 
 class Connection(Incoming):
-    """One client's connection. `handle` gives the response to each request, and raises nothing.
+    """One client's connection. `handle` gives the response to each request, and raises nothing."""
 
-    `client` is who that is, once the connection is made.
-    """
-
-    __slots__ = ("_handle", "_idle_timer", "_owner", "_task", "client")
-
-    client: ClientIdentity
+    __slots__ = ("_handle", "_idle_timer", "_owner", "_task")
 
     def __init__(
         self, owner: Owner, loop: asyncio.AbstractEventLoop, handle: Handle, settings: Settings
@@ -102,13 +96,21 @@ class Connection(Incoming):
 
     async def _serve_all(self) -> None:
         """Handle requests until the connection is to end."""
+        messages = self._messages
         try:
-            while await self._serve_next():
+            while True:
+                if not messages:
+                    self._waiter = self._loop.create_future()
+                    await self._waiter
+                    self._waiter = None
+                request = self._next_request()
+                if request is None or not await self._serve(request):
+                    break
+                self._busy = False
                 self._since = self._loop.time()
-                if self._messages:
-                    await asyncio.sleep(
-                        0
-                    )  # fairness: pipelined requests alone would never wait for a turn of the loop
+                if messages:
+                    # Fairness: pipelined requests alone would never wait for a turn of the loop.
+                    await asyncio.sleep(0)
         except ConnectionError:
             logger.debug("a client left before its response")
         except asyncio.CancelledError:
@@ -116,38 +118,31 @@ class Connection(Incoming):
             raise
         except Exception:
             logger.exception("a connection failed")
+        self._busy = False
         self._task = None
         # Pipelined requests behind the last one are dropped.
-        self._messages.clear()
+        messages.clear()
         self._close()
 
-    async def _serve_next(self) -> bool:
-        if not self._messages:
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        message, content = self._messages.popleft()
-        if isinstance(message, HttpProcessingError):
-            self._refuse(message)
-            return False
-        if type(content) is not WholeBody:
-            self._dequeued(len(self._messages))
+    def _next_request(self) -> Request | None:
+        """The first one of the queue, which is handled from now on; None: it is no HTTP."""
+        first = self._messages.popleft()
+        if isinstance(first, HttpProcessingError):
+            self._refuse(first)
+            return None
         self._busy = True
-        try:
-            return await self._serve(message, content)
-        finally:
-            self._busy = False
+        if isinstance(first, Request):
+            return first
+        self._dequeued(len(self._messages))
+        return Request(*first, self)
 
-    async def _serve(self, message: RawRequestMessage, content: StreamReader | WholeBody) -> bool:
-        request = Request(message, content, self)
-        if not content.is_eof():
-            assert isinstance(content, StreamReader)
+    async def _serve(self, request: Request) -> bool:
+        content = request.content
+        if isinstance(content, StreamReader) and not content.is_eof():
             self._content = content
             await self._await_small(request, content)
         response = await self._handle(request)
-        if message.should_close or message.upgrade or not content.is_eof():
+        if request.closes or not content.is_eof():
             response.close = True
         try:
             await response.send(request, self._settings.body_timeout_s)

@@ -6,7 +6,7 @@ import logging
 
 from shmserve.common.access.auth_tokens import METRICS
 from shmserve.errors import Unauthenticated
-from shmserve.gateway.api.metrics import Exporter
+from shmserve.gateway.api.metrics.exporter import Exporter
 from shmserve.gateway.http.request import Request
 from shmserve.gateway.http.response import Response, error_response
 

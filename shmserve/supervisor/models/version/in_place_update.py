@@ -23,9 +23,13 @@ def fits_in_place(old: VersionSpec, new: VersionSpec) -> bool:
 
 
 class InPlaceUpdate:
-    """Leads from the instances that a version has to those of `config`, its final configuration."""
+    """Leads from the instances that a version has to those of `config`, the final configuration of
+    `spec`."""
 
-    def __init__(self, instances: InstanceProcesses, config: dict[str, Any]) -> None:
+    def __init__(
+        self, instances: InstanceProcesses, spec: VersionSpec, config: dict[str, Any]
+    ) -> None:
+        self.spec = spec
         self._instances = instances
         self._config = config
         self._change: InstanceChange | None = None
@@ -38,8 +42,7 @@ class InPlaceUpdate:
     def commit(self) -> None:
         """Have what is not asked for any more retire."""
         assert self._change is not None
-        self._instances.config = self._config
-        self._instances.retire(self._change.leaving)
+        self._instances.settle(self._change, self._config)
 
     def revert(self) -> None:
         """Have what was added retire, if anything was."""

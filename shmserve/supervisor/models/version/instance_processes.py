@@ -150,6 +150,12 @@ class InstanceProcesses:
         except ExceptionGroup as failures:
             raise first_of(failures) from None
 
+    def settle(self, change: InstanceChange, config: dict[str, Any]) -> None:
+        """What a change adds is there: from now on `config` holds, and what it does not ask for
+        retires."""
+        self.config = config
+        self.retire(change.leaving)
+
     def retire(self, instances: list[Instance]) -> None:
         """Have these finish what they have, and end."""
         for instance in instances:

@@ -150,7 +150,14 @@ class ModelVersion:
         except ShmserveError:
             return None  # loading it says what is wrong
         same_rest = deployed_part(config) == deployed_part(self.config)
-        return InPlaceUpdate(instances, config) if same_rest and config != self.config else None
+        if not same_rest or config == self.config:
+            return None
+        return InPlaceUpdate(instances, spec, config)
+
+    def commit(self, update: InPlaceUpdate) -> None:
+        """Become what an update, whose instances have been added, leads to."""
+        update.commit()
+        self.spec = update.spec
 
     def hand_counts_to(self, successor: ModelVersion | None) -> None:
         """What this version has counted, and will while it finishes what it has, is

@@ -171,6 +171,31 @@ def test_every_request_is_answered_with_its_own(
     assert asyncio.run(answers(pieces, len(asked))) == wanted
 
 
+def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
+    """Not for another one behind it, were it of the same length, nor on another connection."""
+
+    async def first(request: Request) -> Response:
+        found, request.call = request.call is not None, (first, ())
+        return json_response(found)
+
+    async def run() -> list[Any]:
+        found: list[Any] = []
+        for _ in range(2):
+            connection, transport = connected(first)
+            await settle()
+            for token in "aaabaa":
+                lines = (f"Authorization: Bearer {token}",)
+                connection.data_received(packed("POST", "/a", lines, b"{}", "length"))
+                await settle()
+            found.append(replies(transport.written))
+            connection.connection_lost(None)
+            await settle()
+        return found
+
+    # The head that comes again is cached, and what is found of it when it comes once more.
+    assert asyncio.run(run()) == [[False, False, True, False, False, False]] * 2
+
+
 @pytest.mark.parametrize("meanwhile", [0, 20])
 @pytest.mark.parametrize("apart", [False, True])
 def test_what_is_known_may_stand_in_the_middle_of_something(apart: bool, meanwhile: int) -> None:

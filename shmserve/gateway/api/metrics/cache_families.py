@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from shmserve.gateway.api.latency_families import Reports
+from shmserve.gateway.api.metrics.latency_families import Reports
 
 _COUNTERS = (
     # name, text, counter, its part

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from shmserve.common.first_response import FAMILY
+from shmserve.common.metrics.first_response import FAMILY
 
 # What a report has of each model, by its labels.
 Reports = list[tuple[dict[str, str], dict[str, Any]]]

@@ -16,12 +16,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shmserve.common import cumulative_counters, model_metrics
+from shmserve.common.metrics import cumulative_counters, model_metrics
 from shmserve.gateway.api import statistics
-from shmserve.gateway.api.cache_families import cached
-from shmserve.gateway.api.latency_families import first_responses, summaries
-from shmserve.gateway.api.padding_families import padding
-from shmserve.gateway.api.process_stats import CpuUtilization, memory_bytes, processes
+from shmserve.gateway.api.metrics.cache_families import cached
+from shmserve.gateway.api.metrics.latency_families import first_responses, summaries
+from shmserve.gateway.api.metrics.padding_families import padding
+from shmserve.gateway.api.metrics.process_stats import CpuUtilization, memory_bytes, processes
 from shmserve.gateway.context import Gateway
 
 logger = logging.getLogger(__name__)
