@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,6 +170,7 @@ def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
         b"garbage",
         b"",
         frames.pack([m.Hello(99)]),
+        msgpack.packb([1, ["Hello", 1]]),  # version 1 of the protocol
         frames.pack([m.Stop()]),
         frames.pack([m.UnloadModel(1, "simple", False)]),
         frames.pack([m.UnregisterRegion(1, "", 0, [])]),
@@ -258,6 +260,26 @@ def client_in_c(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("c") / "infer"
     subprocess.run([compiler, "-Wall", "-Wextra", "-Werror", "-o", program, CLIENT], check=True)
     return program
+
+
+def test_a_client_is_told_that_a_server_has_let_it_go() -> None:
+    """As one of another version does."""
+    with contextlib.ExitStack() as stack:
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
+        (run_dir / "guests").mkdir()
+        entrance = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        entrance.bind(str(run_dir / "guests" / "door"))
+        entrance.listen()
+
+        def let_go() -> None:
+            with entrance.accept()[0] as inside:
+                inside.recv(4096)
+
+        server = threading.Thread(target=let_go)
+        server.start()
+        stack.callback(server.join)
+        with pytest.raises(shmserve.client.Disconnected, match="perhaps of another version"):
+            shmserve.client.connect(run_dir)
 
 
 def test_the_client_in_c_where_a_scheduler_leaves(client_in_c: Path) -> None:
