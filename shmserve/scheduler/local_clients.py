@@ -74,10 +74,6 @@ class LocalClientListener:
                 self.link.dismiss(peer)
         self._rules.forget(number)
 
-    def knows(self, peer: bytes) -> bool:
-        """Whether this address is a local client's."""
-        return self.link.connected(peer)
-
 
 class LocalClientRules:
     """What is true of a local client's request (pure)."""
@@ -205,14 +201,14 @@ class ClientRouters:
 
     def __init__(self, clients: Router, listener: LocalClientListener) -> None:
         self._clients = clients
-        self._listener = listener
+        self._local_clients = listener.link
 
     @property
     def malformed(self) -> int:
         """Frames that could not be read."""
-        return self._clients.malformed + self._listener.link.malformed
+        return self._clients.malformed + self._local_clients.malformed
 
     def post(self, peer: bytes, message: Any) -> None:
         """Queue a message for whoever has this address."""
-        link = self._listener.link if self._listener.knows(peer) else self._clients
+        link = self._local_clients if self._local_clients.connected(peer) else self._clients
         link.post(peer, message)

@@ -30,6 +30,7 @@ from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import Instance
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.timer import Timer
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.arrivals import arrived
@@ -153,11 +154,13 @@ class Rig:
         self.context.version_dir.mkdir(parents=True, exist_ok=True)
         self._batches = self._served = 0
         self._schedulers: list[Router] = []
+        self._timers: list[Timer] = []
 
     def serve(self, backend: Backend, config: dict[str, Any]) -> Rig:
         """Load a model into the instance."""
         backend.load(config)
         self.instance = Instance(self.context, backend, config, 0, os.getpid())
+        self._timers.append(self.instance.link._timer)
         return self.attach()
 
     def attach(self) -> Rig:
@@ -220,7 +223,9 @@ class Rig:
         assert self._dealer is not None and self._dealer.wait(5.0)
 
     def close(self) -> None:
-        """Close all sockets."""
+        """Close all sockets, and end the threads."""
+        for timer in self._timers:
+            timer.close()
         links: list[Dealer | Router] = [*self._dealers, *self._schedulers]
         for link in links:
             link.close()

@@ -1,7 +1,10 @@
 """Response streams of decoupled models, with back-pressure: any number of responses to a request,
 from any thread.
 
-send ──> credit? ──> scatter ──> ExecutionResponded, at once
+send ──> credit? ──> scatter ──> ExecutionResponded
+
+The first response leaves at once, and so does the end; those between may be sent together (see
+`SchedulerLink.flush_soon`).
 
 A client that does not read its responses has its model's `send` wait (back-pressure), and after
 `MOST_WAIT_S` its request ended, so that it costs nobody else more than that.
@@ -172,7 +175,7 @@ class ResponseStream:
         told = False
         if writer.link.is_open(self._open):
             writer.metrics.before_responses(writer.link)
-            told = writer.link.send(
+            writer.link.post(
                 ExecutionResponded(
                     self._open.key,
                     code,
@@ -185,6 +188,9 @@ class ResponseStream:
                     failed,
                 )
             )
+            # What has taken memory must know whether it was delivered.
+            waits = self._sent and not final and not writer.memory.has_fresh
+            told = writer.link.flush_soon() if waits else writer.link.flush()
         taken = writer.memory.delivered() if told else writer.memory.undelivered()
         if response is not None:
             self._sent = True

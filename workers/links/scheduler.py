@@ -31,8 +31,15 @@ from shmserve.ipc.messages import (
 from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.timer import Timer
 
 logger = logging.getLogger(__name__)
+
+# What may wait is sent with what else comes: that is one wake-up of the scheduler, which on few
+# cores takes one from the gateway. After a time like that of a hop it does not, so that what is
+# sent first is on its way to the client meanwhile; and it never waits longer than `_MOST_HELD_NS`.
+HOLD_NS = 200_000
+_MOST_HELD_NS = 400_000
 
 
 class OpenRequest:
@@ -116,6 +123,9 @@ class SchedulerLink:
         self._pid = pid
         self._on_release = on_release
         self._dealer: Dealer | None = None
+        self._flushed_ns = 0
+        self._held = False
+        self._timer = Timer(_MOST_HELD_NS, self._flush_held)
         self._open: dict[int, OpenRequest] = {}
         self._waiting: dict[int, OpenRequest] = {}  # eventfd of a thread -> whose credit it needs
         self._reader = 0  # that of the one that reads the socket meanwhile
@@ -128,6 +138,7 @@ class SchedulerLink:
         with self.lock:
             if self._dealer is not None:
                 self._control.unwatch(self._dealer.fd)
+                self.flush()
                 self._dealer.close()
                 self._forget()
             self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
@@ -143,12 +154,32 @@ class SchedulerLink:
     def flush(self) -> bool:
         """Send what is queued; False: the scheduler has gone, and will not have it."""
         with self.lock:
+            self._held = False
+            self._flushed_ns = time.monotonic_ns()
             return self._dealer is not None and self._dealer.flush()
+
+    def flush_soon(self) -> bool:
+        """`flush`, but not so soon after the last one: then with what is sent next, or by a timer;
+        False: the scheduler is known to have gone."""
+        with self.lock:
+            if time.monotonic_ns() - self._flushed_ns >= HOLD_NS:
+                return self.flush()
+            if not self._held:
+                self._held = True
+                self._timer.start()
+            return self._dealer is not None and self._dealer.connected
+
+    def _flush_held(self) -> None:
+        with self.lock:
+            if self._held:
+                self.flush()
 
     def send(self, message: Any) -> bool:
         """`post` and `flush`."""
         with self.lock:
-            return self._dealer is not None and self._dealer.send(message)
+            if self._dealer is not None:
+                self._dealer.post(message)
+            return self.flush()
 
     def pump(self) -> None:
         """Take all that has arrived; most often nothing has, which `wait` finds sooner."""
@@ -245,6 +276,7 @@ class SchedulerLink:
                         self.pump()
                     if request.may_respond or request.cancelled:
                         return True
+                    self.flush()
                     self._appoint()
                     fds = [awaited]
                     if self._reader == awaited and self._dealer is not None:

@@ -80,6 +80,11 @@ class OutputMemory:
         for offset in [at for at, (pid, _) in self._readers.items() if pid == reader_pid]:
             self._free(offset)
 
+    @property
+    def has_fresh(self) -> bool:
+        """Whether anything was allocated since the last time that responses were delivered."""
+        return bool(self._fresh)
+
     def delivered(self) -> int:
         """What was allocated since the last time is on its way to its readers; its bytes."""
         for place in self._reserved.values():

@@ -58,7 +58,7 @@ class OpenRequest:
                 self.over = is_last(message)
                 on_response(self, message)
 
-        self._pending: Pending = self._dispatcher.open(
+        self._pending: Pending = self._dispatcher.submit(
             model.scheduler, submit, built.release, responded
         )
 

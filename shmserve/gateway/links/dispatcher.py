@@ -21,7 +21,8 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self._schedulers: dict[str, Scheduler] = {}
-        self._numbers = itertools.count(1)
+        # A number for a request, each time it is called.
+        self.next_number = itertools.count(1).__next__
         self._loop = asyncio.get_running_loop()
 
     def scheduler(self, endpoint: str) -> Scheduler:
@@ -44,39 +45,23 @@ class Dispatcher:
         for scheduler in self._schedulers.values():
             scheduler.link.close()
 
-    def next_number(self) -> int:
-        """A number for a request."""
-        return next(self._numbers)
-
     def submit(
-        self, scheduler: Scheduler, submit: m.Submit, release: Callable[[], None]
+        self,
+        scheduler: Scheduler,
+        submit: m.Submit,
+        release: Callable[[], None],
+        on_response: OnResponse | None = None,
     ) -> Pending:
-        """Hand a request over; `pending.future` resolves to `Finished` or `Failed`, once.
+        """Hand a request over; `pending.future` resolves to its last response, once: `Finished` or
+        `Failed`.
 
-        `release` runs when no worker can touch the request's memory any more.
+        `release` runs when no worker can touch the request's memory any more. For a model that may
+        give any number of responses, `on_response` is called for each, in the event loop, the last
+        included. Flow control is by credit: `FIRST_CREDIT` of them come unasked, and more as they
+        are granted with `grant`.
         """
-        return self._submit(scheduler, submit, release, None)
-
-    def open(
-        self,
-        scheduler: Scheduler,
-        submit: m.Submit,
-        release: Callable[[], None],
-        on_response: OnResponse,
-    ) -> Pending:
-        """As `submit`, for a model that may give any number of responses: `on_response` is
-        called for each, in the event loop, the last included. Flow control is by credit:
-        `FIRST_CREDIT` of them come unasked, and more as they are granted with `grant`."""
-        return self._submit(scheduler, submit, release, on_response)
-
-    def _submit(
-        self,
-        scheduler: Scheduler,
-        submit: m.Submit,
-        release: Callable[[], None],
-        on_response: OnResponse | None,
-    ) -> Pending:
-        scheduler = scheduler.latest()
+        if scheduler.successor is not None:
+            scheduler = scheduler.latest()
         pending = Pending(scheduler, submit, release, self._loop.create_future(), on_response)
         scheduler.submit(pending)
         if len(scheduler.inflight.pending) == 1:

@@ -191,7 +191,7 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
         link: Any = scheduler.link
         for number in (1, 2):
             submit = m.Submit(number, 1, b"", 0, 0, 0, 0, b"", "")
-            pending = dispatcher.open(
+            pending = dispatcher.submit(
                 scheduler, submit, partial(released.append, f"of {number}"), heard.append
             )
             scheduler._take(m.Responded(number, "", "", body, False))

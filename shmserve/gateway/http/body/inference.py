@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from shmserve.errors import InvalidArgument
@@ -89,16 +90,22 @@ def header_size(said: str | None, body_size: int) -> int:
     """
     if said is None:
         return body_size
+    size = _number(said)
+    if not 0 <= size <= body_size:
+        raise InvalidArgument(
+            f"inference header size should be in range (0, {body_size}), got: {said}"
+        )
+    return size
+
+
+@lru_cache(maxsize=256)
+def _number(said: str) -> int:
     if _NUMBER.fullmatch(said) is None:
         raise InvalidArgument(f"Unable to parse Inference-Header-Content-Length, got: {said}")
     if len(said) > 11 or not -(2**31) <= int(said) < 2**31:
         raise InvalidArgument(
             "Unable to parse Inference-Header-Content-Length, value is out of range "
             f"[ -2147483648, 2147483647 ], got: {said}"
-        )
-    if not 0 <= int(said) <= body_size:
-        raise InvalidArgument(
-            f"inference header size should be in range (0, {body_size}), got: {said}"
         )
     return int(said)
 

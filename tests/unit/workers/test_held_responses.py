@@ -1,0 +1,243 @@
+"""Responses that are sent together: which wait for others, how long, and that none is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc.messages.inference import FIRST_CREDIT
+from shmserve.workers.backends import Output, Response, ResponseStream
+from shmserve.workers.links import scheduler as scheduler_link
+from shmserve.workers.links.scheduler import HOLD_NS, SchedulerLink
+from shmserve.workers.links.timer import Timer
+from tests.rigs.stream_rig import Streams
+from tests.rigs.worker_rig import FunctionBackend, model_config, rig, tensor_config
+from tests.support.waiting import until
+
+
+class Clock:
+    """Stands in for `time` and for a link's timer."""
+
+    def __init__(self, link: SchedulerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ns = 10 * HOLD_NS
+        self.due_ns: int | None = None
+        self._flush = link._timer._due
+        link._timer = cast("Timer", self)
+        stands_in = SimpleNamespace(monotonic_ns=lambda: self.now_ns, monotonic=time.monotonic)
+        monkeypatch.setattr(scheduler_link, "time", stands_in)
+
+    def start(self) -> None:
+        """As `Timer` says."""
+        self.due_ns = self.now_ns + scheduler_link._MOST_HELD_NS
+
+    def close(self) -> None:
+        """As `Timer` says."""
+
+    def pass_ns(self, ns: int) -> None:
+        """Let time go by, and the timer be due if it is."""
+        self.now_ns += ns
+        if self.due_ns is not None and self.due_ns <= self.now_ns:
+            self.due_ns = None
+            self._flush()
+
+
+class Wire:
+    """Stands in for a dealer: the frames that were sent, as lists of their messages."""
+
+    connected = True
+
+    def __init__(self) -> None:
+        self.queued: list[Any] = []
+        self.frames: list[list[Any]] = []
+
+    def post(self, message: Any) -> None:
+        """As `Dealer` says."""
+        self.queued.append(message)
+
+    def flush(self) -> bool:
+        """As `Dealer` says."""
+        if self.queued:
+            self.frames.append(self.queued)
+            self.queued = []
+        return self.connected
+
+
+def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[SchedulerLink, Wire, Clock]:
+    link, wire = SchedulerLink(cast("Any", None), 0, 1, lambda pid, offsets: None), Wire()
+    link._dealer = cast("Any", wire)
+    return link, wire, Clock(link, monkeypatch)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2 * HOLD_NS), st.booleans()), max_size=40))
+def test_all_is_sent_in_order_and_in_time(steps: list[tuple[int, bool]]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        link, wire, clock = linked(monkeypatch)
+        posted_ns: list[int] = []
+        for number, (pause_ns, at_once) in enumerate(steps):
+            clock.pass_ns(pause_ns)
+            assert all(
+                clock.now_ns - posted_ns[queued] < scheduler_link._MOST_HELD_NS
+                for queued in wire.queued
+            )
+            frames, flushed_ns = len(wire.frames), link._flushed_ns
+            link.post(number)
+            posted_ns.append(clock.now_ns)
+            assert link.flush() if at_once else link.flush_soon()
+            if at_once or clock.now_ns - flushed_ns >= HOLD_NS:
+                assert not wire.queued
+            assert len(wire.frames) - frames <= 1
+        clock.pass_ns(scheduler_link._MOST_HELD_NS)
+        assert list(chain(*wire.frames)) == list(range(len(steps)))
+
+
+def test_who_sends_next_takes_what_was_held_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, wire, clock = linked(monkeypatch)
+    for number in range(3):
+        link.post(number)
+        link.flush_soon()
+    assert wire.frames == [[0]]
+    clock.pass_ns(1)
+    link.send("a batch")
+    assert wire.frames == [[0], [1, 2, "a batch"]]
+
+
+def test_a_scheduler_that_has_gone_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, wire, _ = linked(monkeypatch)
+    link.post(0)
+    assert link.flush_soon()
+    wire.connected = False
+    link.post(1)
+    assert not link.flush_soon()
+
+
+def test_a_timer_is_due_after_its_last_start_and_never_once_closed() -> None:
+    called = threading.Event()
+    threads = threading.active_count()
+    timer = Timer(1_000_000, called.set)
+    assert threading.active_count() == threads
+    timer.start()
+    timer.start()
+    assert called.wait(10)
+    called.clear()
+    timer.close()
+    until("its thread has ended", lambda: threading.active_count() == threads)
+    assert not called.is_set()
+
+
+# --- the responses of a stream
+
+
+class Sender(Streams):
+    """A decoupled model whose streams the test has."""
+
+    streams: list[ResponseStream]
+
+    def send(self, *values: float, final: bool = False, stream: int = 0) -> None:
+        """One response, or none."""
+        output = Output("Y", "FP32", np.array(values, np.float32))
+        self.streams[stream].send(Response([output]) if values else None, final)
+
+    @property
+    def told(self) -> list[Any]:
+        """What has been sent since the last time, by request."""
+        router = self.rig.scheduler
+        messages = [message for _, message in router.receive()] if router.wait(0) else []
+        return [(each.key, *self._show(each, each.key)) for each in messages]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Sender]:
+    class Kept(FunctionBackend):
+        def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+            sender.streams = streams
+
+    with rig(tmp_path) as made:
+        config = model_config(
+            [tensor_config("X", "FP32", [-1])],
+            [tensor_config("Y", "FP32", [-1])],
+            model_transaction_policy={"decoupled": True},
+        )
+        made.serve(Kept(made.context, None), config)
+        sender = Sender(made)
+        yield sender
+
+
+@pytest.fixture
+def clock(model: Sender, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(model.rig.instance.link, monkeypatch)
+
+
+def test_the_first_response_and_the_end_leave_at_once(model: Sender, clock: Clock) -> None:
+    model.begin(0, 0)
+    model.send(1)
+    assert model.told == [(1, [1])]
+    model.send(2)
+    model.send(3)
+    assert model.told == []
+    model.send(7, stream=1)  # the first of another request takes with it what waits
+    assert model.told == [(1, [2]), (1, [3]), (2, [7])]
+    model.send(4)
+    model.send(final=True)
+    assert model.told == [(1, [4]), (1, "end")]
+    model.send(8, stream=1)
+    assert model.told == []
+    clock.pass_ns(HOLD_NS)
+    model.send(9, stream=1)
+    assert model.told == [(2, [8]), (2, [9])]
+    model.send(10, stream=1)
+    clock.pass_ns(2 * HOLD_NS)  # the model computes, and sends nothing meanwhile
+    assert model.told == [(2, [10])]
+
+
+def test_each_leaves_at_once_where_they_are_seldom(model: Sender, clock: Clock) -> None:
+    model.begin(0)
+    for number in range(5):
+        clock.pass_ns(HOLD_NS)
+        model.send(number)
+        assert model.told == [(1, [number])]
+    assert clock.due_ns is None
+
+
+def test_what_takes_memory_leaves_at_once(model: Sender, clock: Clock) -> None:
+    """Whether it was delivered says whether the memory is free again."""
+    model.begin(0)
+    model.send(1)
+    assert model.told == [(1, [1])]
+    large = np.arange(32 * 1024, dtype=np.float32)
+    model.send(*large)
+    assert model.told == [(1, large.tolist())]
+    model.send(2)
+    assert model.told == []
+
+
+def test_a_batch_that_returns_takes_what_waits_with_it(model: Sender, clock: Clock) -> None:
+    model.begin(0)
+    model.send(1)
+    model.send(2)
+    model.rig.instance.hand_over(model.rig.finished)
+    router = model.rig.scheduler
+    assert router.wait(10)
+    kinds = [type(message).__name__ for _, message in router.receive()]
+    assert kinds == ["ExecutionResponded", "ExecutionResponded", "BatchFinished"]
+
+
+def test_nothing_waits_while_credit_is_awaited(model: Sender, clock: Clock) -> None:
+    model.begin(0)
+    for number in range(FIRST_CREDIT):
+        model.send(number)
+    assert model.told == [(1, [0])]
+    blocked = threading.Thread(target=model.send, args=(99,))
+    blocked.start()
+    assert model.responses(1, FIRST_CREDIT - 1) == [[n] for n in range(1, FIRST_CREDIT)]
+    model.grant(1, 1)
+    until("it goes on", lambda: not blocked.is_alive())
