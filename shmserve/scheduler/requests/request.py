@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
+from shmserve.ipc.messages import Submit
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.statistics.timing import Timing
 
 NEVER = 1 << 63  # later than any time
+OVER = Submit(0, 0, b"", 0, 0, 0, 0, b"")  # of a request that is done: nothing is kept
 
 
 class State(StrEnum):
@@ -109,7 +111,8 @@ class Outcome(NamedTuple):
 
 
 class Request:
-    """One inference, which counts for `units` in a batch. Times are monotonic ns, 0: none.
+    """One inference, which counts for `units` in a batch, and the message that submitted it, as
+    long as it lives. Times are monotonic ns, 0: none.
 
     `deadline_ns` holds until the last response, `queue_limit_ns` only in the queue; before
     `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker` is who
@@ -136,16 +139,15 @@ class Request:
         "lookup",
         "outcome",
         "queue_limit_ns",
-        "request_id",
         "responded_ns",
         "responses",
         "sequence",
         "shape_key",
         "state",
+        "submit",
         "timing",
         "units",
         "untimed",
-        "work",
         "worker",
     )
 
@@ -161,8 +163,7 @@ class Request:
         deadline_ns: int,
         queue_limit_ns: int,
         hurry_ns: int,
-        work: bytes,
-        request_id: str,
+        submit: Submit,
         level: int = 0,
     ) -> None:
         self.key = key
@@ -175,8 +176,7 @@ class Request:
         self.deadline_ns = deadline_ns
         self.queue_limit_ns = queue_limit_ns
         self.hurry_ns = hurry_ns
-        self.work = work
-        self.request_id = request_id
+        self.submit = submit
         self.level = level
         self.delayed = False
         self.state = State.QUEUED

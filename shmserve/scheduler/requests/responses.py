@@ -31,6 +31,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
     AT_WORK,
+    OVER,
     Event,
     Outcome,
     Request,
@@ -228,5 +229,5 @@ class Responses:
 
     def _forget(self, request: Request) -> None:
         self.live -= 1
-        request.work = b""
+        request.submit = OVER
         request.client.requests.pop(request.id, None)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.priority import PriorityQueue
-from shmserve.scheduler.requests.request import NEVER, Request
+from shmserve.scheduler.requests.request import NEVER, OVER, Request
 
 LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
 CLIENT = Client[Request](b"1.a")
@@ -18,7 +18,7 @@ CLIENT = Client[Request](b"1.a")
 
 def request(key: int, level: int) -> Request:
     """A queued request of this level."""
-    return Request(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, b"", "", level)
+    return Request(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, OVER, level)
 
 
 class AgainstAList(RuleBasedStateMachine):
