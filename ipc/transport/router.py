@@ -65,7 +65,8 @@ class Router:
         What cannot be packed raises, and is queued no more; what is for others stays queued.
         """
         pending = self._pending
-        for peer in list(pending):
+        while pending:
+            peer = next(iter(pending))
             messages = pending.pop(peer)
             connection = self._peers.get(peer)
             if connection is None:
@@ -101,7 +102,7 @@ class Router:
             if decoder.broken and connection.identity is None:
                 break
             try:
-                received += [(peer, message) for message in unpack(frame, self.most)]
+                received += zip(itertools.repeat(peer), unpack(frame, self.most), strict=False)
             except MalformedMessage as error:
                 connection.malformed += 1
                 self._complain("dropped a malformed frame: %s", error)
