@@ -37,7 +37,7 @@ except ImportError:
 
 logger = logging.getLogger(__name__)
 
-_MOST_ASKED = 256
+_MOST_ASKED = 64
 _PARTS = (
     *("_receive_message", "execute_batch", "_ServicerContext", "ReceiveCloseOnServerOperation"),
     *("SendInitialMetadataOperation", "SendMessageOperation", "SendStatusFromServerOperation"),
@@ -158,11 +158,18 @@ class Acceptor:
         self._begin = begin
         self._most = most
         self._loop: Any = asyncio.get_running_loop()
+        self._taken = 0  # in this turn of the loop
 
     def open(self) -> None:
         """Take calls; the server has started."""
-        for _ in range(self._most):
-            self._ask()
+        self._taken = self._most
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        taken, self._taken = self._taken, 0
+        if self._server.is_running():
+            for _ in range(taken):
+                self._ask()
 
     def _ask(self) -> None:
         # gRPC takes a future of the loop's for this, whose callbacks would run a turn later.
@@ -173,11 +180,12 @@ class Acceptor:
             del self._loop.create_future
 
     def _accepted(self, state: Any) -> None:
-        if self._server.is_running():
-            self._ask()
-        if (
-            state is not None
-        ):  # else the server is stopping, or the call was gone before it was here
+        # Not at once: while calls come without end, nothing else would have its turn.
+        self._taken += 1
+        if self._taken == 1:
+            self._loop.call_soon(self._ask_again)
+        # None: the server is stopping, or the call was gone before it was here.
+        if state is not None:
             self._begin(state)
 
 

@@ -33,7 +33,7 @@ from tests.support.wire.http2 import (
 
 PATH = "/test.Service/Ask"
 SLOW = "AskAio"  # a method of grpc.aio's alone, which gives its request a million times
-CALLS = 600  # more than are asked for beforehand, so that these are asked for again
+CALLS = 200  # more than are asked for beforehand, so that these are asked for again
 
 
 class Scene:
