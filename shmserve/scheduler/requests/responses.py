@@ -28,9 +28,10 @@ from shmserve.ipc.messages import (
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
     AT_WORK,
-    Client,
+    OVER,
     Event,
     Outcome,
     Request,
@@ -80,7 +81,7 @@ class Responses:
             self._order.append(request)
 
     def refuse(
-        self, client: Client, message: Submit, error: ShmserveError, retry_after_s: int
+        self, client: Client[Request], message: Submit, error: ShmserveError, retry_after_s: int
     ) -> None:
         """Refuse a request that was not admitted."""
         self._clients.post(
@@ -228,5 +229,5 @@ class Responses:
 
     def _forget(self, request: Request) -> None:
         self.live -= 1
-        request.work = b""
+        request.submit = OVER
         request.client.requests.pop(request.id, None)
